@@ -1,0 +1,22 @@
+"""Every test runs offline, without the settings of whoever runs it, and draws the same examples each time."""
+
+from __future__ import annotations
+
+import os
+
+import hypothesis
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in os.environ:
+        if name.startswith("UNMASK_") and name != "UNMASK_SHARED":
+            monkeypatch.delenv(name)
+    monkeypatch.delenv("RANK", raising=False)

@@ -1,0 +1,204 @@
+"""Rendering: what training sees is what sampling sees, and every completion ends once."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from tests.helpers import shared_path
+from unmask.data.characters import character_tokenizer
+from unmask.data.chat import encode_prompt, is_conversational, render, render_pair, render_preference, split_implicit_prompt
+from unmask.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+words = st.text(string.ascii_letters + " .\n", max_size=15)
+
+
+def _tokenizer(template: str | None = None, **special: str):
+    tokenizer = character_tokenizer(string.ascii_letters + string.digits + " .,:[]\n=!")
+    if template and "<|im_start|>" in template:
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+        tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+BARE, CHAT, PLAIN_CHAT = _tokenizer(), _tokenizer(CHATML), _tokenizer(PLAIN)
+
+
+def _turn(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
+
+
+def _text(tokenizer, ids: list[int]) -> str:
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@given(words, words)
+def test_strings(prompt, completion):
+    prompt_ids, completion_ids = render_pair(BARE, prompt, completion)
+    assert prompt_ids == encode_prompt(BARE, prompt) == BARE(prompt)["input_ids"]
+    assert prompt_ids[0] == BARE.bos_token_id and BARE.bos_token_id not in prompt_ids[1:] + completion_ids
+    assert completion_ids[-1] == BARE.eos_token_id and BARE.eos_token_id not in prompt_ids + completion_ids[:-1]
+    assert (_text(BARE, prompt_ids), _text(BARE, completion_ids)) == (prompt, completion)
+    assert render_pair(BARE, prompt, completion, add_eos=False) == (prompt_ids, completion_ids[:-1])
+    assert all(type(token) is int for token in prompt_ids + completion_ids)
+
+
+def test_a_real_tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
+    prompt_ids, completion_ids = render_pair(tokenizer, "Once upon a time", ", there was a girl.")
+    assert prompt_ids == tokenizer("Once upon a time")["input_ids"]
+    assert completion_ids.count(tokenizer.eos_token_id) == 1 and completion_ids[-1] == tokenizer.eos_token_id
+    assert tokenizer.bos_token_id not in completion_ids
+    with pytest.raises(DataError, match="no chat template"):
+        encode_prompt(tokenizer, [_turn("user", "hi")])
+
+
+def test_the_beginning_of_sequence_is_added_where_the_tokenizer_adds_it_and_once():
+    assert encode_prompt(BARE, "<s>ab") == encode_prompt(BARE, "ab")
+    ends_too = _tokenizer()
+    ends_too.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", ends_too.bos_token_id), ("</s>", ends_too.eos_token_id)]
+    )
+    assert encode_prompt(ends_too, "ab") == encode_prompt(BARE, "ab")
+    adds_none = _tokenizer()
+    adds_none.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A", special_tokens=[])
+    assert encode_prompt(adds_none, "ab") == encode_prompt(BARE, "ab")[1:]
+
+
+@given(st.lists(st.integers(0, 1000), max_size=9))
+def test_ids_pass_as_they_are(ids):
+    assert encode_prompt(BARE, ids) == ids
+    assert render_pair(BARE, tuple(ids), "ab")[0] == ids
+
+
+@pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1, "a"], {"role": "user"}, [{"content": "a"}]])
+def test_what_is_no_prompt_is_refused(prompt):
+    with pytest.raises(DataError, match="a prompt cannot be"):
+        encode_prompt(BARE, prompt)
+
+
+@pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT], ids=["chatml", "plain"])
+@given(system=words, question=words, answer=words)
+def test_messages(tokenizer, system, question, answer):
+    prompt, completion = [_turn("system", system), _turn("user", question)], [_turn("assistant", answer)]
+    prompt_ids, completion_ids = render_pair(tokenizer, prompt, completion)
+    assert prompt_ids == encode_prompt(tokenizer, prompt)
+    start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(prompt_ids) == start
+    assert completion_ids == [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert render(tokenizer, {"prompt": prompt, "completion": completion}) == (prompt_ids, completion_ids)
+    whole = render(tokenizer, {"messages": prompt + completion})
+    assert whole[0] + whole[1] == prompt_ids + completion_ids
+    assert whole[0] == ([tokenizer.bos_token_id] if tokenizer is PLAIN_CHAT else [])
+
+
+def test_only_the_last_end_of_turn_ends_a_conversation():
+    turns = [_turn("user", "a"), _turn("assistant", "b"), _turn("user", "c"), _turn("assistant", "d")]
+    ids = render(CHAT, {"messages": turns})[1]
+    assert ids.count(CHAT.eos_token_id) == 4 and ids[-1] == CHAT.eos_token_id
+    assert CHAT.decode(ids) + "\n" == CHAT.apply_chat_template(turns, tokenize=False)
+
+
+def test_an_answer_that_was_begun_is_continued():
+    begun = [_turn("user", "a"), _turn("assistant", "b")]
+    assert CHAT.decode(encode_prompt(CHAT, begun)) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
+
+
+def test_templates_that_cannot_serve_are_refused():
+    marks_the_last = _tokenizer("{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}")
+    with pytest.raises(DataError, match="renders the prompt otherwise"):
+        render_pair(marks_the_last, [_turn("user", "a")], [_turn("assistant", "b")])
+    refuses = _tokenizer("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(DataError, match="roles must alternate"):
+        encode_prompt(refuses, [_turn("user", "a")])
+    with pytest.raises(DataError, match=r"no chat template.*chat_template"):
+        render_pair(BARE, [_turn("user", "a")], [_turn("assistant", "b")])
+
+
+def test_a_tokenizer_without_an_end_of_sequence():
+    endless = _tokenizer()
+    endless.eos_token = None
+    with pytest.raises(DataError, match="no end-of-sequence token"):
+        render_pair(endless, "a", "b")
+    assert render_pair(endless, "a", "b", add_eos=False)[1] == BARE("b", add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("a", [_turn("assistant", "b")]), ([_turn("user", "a")], "b"), ("a", None), ([_turn("user", "a")], [])]
+)
+def test_kinds_are_not_mixed(prompt, completion):
+    with pytest.raises(DataError, match="different kinds"):
+        render_pair(CHAT, prompt, completion)
+
+
+def test_language_modelling():
+    assert render(BARE, {"text": "ab"}) == render_pair(BARE, "", "ab") == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
+    with pytest.raises(DataError, match="without `text` or `messages`: no column 'prompt', 'completion'"):
+        render(BARE, {"question": "a"})
+    with pytest.raises(DataError, match="not a list of messages"):
+        render(CHAT, {"messages": "a"})
+
+
+@given(words, words, words)
+def test_preferences_with_the_prompt_given(prompt, chosen, rejected):
+    ids = render_preference(BARE, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    assert ids == (*render_pair(BARE, prompt, chosen), render_pair(BARE, prompt, rejected)[1])
+
+
+def test_preferences_with_the_prompt_implied():
+    prompt, good, bad = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
+    explicit = {"prompt": prompt, "chosen": good, "rejected": bad}
+    implied = {"chosen": prompt + good, "rejected": prompt + bad}
+    assert render_preference(CHAT, implied) == render_preference(CHAT, {**implied, "prompt": None}) == render_preference(CHAT, explicit)
+    texts = {"chosen": "two and two: 4", "rejected": "two and two: 5"}
+    assert render_preference(BARE, texts) == render_preference(BARE, {"prompt": "two and two:", "chosen": " 4", "rejected": " 5"})
+    with pytest.raises(DataError, match="no column 'rejected'"):
+        render_preference(BARE, {"prompt": "a", "chosen": "b"})
+
+
+@given(words, words.filter(bool), words.filter(bool))
+def test_an_implied_prompt_loses_nothing(prompt, a, b):
+    if a == b:
+        with pytest.raises(DataError, match="the same"):
+            split_implicit_prompt(prompt + a, prompt + b)
+        return
+    start, chosen, rejected = split_implicit_prompt(prompt + a, prompt + b)
+    assert (start + chosen, start + rejected) == (prompt + a, prompt + b)
+    assert chosen and rejected
+    assert chosen[0] == " " or chosen[0] != rejected[0] or min(len(chosen), len(rejected)) == 1
+
+
+turns = st.lists(st.builds(_turn, st.sampled_from(["user", "assistant"]), st.sampled_from("ab")), min_size=1, max_size=4)
+
+
+@given(turns, turns, turns)
+def test_an_implied_prompt_of_turns(prompt, a, b):
+    if a != b:
+        start, chosen, rejected = split_implicit_prompt(prompt + a, prompt + b)
+        assert (start + chosen, start + rejected) == (prompt + a, prompt + b)
+        assert chosen and rejected and len(start) >= len(prompt)
+
+
+def test_an_empty_side_has_no_completion():
+    with pytest.raises(DataError, match="empty completion"):
+        split_implicit_prompt("", "a")
+
+
+@pytest.mark.parametrize("field", ["prompt", "completion", "chosen", "rejected", "messages"])
+def test_is_conversational(field):
+    assert is_conversational({"x": 1, field: [_turn("user", "a")]})
+    assert not any(is_conversational({field: value}) for value in ("a", [], [1, 2], None, [{"content": "a"}]))
+    assert not is_conversational({"text": [_turn("user", "a")]})

@@ -1,0 +1,182 @@
+"""Rows from every kind of source, exactly as they were, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import shared_path
+from unmask.data.sources import load_rows, require_columns, split_documents
+from unmask.errors import DataError
+
+ROWS = [{"prompt": "0012", "completion": "a\nb"}, {"prompt": "3400", "completion": "2024-01-01"}, {"prompt": "7", "completion": ""}]
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet", "directory", "splits"])
+def test_rows_come_back_as_they_were(tmp_path, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    dataset = Dataset.from_list(ROWS)
+    if suffix == "csv":
+        dataset.to_csv(path)
+    elif suffix == "json":
+        path.write_text(json.dumps(ROWS))
+    elif suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    elif suffix == "parquet":
+        dataset.to_parquet(path)
+    elif suffix == "directory":
+        dataset.save_to_disk(path)
+    else:
+        DatasetDict(train=Dataset.from_list(ROWS[::-1]), test=dataset).save_to_disk(path)
+    split = "test" if suffix == "splits" else "train"
+    loaded = load_rows(path, split=split)
+    assert list(loaded) == ROWS
+    assert list(load_rows(str(path), split=split, max_rows=2)) == ROWS[:2]
+    assert len(load_rows(path, split=split, max_rows=99)) == 3
+
+
+def test_a_file_that_was_rewritten_is_read_anew(tmp_path):
+    for rows in (ROWS, ROWS[:1]):
+        Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+        assert list(load_rows(tmp_path / "rows.parquet")) == rows
+
+
+def test_columns_may_be_absent_in_some_rows_and_values_nested(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    messages = [{"role": "user", "content": "hi"}]
+    path.write_text(json.dumps({"a": 1}) + "\n" + json.dumps({"messages": messages, "a": 2}))
+    assert list(load_rows(path)) == [{"a": 1, "messages": None}, {"a": 2, "messages": messages}]
+
+
+paragraphs = st.lists(st.text(st.sampled_from("ab .\t"), min_size=1).filter(str.strip), min_size=1, max_size=4).map("\n".join)
+
+
+@given(st.lists(paragraphs, min_size=2, max_size=5), st.text(st.sampled_from(" \t\n"), max_size=5))
+def test_blank_lines_separate_documents(documents, blank):
+    text = f"\n{blank}\n".join(documents)
+    assert split_documents(f"\n{text}\n\n") == documents
+
+
+@given(paragraphs)
+def test_without_blank_lines_every_line_is_a_document(text):
+    assert split_documents(text) == split_documents(text + "\n\n") == text.split("\n")
+
+
+def test_the_column_of_a_text_file(tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_bytes("Zoë\r\nsat.\r\n\r\nThen\u2028left.\n".encode())
+    assert list(load_rows(path)) == [{"text": "Zoë\nsat."}, {"text": "Then\u2028left."}]
+    assert load_rows(path, text_column="story").column_names == ["story"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "rows", "columns"),
+    [
+        (("sudoku", "4x4_test_sudoku.csv"), 500, ["Puzzle", "Solution"]),
+        (("countdown", "countdown_cd3_test.jsonl"), 256, ["input", "output"]),
+        (("gsm8k", "test.jsonl"), 1319, ["question", "answer"]),
+        (("preference", "llamafactory_dpo_en_demo.json"), 300, ["conversations", "chosen", "rejected"]),
+        (("text", "tinystories_val_800k.txt"), 4302, ["text"]),
+        (("text", "wikitext2_valid.txt"), 1160, ["text"]),
+        (("text", "tinyshakespeare.txt"), 7222, ["text"]),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, tuple) else None,
+)
+def test_real_files(parts, rows, columns):
+    dataset = load_rows(shared_path("data", *parts))
+    assert len(dataset) == rows
+    assert dataset.column_names == columns
+
+
+def test_leading_zeros_of_the_real_puzzles_survive():
+    puzzles = load_rows(shared_path("data", "sudoku", "4x4_test_sudoku.csv"))["Puzzle"]
+    assert puzzles[1] == "0140432014020000"
+    assert {len(puzzle) for puzzle in puzzles} == {16}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.jsonl", b'{"a": 1}\n{"a": ', "line 2: malformed JSON"),
+        ("rows.jsonl", b'{"a": 1}\n{"a": "x"}', "mixes types"),
+        ("rows.csv", b"a,b\n1,2\n3\n", "row 2: the number of fields"),
+        ("rows.csv", b"a,b\n", "no rows"),
+        ("rows.csv", b"", "empty"),
+        ("rows.txt", b" \n", "empty"),
+        ("rows.txt", b"caf\xe9", "byte 3 is not UTF-8"),
+        ("rows.parquet", b"PAR1", "not a readable Parquet file"),
+        ("rows.pdf", b"x", "unknown kind of file '.pdf'"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        load_rows(path)
+    assert str(path) in str(caught.value) and caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.csv", "a.jsonl", "a.parquet", "folder/none"])
+def test_missing_files(tmp_path, name):
+    with pytest.raises(DataError, match="no such file"):
+        load_rows(tmp_path / name)
+
+
+def test_directories(tmp_path):
+    with pytest.raises(DataError, match="not a saved dataset"):
+        load_rows(tmp_path)
+    DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"no split 'train'.*'test'"):
+        load_rows(tmp_path / "saved")
+
+
+def test_empty_datasets(tmp_path):
+    empty = Dataset.from_dict({"a": []})
+    empty.save_to_disk(tmp_path / "saved")
+    empty.to_parquet(tmp_path / "rows.parquet")
+    for name in ("saved", "rows.parquet"):
+        with pytest.raises(DataError, match=f"{name}: the dataset is empty"):
+            load_rows(tmp_path / name)
+
+
+def test_other_names_are_asked_of_the_hub(monkeypatch):
+    asked = []
+
+    def answer(*arguments, **options):
+        asked.append((arguments, options))
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", answer)
+    assert list(load_rows("owner/rows:main", split="test")) == ROWS
+    assert list(load_rows("rows")) == ROWS
+    assert asked == [(("owner/rows", "main"), {"split": "test"}), (("rows", None), {"split": "train"})]
+
+
+@pytest.mark.parametrize(
+    "error", [datasets.exceptions.DatasetNotFoundError("gone"), ConnectionError("offline"), ValueError("Unknown split 'train'")]
+)
+def test_what_the_hub_refuses(monkeypatch, error):
+    def refuse(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(DataError, match=f"owner/rows: .*{error}") as caught:
+        load_rows("owner/rows")
+    assert caught.value.__cause__ is error
+
+
+def test_required_columns():
+    dataset = Dataset.from_list(ROWS)
+    require_columns(dataset, ["prompt", "completion"], "train.csv")
+    with pytest.raises(DataError, match=r"train.csv: no column 'prompts' \(present: 'prompt', 'completion'\). Did you mean 'prompt'\?"):
+        require_columns(dataset, ["prompts"], "train.csv")

@@ -1,0 +1,136 @@
+"""Intervals: known values, coverage on simulated data, and what must not change them."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.errors import DataError
+from unmask.evaluation import statistics
+from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference, wilson_interval
+
+
+@pytest.mark.parametrize(
+    ("successes", "total", "low", "high"),
+    [(5, 10, 0.2366, 0.7634), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (81, 263, 0.2553, 0.3662)],  # the last: Newcombe 1998, table I
+)
+def test_wilson_gives_the_published_bounds(successes, total, low, high):
+    interval = wilson_interval(successes, total)
+    assert (interval.low, interval.high) == pytest.approx((low, high), abs=5e-5)
+    assert interval.mean == successes / total
+
+
+@given(total=st.integers(1, 10_000), data=st.data(), confidence=st.floats(0.5, 0.999))
+def test_wilson_holds_the_share_within_zero_and_one_and_mirrors(total, data, confidence):
+    successes = data.draw(st.integers(0, total))
+    interval, mirrored = wilson_interval(successes, total, confidence), wilson_interval(total - successes, total, confidence)
+    assert 0 <= interval.low <= interval.mean <= interval.high <= 1
+    assert interval.low < interval.high
+    assert (mirrored.low, mirrored.high) == pytest.approx((1 - interval.high, 1 - interval.low))
+
+
+@pytest.mark.parametrize(("successes", "total"), [(0, 0), (3, 2), (-1, 2)])
+def test_wilson_refuses_impossible_counts(successes, total):
+    with pytest.raises(DataError, match=f"{successes} successes out of {total}"):
+        wilson_interval(successes, total)
+
+
+def clustered_rows(rng: np.random.Generator, clusters: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of mean 0 whose clusters differ in size and share an effect as large as the noise."""
+    sizes = rng.integers(1, 8, clusters)
+    groups = np.repeat(np.arange(clusters), sizes)
+    return rng.normal(size=clusters)[groups] + rng.normal(size=len(groups)), groups
+
+
+def test_coverage_is_near_nominal_and_rows_alone_would_cover_too_little():
+    rng, trials, by_cluster, by_row = np.random.default_rng(1), 300, 0, 0
+    for _ in range(trials):
+        values, groups = clustered_rows(rng, clusters=60)
+        by_cluster += not cluster_bootstrap_mean(values, groups, samples=400).excludes(0.0)
+        by_row += not cluster_bootstrap_mean(values, np.arange(len(values)), samples=400).excludes(0.0)
+    assert 0.90 <= by_cluster / trials <= 0.98
+    assert by_row / trials < 0.85
+
+
+@given(seed=st.integers(0, 1000))
+def test_order_of_rows_does_not_matter(seed):
+    rng = np.random.default_rng(seed)
+    solved, groups = rng.integers(0, 2, 40), rng.integers(0, 12, 40)
+    order = rng.permutation(40)
+    assert cluster_bootstrap_mean(solved, groups, samples=50) == cluster_bootstrap_mean(solved[order], groups[order], samples=50)
+
+
+def test_clusters_of_one_row_are_the_ordinary_bootstrap():
+    values = np.random.default_rng(2).normal(size=200)
+    interval = cluster_bootstrap_mean(values, [f"row {i}" for i in range(200)], samples=20_000)
+    ordinary = np.random.default_rng(3).choice(values, size=(20_000, 200)).mean(axis=1)
+    assert (interval.low, interval.high) == pytest.approx(np.quantile(ordinary, [0.025, 0.975]), abs=0.01)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * values.std() / math.sqrt(200), rel=0.05)
+
+
+def test_copies_of_a_row_within_its_cluster_add_no_certainty():
+    values = np.random.default_rng(4).normal(size=50)
+    once = cluster_bootstrap_mean(values, np.arange(50))
+    copied = cluster_bootstrap_mean(np.repeat(values, 5), np.repeat(np.arange(50), 5))
+    assert (copied.mean, copied.low, copied.high) == pytest.approx((once.mean, once.low, once.high))
+
+
+def test_memory_bound_does_not_change_the_result(monkeypatch):
+    values, groups = clustered_rows(np.random.default_rng(5), clusters=20)
+    whole = cluster_bootstrap_mean(values, groups, samples=100)
+    monkeypatch.setattr(statistics, "RESAMPLED_AT_ONCE", 60)
+    assert cluster_bootstrap_mean(values, groups, samples=100) == whole
+
+
+def test_a_higher_confidence_is_wider_and_a_seed_repeats():
+    values, groups = clustered_rows(np.random.default_rng(6), clusters=30)
+    at = {c: cluster_bootstrap_mean(values, groups, confidence=c, seed=7) for c in (0.8, 0.95, 0.99)}
+    assert at[0.99].low < at[0.95].low < at[0.8].low < at[0.8].high < at[0.95].high < at[0.99].high
+    assert at[0.95] == cluster_bootstrap_mean(values, groups, seed=7) != cluster_bootstrap_mean(values, groups, seed=8)
+
+
+def test_pairing_finds_a_gain_that_two_intervals_would_miss():
+    rng = np.random.default_rng(8)
+    difficulty = rng.normal(size=200)
+    before, after = difficulty, difficulty + 0.1 + 0.2 * rng.normal(size=200)
+    gain = paired_difference(before, after, np.arange(200))
+    assert gain.excludes(0.0) and gain.mean == pytest.approx((after - before).mean())
+    assert not paired_difference(before, before, np.arange(200)).excludes(0.0)
+    lost = paired_difference(after, before, np.arange(200))
+    assert (lost.low, lost.high) == pytest.approx((-gain.high, -gain.low))
+    assert cluster_bootstrap_mean(before, np.arange(200)).high > cluster_bootstrap_mean(after, np.arange(200)).low
+
+
+def test_one_cluster_alone_excludes_nothing():
+    interval = cluster_bootstrap_mean([1.0, 1.0, 0.0], ["a", "a", "a"])
+    assert interval.mean == pytest.approx(2 / 3) and not interval.excludes(0.0) and not interval.excludes(1e9)
+
+
+@pytest.mark.parametrize(
+    ("values", "groups", "named"),
+    [
+        ([], [], "shape"),
+        ([1.0, math.nan], [0, 1], "value 1 to average is not finite"),
+        ([1.0, 2.0], [0], "1 groups for 2 values"),
+        ([[1.0]], [0], "shape"),
+    ],
+)
+def test_values_that_cannot_be_averaged_are_named(values, groups, named):
+    with pytest.raises(DataError, match=named):
+        cluster_bootstrap_mean(values, groups)
+
+
+def test_unpaired_rows_are_refused():
+    with pytest.raises(DataError, match="2 values before and 3 after"):
+        paired_difference([0, 1], [0, 1, 1], [0, 1, 2])
+
+
+def test_an_interval_reads_as_percent_or_as_asked():
+    interval = Interval(0.934, 0.912, 0.951)
+    assert str(interval) == f"{interval}" == "93.4% [91.2%, 95.1%]"
+    assert f"{interval:.2f}" == "0.93 [0.91, 0.95]"
+    assert interval.excludes(0.0) and not interval.excludes(0.951) and not Interval(0.0, 0.0, 0.0).excludes(0.0)

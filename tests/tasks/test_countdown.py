@@ -1,0 +1,137 @@
+"""Countdown: the search against brute force, the published rules, and the published file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import shared_path
+from unmask.errors import ConfigError, DataError
+from unmask.rewards.arithmetic import evaluate, numbers_used
+from unmask.tasks import Countdown, Verdict
+from unmask.tasks.countdown import expressions, solve
+
+TASK = Countdown()
+triples = st.lists(st.integers(1, 30), min_size=3, max_size=3)
+
+
+def _reachable(numbers: list[int]) -> set[Fraction]:
+    """Every value of a o b o c with either bracketing, by Python's own arithmetic."""
+    values = set()
+    for a, b, c in itertools.permutations(map(Fraction, numbers)):
+        for first, second in itertools.product("+-*/", repeat=2):
+            for text in (f"(a{first}b){second}c", f"a{first}(b{second}c)"):
+                try:
+                    values.add(eval(text, {"a": a, "b": b, "c": c}))
+                except ZeroDivisionError:
+                    continue
+    return values
+
+
+@given(triples)
+def test_the_search_finds_every_value_and_no_other(numbers):
+    found = expressions(tuple(sorted(numbers)))
+    assert set(found.values()) == _reachable(numbers)
+
+
+@given(triples)
+def test_expressions_are_worth_what_they_say_and_fit(numbers):
+    for text, value in expressions(tuple(sorted(numbers))).items():
+        assert evaluate(text) == value
+        assert numbers_used(text) == sorted(numbers)
+        assert len(text) < TASK.max_completion
+
+
+@given(triples, st.permutations(range(3)), st.integers(1, 100))
+def test_the_solution_does_not_depend_on_the_order(numbers, order, target):
+    assert solve(numbers, target) == solve([numbers[index] for index in order], target)
+
+
+def test_no_pair_of_parentheses_is_spare():
+    for text, value in expressions((101, 103, 107)).items():  # primes: no two expressions agree by chance
+        bare = text.replace("(", "").replace(")", "")
+        assert bare == text or evaluate(bare) != value
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ("93-(100-30)", Verdict(1.0, "ok")),
+        ("30+93-100", Verdict(1.0, "ok")),
+        (" 30 + 93 - 100 ", Verdict(1.0, "ok")),
+        ("(93+30)-100", Verdict(1.0, "ok")),
+        ("30+93+100", Verdict(0.1, "wrong")),
+        ("23", Verdict(0.0, "wrong")),
+        ("100-77", Verdict(0.0, "wrong")),
+        ("30+93-100+30-30", Verdict(0.0, "wrong")),
+        ("30+93-100=23", Verdict(0.0, "malformed")),
+        ("30+93/(100-100)", Verdict(0.0, "malformed")),
+        ("30+93-0100", Verdict(0.0, "malformed")),
+        ("30+93-100*1.0", Verdict(0.0, "malformed")),
+        ("9**9**9", Verdict(0.0, "malformed")),
+        ("", Verdict(0.0, "malformed")),
+    ],
+)
+def test_the_published_rules(text, verdict):
+    assert TASK.verify(text, {"numbers": [30, 100, 93], "target": 23}) == verdict
+
+
+def test_a_repeated_number_is_used_as_often_as_given():
+    row = {"numbers": [5, 5, 2], "target": 12}
+    assert TASK.verify("5+5+2", row).solved
+    assert TASK.verify("5*2+2", row) == Verdict(0.0, "wrong")
+
+
+def test_ranges_hold():
+    rows = Countdown(max_number=9, max_target=20).generate("train", 500, seed=0)
+    assert {number for row in rows for number in row["numbers"]} == set(range(1, 10))
+    assert {row["target"] for row in rows} == set(range(1, 21))
+    assert all(row["prompt"] == ",".join(map(str, row["numbers"])) + f">{row['target']}:" for row in rows)
+
+
+def test_train_and_test_share_no_problem_in_any_order():
+    train, test = ({(*sorted(row["numbers"]), row["target"]) for row in TASK.generate(split, 2000, 0)} for split in ("train", "test"))
+    assert not train & test
+
+
+@pytest.mark.parametrize("options", [{"max_number": 0}, {"max_number": 1000}, {"max_target": 0}])
+def test_settings_are_checked(options):
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        Countdown(**options)
+
+
+def test_the_published_file():
+    rows = TASK.read(shared_path("data", "countdown", "countdown_cd3_test.jsonl"))
+    assert len(rows) == 256
+    assert rows[0]["prompt"] == "30,100,93>23:" and rows[0]["numbers"] == [30, 100, 93]
+    for row in rows:
+        assert TASK.verify(row["completion"], row).solved
+        assert len(row["completion"]) < TASK.max_completion
+        assert set(row["prompt"] + row["completion"]) <= set(TASK.alphabet)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input": "1,2,3"}, "line 2: no column 'output'"),
+        ({"input": "1,2", "output": "3"}, "line 2, key 'input'"),
+        ({"input": "1,2,x", "output": "3"}, "line 2, key 'input'"),
+        ({"input": [1, 2, 3], "output": "3"}, "line 2, key 'input'"),
+        ({"input": "0,2,3", "output": "3"}, "line 2, key 'input'"),
+        ({"input": "1,2,3", "output": "-3"}, "line 2, key 'output'"),
+        ({"input": "1,2,3", "output": None}, "line 2, key 'output'"),
+        ({"input": "1,2,3", "output": "77"}, "77 cannot be reached"),
+        ([1], "line 2: a row is an object"),
+    ],
+)
+def test_malformed_files_name_file_and_line(tmp_path, row, message):
+    path = tmp_path / "problems.jsonl"
+    path.write_text(json.dumps({"input": "1,2,3", "output": 6}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(DataError, match=message) as caught:
+        TASK.read(path)
+    assert str(path) in str(caught.value) and caught.value.remedy

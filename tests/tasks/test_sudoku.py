@@ -1,0 +1,177 @@
+"""4x4 Sudoku against definitions written another way, and the published file."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import shared_path
+from unmask.errors import ConfigError, DataError
+from unmask.tasks import Sudoku, Verdict, split_of
+from unmask.tasks.sudoku import GRIDS, is_valid_grid, solve
+
+grids = st.sampled_from(GRIDS)
+TASK = Sudoku()
+
+
+def _units(grid: str) -> list[str]:
+    rows = [grid[start : start + 4] for start in range(0, 16, 4)]
+    columns = ["".join(row[column] for row in rows) for column in range(4)]
+    boxes = [rows[r][c : c + 2] + rows[r + 1][c : c + 2] for r in (0, 2) for c in (0, 2)]
+    return rows + columns + boxes
+
+
+def _obeys_the_rules(grid: str) -> bool:
+    return len(grid) == 16 and all(sorted(unit) == list("1234") for unit in _units(grid))
+
+
+def _row(puzzle: str, solution: str) -> dict:
+    return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle}
+
+
+@st.composite
+def rows(draw):
+    solution = draw(grids)
+    empty = draw(st.sets(st.integers(0, 15), min_size=1, max_size=16))
+    return _row("".join("0" if cell in empty else digit for cell, digit in enumerate(solution)), solution)
+
+
+def test_there_are_288_grids():
+    """All rows of 1 to 4 in any order, tried without looking at the other code."""
+    lines = ["".join(line) for line in itertools.permutations("1234")]
+    pairs = [a + b for a in lines for b in lines if not any(map(str.__eq__, a, b))]
+    tops = [pair for pair in pairs if all(len(set(pair[c : c + 2] + pair[c + 4 : c + 6])) == 4 for c in (0, 2))]
+    found = {top + bottom for top in tops for bottom in tops if _obeys_the_rules(top + bottom)}
+    assert len(GRIDS) == len(found) == 288 and set(GRIDS) == found
+    assert sorted(GRIDS) == GRIDS
+
+
+@given(st.one_of(grids, st.text(alphabet="1234", min_size=16, max_size=16), st.text(max_size=20)))
+def test_a_valid_grid_obeys_the_rules(text):
+    assert is_valid_grid(text) == _obeys_the_rules(text)
+
+
+@given(rows())
+def test_solutions_are_all_grids_that_keep_the_clues(row):
+    puzzle = row["puzzle"]
+    keeping = [grid for grid in GRIDS if all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))]
+    assert solve(puzzle) == keeping
+    assert row["completion"] in keeping
+
+
+def test_the_empty_puzzle_has_every_solution():
+    assert solve("0" * 16) == GRIDS
+
+
+@pytest.mark.parametrize("puzzle", ["", "0" * 15, "0" * 17, "5" + "0" * 15, "x" * 16, "\u0663" + "0" * 15])
+def test_solve_refuses_what_is_no_puzzle(puzzle):
+    with pytest.raises(DataError, match="not a 4x4 puzzle"):
+        solve(puzzle)
+
+
+@pytest.mark.parametrize("empty", [(1, 1), (6, 11), (12, 12)])
+def test_generated_puzzles_are_unique_and_evenly_hard(empty):
+    made = Sudoku(min_empty=empty[0], max_empty=empty[1]).generate("train", 600, seed=1)
+    assert all(solve(row["puzzle"]) == [row["completion"]] for row in made)
+    counts = Counter(row["puzzle"].count("0") for row in made)
+    assert sorted(counts) == list(range(empty[0], empty[1] + 1))
+    assert min(counts.values()) > 0.6 * max(counts.values())
+
+
+def test_train_and_test_share_no_solution_and_cover_all():
+    train, test = ({row["group"] for row in TASK.generate(split, 3000, seed=0)} for split in ("train", "test"))
+    assert not train & test
+    assert train | test == set(GRIDS)
+    assert 0.25 <= len(test) / len(GRIDS) <= 0.30
+
+
+@pytest.mark.parametrize("empty", [(0, 4), (5, 4), (6, 13)])
+def test_ranges_are_checked(empty):
+    with pytest.raises(ConfigError, match="min_empty"):
+        Sudoku(min_empty=empty[0], max_empty=empty[1])
+
+
+def test_more_puzzles_than_there_are_is_an_error():
+    with pytest.raises(ConfigError, match="Ask for fewer"):
+        Sudoku(min_empty=1, max_empty=1).generate("test", 16 * sum(split_of(grid) == "test" for grid in GRIDS) + 1, seed=0)
+
+
+@given(rows(), st.text(alphabet="1234", min_size=16, max_size=16))
+def test_solved_means_valid_with_the_clues_kept(row, text):
+    keeps = all(clue in ("0", digit) for clue, digit in zip(row["puzzle"], text, strict=True))
+    assert TASK.verify(text, row).solved == (keeps and _obeys_the_rules(text))
+
+
+@given(st.data())
+def test_the_value_is_the_share_of_empty_cells_that_are_right(data):
+    row = data.draw(rows().filter(lambda row: len(solve(row["puzzle"])) == 1))
+    empty = [cell for cell, clue in enumerate(row["puzzle"]) if clue == "0"]
+    wrong = data.draw(st.sets(st.sampled_from(empty)))
+    text = "".join("1234"[int(digit) % 4] if cell in wrong else digit for cell, digit in enumerate(row["completion"]))
+    verdict = TASK.verify(text, row)
+    assert verdict.value == pytest.approx(1 - len(wrong) / len(empty), abs=1e-12)
+    assert verdict.status == ("wrong" if wrong else "ok")
+
+
+@given(rows())
+def test_changing_a_clue_never_pays(row):
+    clues = [cell for cell, clue in enumerate(row["puzzle"]) if clue != "0"]
+    best = {text: TASK.verify(text, row).value for text in GRIDS}
+    for text, value in best.items():
+        if any(text[cell] != row["puzzle"][cell] for cell in clues):
+            assert value < 1
+    assert {text for text, value in best.items() if value == 1} == set(solve(row["puzzle"]))
+
+
+@pytest.mark.parametrize("text", ["", "1" * 15, "1" * 17, "0" * 16, "5" * 16, "\u0661" * 16, "1234341221434321 ", "1234341221434321\0"])
+def test_malformed(text):
+    row = _row("0234341221434321", "1234341221434321")
+    assert TASK.verify(row["completion"], row).solved
+    assert TASK.verify(text, row) == Verdict(0.0, "malformed")
+
+
+@given(rows(), st.integers(0, 2**32))
+def test_a_corruption_touches_one_or_two_empty_cells(row, seed):
+    text = TASK.corrupt(row, random.Random(seed))
+    changed = [cell for cell in range(16) if text[cell] != row["completion"][cell]]
+    assert 1 <= len(changed) <= 2
+    assert all(row["puzzle"][cell] == "0" for cell in changed)
+    assert not TASK.verify(text, row).solved
+
+
+def test_the_published_file():
+    path = shared_path("data", "sudoku", "4x4_test_sudoku.csv")
+    read = TASK.read(path)
+    assert len(read) == 500
+    assert all(TASK.verify(row["completion"], row).solved for row in read)
+    assert read[3]["prompt"] == "2004001203201003=" and read[1]["puzzle"].startswith("0140")
+    assert {row["puzzle"].count("0") for row in read} == {8}
+    assert sum(len(solve(row["puzzle"])) == 1 for row in read) == 376  # the others have several: each counts as right
+    assert 0 < sum(split_of(row["group"]) == "test" for row in read) < 500
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("Puzzle,Answer\n0234341221434321,1234341221434321\n", "row 1: no column 'Solution'"),
+        ("Puzzle,Solution\n", "no rows"),
+        ("", "empty"),
+        ("Puzzle,Solution\n0234341221434321,1234341221434321\n234341221434321,1234341221434321\n", "row 2, column 'Puzzle'"),
+        ("Puzzle,Solution\n1234341221434321,1234341221434321\n", "row 1, column 'Puzzle'"),
+        ("Puzzle,Solution\n0234341221434321,1234341221434322\n", "row 1, column 'Solution'"),
+        ("Puzzle,Solution\n2000341221434321,1234341221434321\n", "row 1, column 'Solution'"),
+        ("Puzzle,Solution\n0234341221434321\n", "row 1: the number of fields"),
+        ("Puzzle,Solution\n0234341221434321,1234341221434321,9\n", "row 1: the number of fields"),
+    ],
+)
+def test_malformed_files_name_file_and_row(tmp_path, text, message):
+    path = tmp_path / "puzzles.csv"
+    path.write_text(text)
+    with pytest.raises(DataError, match=message) as caught:
+        TASK.read(path)
+    assert str(path) in str(caught.value) and caught.value.remedy

@@ -1,0 +1,310 @@
+"""The command line: what it hands to the modules that work, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import unmask
+from tests.helpers import REPOSITORY
+from unmask.cli import VERBS, app
+from unmask.config import ModelConfig, RunConfig, SamplerConfig
+from unmask.config_files import parse_yaml
+from unmask.errors import ConfigError, ModelError
+
+ALL_VERBS = [*VERBS, "generate", "evaluate", "inspect", "demo"]
+REQUIRED = ["--model", "m", "--output"]
+
+
+def run(*args: str, **options: Any) -> Any:
+    return CliRunner().invoke(app, list(args), **options)
+
+
+def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": "", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
+    return subprocess.run([sys.executable, *args], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:
+    """Put a module of these functions where the command line will import one."""
+    fake = ModuleType(module)
+    vars(fake).update(functions)
+    monkeypatch.setitem(sys.modules, module, fake)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]:
+    """The calls to `run_stage`."""
+    calls: list[tuple[str, RunConfig, bool]] = []
+    replace(monkeypatch, "unmask.training.run", run_stage=lambda verb, config, resume: calls.append((verb, config, resume)))
+    return calls
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from unmask.cli import app
+for verb in {ALL_VERBS}:
+    result = CliRunner().invoke(app, [verb, "--help"])
+    assert result.exit_code == 0 and "--help" in result.output, verb
+assert not {{"torch", "transformers", "numpy", "datasets"}} & sys.modules.keys()
+"""
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        result = python("-m", "unmask", "sft", "--help")
+        seconds.append(time.perf_counter() - start)
+    assert "KEY=VALUE" in result.stdout
+    assert min(seconds) < 1
+
+
+def test_the_verbs_are_listed_in_the_order_of_the_pipeline() -> None:
+    output = run("--help").output
+    assert sorted(ALL_VERBS, key=lambda verb: output.index(f" {verb} ")) == ALL_VERBS
+
+
+def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() -> None:
+    assert python("-m", "unmask", "--version", RANK="0").stdout == f"{unmask.__version__}\n"
+    assert python("-m", "unmask", "--version", RANK="1").stdout == ""
+    failed = python("-m", "unmask", "sft", RANK="1")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
+    flags = ["--model", "123", "--data", "d.jsonl", "--task", "sudoku", "--output", str(tmp_path), "--resume"]
+    result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
+    assert result.exit_code == 0, result.output
+    [(called, config, resume)] = stages
+    assert (called, resume) == (verb, True)
+    assert config == RunConfig(
+        model={"path": "123"},
+        data={"train": "d.jsonl", "task": "sudoku"},
+        sampler={"steps": 8},
+        training={"learning_rate": 1e-4},
+        output_dir=str(tmp_path),
+    )
+
+
+def test_recipes_files_environment_and_overrides_apply_in_this_order(stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("training: {learning_rate: 1, save_steps: 1, max_steps: 1, logging_steps: 1}")
+    (tmp_path / "b.yaml").write_text("training: {save_steps: 2, max_steps: 2, logging_steps: 2}")
+    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"), "--recipe", "tiny"]
+    environment = {"UNMASK_TRAINING__MAX_STEPS": "3", "UNMASK_TRAINING__LOGGING_STEPS": "3"}
+    result = run("sft", *REQUIRED, str(tmp_path / "out"), *files, "training.logging_steps=4", env=environment)
+    assert result.exit_code == 0, result.output
+    training = stages[0][1].training
+    assert [training[key] for key in ("learning_rate", "save_steps", "max_steps", "logging_steps")] == [1, 2, 3, 4]
+    assert training["adam_beta2"] == 0.95  # the recipe's
+
+
+def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "in_use").touch()
+    result = run("dpo", *REQUIRED, str(tmp_path), "lora.r=4", "--print-config")
+    assert result.exit_code == 0
+    printed = RunConfig(**parse_yaml(result.stdout, "stdout"))
+    assert printed == RunConfig(model={"path": "m"}, lora={"r": 4}, output_dir=str(tmp_path))
+    assert "trust_remote_code: false" in result.stdout  # defaults included
+    assert not stages
+
+
+def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    refused = run("sft", *REQUIRED, str(tmp_path))
+    assert refused.exit_code == 2
+    assert str(tmp_path) in refused.stderr
+    assert not stages
+    assert run("sft", *REQUIRED, str(tmp_path), "--overwrite").exit_code == 0
+    assert run("sft", *REQUIRED, str(tmp_path), "--resume").exit_code == 0
+    assert run("sft", *REQUIRED, str(tmp_path), "overwrite=true").exit_code == 0
+    assert [config.overwrite for _, config, _ in stages] == [True, False, True]
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "message"),
+    [
+        ([], {}, "model: is required and not set"),
+        (
+            ["--model", "m", "--output", "o", "sampler.setps=3"],
+            {},
+            "sampler.setps (command line): is not a known key. Did you mean 'steps'?",
+        ),
+        (
+            ["--model", "m", "--output", "o"],
+            {"UNMASK_DATA__MAX_ROWS": "none"},
+            "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is refused. It should be a valid integer.",
+        ),
+        (["--config", "absent.yaml"], {}, "absent.yaml: cannot be read"),
+        (["--recipe", "absent"], {}, "there is no recipe 'absent'"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(args: list[str], environment: dict[str, str], message: str) -> None:
+    result = run("sft", *args, env=environment)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(verb: str, config: RunConfig, resume: bool) -> None:
+        raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
+
+    replace(monkeypatch, "unmask.training.run", run_stage=refuse)
+    result = run("sft", *REQUIRED, str(tmp_path), "training.lr=1")
+    assert result.stderr == "error: training.lr (command line): is not a known key. Did you mean 'learning_rate'?\n"
+
+
+@pytest.mark.parametrize("debug", [{"args": ["--debug"], "env": {}}, {"args": [], "env": {"UNMASK_DEBUG": "1"}}])
+def test_debug_lets_the_traceback_through(debug: dict[str, Any]) -> None:
+    result = run(*debug["args"], "sft", env=debug["env"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_control_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(verb: str, config: RunConfig, resume: bool) -> None:
+        raise KeyboardInterrupt
+
+    replace(monkeypatch, "unmask.training.run", run_stage=interrupt)
+    assert run("sft", *REQUIRED, str(tmp_path)).exit_code == 130
+
+
+# The verbs that use a model
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `unmask.load` and `unmask.generate` were called with; the completions are the prompts."""
+    calls: dict[str, Any] = {}
+
+    def load(path: str, **options: Any) -> str:
+        calls["model"] = ModelConfig(path=path, **options)
+        return "the model"
+
+    def generate(lm: str, prompts: list[str], config: SamplerConfig) -> SimpleNamespace:
+        calls.update(lm=lm, prompts=prompts, sampler=config)
+        return SimpleNamespace(texts=prompts, tokens=[[1, 2]] * len(prompts), log_probs=[[-0.5, -1.0]] * len(prompts))
+
+    monkeypatch.setitem(vars(unmask), "load", load)
+    monkeypatch.setitem(vars(unmask), "generate", generate)
+    return calls
+
+
+def test_generate_passes_every_option_on(model: dict[str, Any]) -> None:
+    sampler = SamplerConfig(
+        max_new_tokens=7,
+        steps=3,
+        block_size=2,
+        policy="margin",
+        temperature=0.5,
+        top_p=0.9,
+        top_k=4,
+        stop_at_eos=False,
+        seed=1,
+        batch_size=2,
+        trace=True,
+    )
+    network = ModelConfig(path="m", attention="block_causal", block_size=4, logit_shift=False, dtype="float64", trust_remote_code=True)
+    assert sampler.model_fields_set == SamplerConfig.model_fields.keys()
+    args = [*options(sampler), *options(network, block_size="attention-block-size")]
+    result = run("generate", "m", "--prompt", "a", "--prompt", "b", *args)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "a\nb\n"
+    assert model == {"model": network, "lm": "the model", "prompts": ["a", "b"], "sampler": sampler}
+
+
+def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
+    """A config as command-line options."""
+    args = []
+    for field in config.model_fields_set - {"path"}:
+        name, value = renamed.get(field, field.replace("_", "-")), getattr(config, field)
+        args += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+    return args
+
+
+def test_generate_has_the_defaults_of_the_configs(model: dict[str, Any]) -> None:
+    assert run("generate", "m", "--prompt", "a").exit_code == 0
+    assert (model["model"], model["sampler"]) == (ModelConfig(path="m"), SamplerConfig())
+
+
+def test_generate_reads_stdin_and_writes_json_lines(model: dict[str, Any]) -> None:
+    result = run("generate", "m", "--prompt", "first", "--prompt", "-", "--json", input="seçond\nthird\n")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        {"prompt": prompt, "text": prompt, "tokens": [1, 2], "log_probs": [-0.5, -1.0]} for prompt in ("first", "seçond", "third")
+    ]
+    assert run("generate", "m", "--prompt", "-", input="").exit_code == 2
+
+
+def test_a_sampler_value_out_of_range_is_an_error_before_the_model_is_loaded(model: dict[str, Any]) -> None:
+    result = run("generate", "m", "--prompt", "a", "--top-p", "1.5")
+    assert result.exit_code == 2
+    assert result.stderr == "error: top_p: 1.5 is refused. It should be less than or equal to 1.\n"
+    assert not model
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str, **_: Any) -> None:
+        raise ModelError("there is no model", where=path, remedy="Give a folder.")
+
+    monkeypatch.setitem(vars(unmask), "load", load)
+    result = run("inspect", "absent")
+    assert (result.exit_code, result.stderr) == (2, "error: absent: there is no model. Give a folder.\n")
+
+
+def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    def evaluate_task(lm: str, task: Any, rows: list[Any], sampler: SamplerConfig) -> SimpleNamespace:
+        calls.append((lm, task.name, rows, sampler))
+        return SimpleNamespace(metrics={"solved": 0.123456, "rows": len(rows)}, to_json=lambda: '{"solved": 0.123456}')
+
+    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task)
+    output = tmp_path / "out.json"
+    command = ["evaluate", "m", "--task", "sudoku", "--rows", "5", "--steps", "4", "--output", str(output)]
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    [(lm, task, rows, sampler)] = calls
+    assert (lm, task, len(rows), sampler) == ("the model", "sudoku", 5, SamplerConfig(steps=4))
+    assert "0.1235" in result.stdout
+    assert json.loads(output.read_text()) == {"solved": 0.123456}
+
+    output.write_text("kept")
+    refused = run(*command)
+    assert (refused.exit_code, output.read_text()) == (2, "kept")
+    assert len(calls) == 1
+    assert run(*command, "--overwrite").exit_code == 0
+    assert output.read_text() != "kept"
+
+
+@pytest.mark.parametrize("what", [[], ["--task", "sudoku", "--likelihood", "a.txt"]])
+def test_evaluate_measures_one_thing(what: list[str], model: dict[str, Any]) -> None:
+    result = run("evaluate", "m", *what)
+    assert result.exit_code == 2
+    assert "either --task or --likelihood" in result.stderr
+
+
+def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options))
+    assert run("demo").exit_code == 0
+    assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--overwrite").exit_code == 0
+    assert calls == [
+        {"task": "sudoku", "output": Path("runs/demo"), "seed": 0, "overwrite": False},
+        {"task": "countdown", "output": Path("o"), "seed": 3, "overwrite": True},
+    ]

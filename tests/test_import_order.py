@@ -1,0 +1,114 @@
+"""The rooms of the package stand in an order, and a module imports only from its own room and those before it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from typing import NamedTuple
+
+import pytest
+
+from tests.helpers import REPOSITORY
+
+ORDER = [
+    *["errors", "config", "monitor", "sandbox", "rewards", "tasks", "data"],
+    *["models", "diffusion", "generation", "objectives", "methods", "evaluation", "training", "serving"],
+    *["unmask", "demo", "cli", "__main__"],
+]
+WITHOUT_TORCH = {"rewards", "sandbox", "tasks"}
+TORCH = {"accelerate", "datasets", "peft", "torch", "transformers"}
+
+
+class Imported(NamedTuple):
+    module: str
+    late: bool
+    """Inside a function."""
+
+
+def module_name(path: str) -> str:
+    return path.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
+
+
+SOURCES = {
+    module_name(path.relative_to(REPOSITORY).as_posix()): (ast.parse(path.read_text(encoding="utf-8")), path.name == "__init__.py")
+    for path in sorted((REPOSITORY / "unmask").rglob("*.py"))
+}
+
+
+def room(module: str) -> str:
+    """`unmask.models.load` is in models, `unmask.config_files` in config, and the public names of the package itself are a room too."""
+    name = module.split(".")[1] if "." in module else module
+    return "config" if name == "config_files" else name
+
+
+def imports(tree: ast.AST, package: str, known: set[str], late: bool = False) -> Iterator[Imported]:
+    """Everything that a module imports, but for what only type checkers see. Relative imports count from `package`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            yield from (Imported(alias.name, late) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Imported(f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base, late)
+        else:
+            yield from imports(node, package, known, late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+IMPORTS = {
+    module: set(imports(tree, module if is_package else module.rpartition(".")[0], set(SOURCES)))
+    for module, (tree, is_package) in SOURCES.items()
+}
+
+
+def own(module: str) -> bool:
+    return module.split(".")[0] == "unmask"
+
+
+def test_imports_are_found_wherever_they_stand() -> None:
+    source = """
+import torch.nn
+from ..models import load
+from . import sft
+if TYPE_CHECKING:
+    import peft
+def late():
+    from unmask.config import RunConfig
+"""
+    found = set(imports(ast.parse(source), "unmask.training", {"unmask.models.load", "unmask.training.sft", "unmask.config"}))
+    assert found == {
+        Imported("torch.nn", False),
+        Imported("unmask.models.load", False),
+        Imported("unmask.training.sft", False),
+        Imported("unmask.config", True),
+    }
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_module_imports_only_from_rooms_before_it(module: str) -> None:
+    later = [name for name, _ in IMPORTS[module] if own(name) and ORDER.index(room(name)) > ORDER.index(room(module))]
+    assert not later, f"{module} imports {later}; the order is {' '.join(ORDER)}"
+
+
+def test_no_import_cycles() -> None:
+    graph = {module: {name for name, _ in found if own(name) and name != module} for module, found in IMPORTS.items()}
+    TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
+
+
+def test_own_modules_are_imported_inside_functions_by_the_command_line_only() -> None:
+    late = {module: name for module, found in IMPORTS.items() for name, late in found if late and own(name) and room(module) != "cli"}
+    assert not late
+
+
+@pytest.mark.parametrize("module", [module for module in SOURCES if room(module) in WITHOUT_TORCH])
+def test_rewards_sandbox_and_tasks_never_reach_torch(module: str) -> None:
+    reached, waiting = set(), [module]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            waiting += [found.module for found in IMPORTS.get(name, ())]
+    assert not {name for name in reached if name.split(".")[0] in TORCH}

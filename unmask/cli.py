@@ -1,0 +1,309 @@
+"""The command line: each verb reads its options and hands over to the module that does the work, imported only then."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect as introspection
+import json
+import os
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from unmask import __version__
+from unmask.config import Config, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
+from unmask.config_files import read_layers
+from unmask.errors import ConfigError, DataError, UnmaskError
+
+if TYPE_CHECKING:
+    from unmask.models.diffusion_lm import DiffusionLM
+
+
+class Commands(TyperGroup):
+    """Ends with one line and 2 for an error that the user can mend, with 130 for Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UnmaskError as error:
+            if ctx.obj:
+                raise
+            typer.echo("error: " + " ".join(str(error).splitlines()), err=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Turn an autoregressive language model into a diffusion language model: pretrain, convert, align, sample, evaluate.",
+    epilog="Start with `unmask demo`: the whole way on a small task, in minutes, on a laptop.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """The entry point. Of several processes only the first prints; errors of all are shown."""
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        app(prog_name="unmask")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option(envvar="UNMASK_DEBUG", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    ctx.obj = debug  # read by Commands.invoke
+
+
+VERBS = {
+    "pretrain": "Train a causal model on text, token by token.",
+    "convert": "Turn a causal model into a diffusion model, in three stages.",
+    "sft": "Fine-tune on prompts and their completions.",
+    "dpo": "Prefer the chosen completions to the rejected ones (VRPO).",
+    "grpo": "Raise the reward of the model's own completions (reinforcement learning).",
+}
+TRAINING_EPILOG = (
+    "Later settings win: recipes, then files, then UNMASK_* variables (UNMASK_TRAINING__LEARNING_RATE=1e-4), then the command line. "
+    "`training` takes every field of transformers.TrainingArguments. --print-config shows what all of it comes to."
+)
+
+
+def train(
+    ctx: typer.Context,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, for example training.learning_rate=1e-4.")
+    ] = None,
+    config: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A YAML file of settings; repeatable, later ones win.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task instead of data: sudoku, countdown.")] = None,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")] = False,
+) -> None:
+    """Body of every training verb; the options are short for overrides."""
+    layers = read_layers(
+        recipes=recipe or [],
+        config_files=config or [],
+        environ=os.environ,
+        flags={"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None},
+        overrides=overrides or [],
+    )
+    settings = resolve(layers)
+    if print_config:
+        typer.echo(to_yaml(settings), nl=False)
+        return
+    claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
+
+    from unmask.training.run import run_stage
+
+    with layers.naming_sources():
+        run_stage(str(ctx.info_name), settings, resume)
+
+
+for _verb, _help in VERBS.items():
+    app.command(_verb, help=_help, epilog=TRAINING_EPILOG)(train)
+
+
+def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of a command that is a `Config` by one option per field, with the field's own default and documentation."""
+    hints = typing.get_type_hints(command, include_extras=True)
+    configs = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
+    signature = introspection.signature(command)
+    others = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values() if p.name not in configs]
+    spread = {name: {_option_name(name, field): field for field in config.model_fields} for name, config in configs.items()}
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> None:
+        built = {name: configs[name](**{field: values.pop(option) for option, field in fields.items()}) for name, fields in spread.items()}
+        command(**built, **values)
+
+    parameters = [_parameter(option, configs[name], field) for name, fields in spread.items() for option, field in fields.items()]
+    wrapper.__signature__ = signature.replace(parameters=[*others, *parameters])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in (*others, *parameters)}
+    return wrapper
+
+
+def _option_name(section: str, field: str) -> str:
+    """`block_size` alone is the sampler's decoding block."""
+    return {("model", "path"): "model", ("model", "block_size"): "attention_block_size"}.get((section, field), field)
+
+
+def _parameter(option: str, config: type[Config], field_name: str) -> introspection.Parameter:
+    field = config.model_fields[field_name]
+    text = " ".join((field.description or "").split())
+    if field.is_required():
+        info: Any = typer.Argument(help=text, show_default=False)
+        return introspection.Parameter(option, introspection.Parameter.KEYWORD_ONLY, annotation=Annotated[field.annotation, info])
+    choices = [choice for kind in (field.annotation, *typing.get_args(field.annotation)) for choice in _choices(kind)]
+    names = [f"--{option.replace('_', '-')}"] if field.default is False else []  # without them Typer adds a --no- form
+    info = typer.Option(
+        *names,
+        help=f"{text} One of: {', '.join(choices)}." if choices else text,
+        metavar="NAME" if choices else None,
+        rich_help_panel=(config.__doc__ or "").rstrip("."),
+    )
+    return introspection.Parameter(
+        option, introspection.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, info]
+    )
+
+
+def _choices(kind: Any) -> tuple[str, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+
+
+def load_model(model: ModelConfig) -> DiffusionLM:
+    import unmask
+
+    return unmask.load(model.path, **model.model_dump(exclude={"path"}))
+
+
+@app.command(epilog="Example: unmask generate runs/sft --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
+@spread_configs
+def generate(
+    model: ModelConfig,
+    sampler: SamplerConfig,
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="What to complete; repeatable; - reads one prompt per line of stdin.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
+) -> None:
+    """Complete prompts."""
+    import unmask
+
+    prompts = [line for text in prompt for line in (sys.stdin.read().splitlines() if text == "-" else [text])]
+    if not prompts:
+        raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line.")
+    result = unmask.generate(load_model(model), prompts, sampler)
+    for row, (text, tokens, log_probs) in enumerate(zip(result.texts, result.tokens, result.log_probs, strict=True)):
+        line = {"prompt": prompts[row], "text": text, "tokens": list(map(int, tokens)), "log_probs": list(map(float, log_probs))}
+        typer.echo(json.dumps(line, ensure_ascii=False) if as_json else text)
+
+
+@app.command(epilog="Example: unmask evaluate runs/sft --task sudoku --rows 200 --output sudoku.json")
+@spread_configs
+def evaluate(
+    model: ModelConfig,
+    sampler: SamplerConfig,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task: sudoku, countdown.")] = None,
+    likelihood: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of a task: score the documents of a file.")] = None,
+    data: Annotated[Path | None, typer.Option(metavar="FILE", help="The task's rows; unset: generated, held out.")] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Rows or documents at most.")] = 200,
+    estimator: Annotated[
+        Literal["elbo", "exact"] | None,
+        typer.Option(metavar="NAME", help="How --likelihood scores: elbo or exact; unset: exact for a causal model."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Forward passes per document of the elbo.")] = 32,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there, as JSON.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it is there.")] = False,
+) -> None:
+    """Measure a model on a task, or the likelihood that it gives to a text."""
+    if (task is None) == (likelihood is None):
+        raise ConfigError(
+            "there is nothing to measure, or two things at once", where="evaluate", remedy="Give either --task or --likelihood."
+        )
+    if output and output.exists() and not overwrite:
+        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
+    if task:
+        metrics, report = _evaluate_task(model, sampler, task, data, rows)
+    else:
+        metrics = _evaluate_likelihood(model, str(likelihood), rows, estimator, samples, sampler.seed)
+        report = json.dumps(metrics, indent=2)
+    show_table({name: f"{value:,.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}, title=model.path)
+    if output:
+        from unmask.monitor import write_atomic
+
+        write_atomic(output, report + "\n")
+
+
+def _evaluate_task(model: ModelConfig, sampler: SamplerConfig, task: str, data: Path | None, rows: int) -> tuple[dict[str, Any], str]:
+    from unmask.evaluation.tasks import evaluate_task
+    from unmask.tasks import get_task
+
+    chosen = get_task(task)
+    problems = chosen.read(data)[:rows] if data else chosen.generate("test", rows, sampler.seed)
+    result = evaluate_task(load_model(model), chosen, problems, sampler)
+    return result.metrics, result.to_json()
+
+
+def _evaluate_likelihood(
+    model: ModelConfig, path: str, rows: int, estimator: Literal["elbo", "exact"] | None, samples: int, seed: int
+) -> dict[str, Any]:
+    """The first token of a document is given, the others are scored, up to the model's context."""
+    import unmask
+    from unmask.data.sources import load_rows
+
+    texts = load_rows(path, max_rows=rows)["text"]
+    lm = load_model(model)
+    documents = [ids[: lm.context_length] for ids in lm.tokenizer(list(texts)).input_ids if len(ids) > 1]
+    if not documents:
+        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
+    estimator = estimator or ("exact" if lm.attention == "causal" else "elbo")
+    log_probs = unmask.log_likelihood(
+        lm, [ids[:1] for ids in documents], [ids[1:] for ids in documents], estimator=estimator, samples=samples, seed=seed
+    )
+    tokens = sum(len(ids) - 1 for ids in documents)
+    return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
+
+
+@app.command()
+@spread_configs
+def inspect(model: ModelConfig) -> None:
+    """Show what a model is: architecture, size, vocabulary, attention, mask token."""
+    lm = load_model(model)
+    network: Any = lm.model
+    tied = network.get_output_embeddings().weight is network.get_input_embeddings().weight
+    rows = {
+        "architecture": type(network).__name__,
+        "parameters": f"{sum(weight.numel() for weight in network.parameters()):,}",
+        "vocabulary": f"{lm.config.vocab_size:,}",
+        "tied embeddings": "yes" if tied else "no",
+        "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
+        "attention": lm.attention,
+        "attention block": str(lm.block_size or "-"),
+        "mask token": f"{lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)} ({lm.mask_token_id})",
+        "logit shift": "yes: row i - 1 of the network predicts token i" if lm.logit_shift else "no",
+    }
+    show_table(rows, title=model.path)
+
+
+def show_table(rows: dict[str, str], title: str) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), show_header=False)
+    for row in rows.items():
+        table.add_row(*map(escape, row))
+    Console().print(table)
+
+
+@app.command()
+def demo(
+    task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="What all randomness follows from.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
+) -> None:
+    """Run the whole way on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
+    from unmask.demo import run_demo
+
+    run_demo(task=task, output=output, seed=seed, overwrite=overwrite)

@@ -1,0 +1,277 @@
+"""The settings of Unmask: typed, frozen, strict. An unknown key, a wrong type or a value out of range is a `ConfigError` with its remedy.
+
+How files, environment and command line compose is told in `docs/configuration.md` and done by `config_files.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import ConfigDict, Field, JsonValue
+
+from unmask.config_files import Layers, did_you_mean, dump_yaml
+from unmask.errors import ConfigError, TrainingError, UnmaskError
+
+if TYPE_CHECKING:
+    import peft
+
+Arguments = TypeVar("Arguments")
+AttentionName = Literal["causal", "block_causal", "bidirectional"]
+
+
+class Config(pydantic.BaseModel):
+    """Base of every config: keyword-only, frozen, unknown keys refused.
+
+    Raises:
+        ConfigError: at construction; `where` is the dotted key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as error:
+            raise _config_error(error, values, type(self)) from None
+
+    # Nested configs are then validated in place, so that an error keeps its whole path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+class ModelConfig(Config):
+    """Which model, and how to read it: the arguments of `unmask.load`."""
+
+    path: str
+    """A folder, or the name of a model on the Hugging Face hub."""
+    attention: AttentionName | None = None
+    """The attention pattern; unset: as saved, and causal for a stock model."""
+    block_size: int | None = Field(default=None, ge=1)
+    """The block of block-causal attention, in tokens; unset: as saved."""
+    logit_shift: bool | None = None
+    """Whether row i - 1 of the network predicts token i; unset: as saved, and for a stock model True if causal."""
+    dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    """The type of the weights in memory."""
+    device: str = "cpu"
+    """Where the weights live, as torch names it (cpu, cuda, cuda:1); auto: the fastest there is."""
+    revision: str | None = None
+    """The branch, tag or commit of a hub model; pin it for runs that must be repeatable."""
+    trust_remote_code: bool = False
+    """Whether to run Python code that a hub model brings along."""
+
+
+class DataConfig(Config):
+    """Which data, and how much of it."""
+
+    train: str | None = None
+    """A text, JSON-lines, CSV or Parquet file, or the name of a data set on the Hugging Face hub."""
+    eval: str | None = None
+    """The same, held out; unset: none, or what the task generates."""
+    task: str | None = None
+    """A built-in task (sudoku, countdown), which generates and scores its own rows."""
+    split: str = "train"
+    """The split of a hub data set."""
+    text_column: str = "text"
+    """The column that holds plain text."""
+    max_rows: int | None = Field(default=None, ge=1)
+    """Training rows at most; unset: all."""
+    eval_rows: int = Field(default=200, ge=1)
+    """Held-out rows at most."""
+    seed: int = 0
+    """What generated rows, splits and shuffles follow from."""
+
+
+class LoraSettings(Config):
+    """Train low-rank adapters instead of the weights."""
+
+    r: int = Field(default=16, ge=1)
+    """The rank of an adapter."""
+    alpha: float = Field(default=32, gt=0)
+    """The scale: an adapter's output is multiplied by alpha / r."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """The share of an adapter's inputs dropped in training."""
+    target_modules: str | list[str] = "all-linear"
+    """The names of the layers that get one, a regular expression, or all-linear."""
+
+    def to_peft(self) -> peft.LoraConfig:
+        """The same, for the PEFT library."""
+        import peft
+
+        return peft.LoraConfig(
+            r=self.r, lora_alpha=self.alpha, lora_dropout=self.dropout, target_modules=self.target_modules, task_type="CAUSAL_LM"
+        )
+
+
+class SamplerConfig(Config):
+    """How to generate."""
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    """The length of the completion, in tokens; shorter where it stops at EOS."""
+    steps: int | None = Field(default=None, ge=1)
+    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
+    each); within a block the tokens per step are as even as possible, the larger counts first."""
+    block_size: int | None = Field(default=None, ge=1)
+    """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
+    the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
+    policy: Literal["confidence", "margin", "entropy", "random"] = "confidence"
+    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, or any."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Divides the logits; 0: always the most probable token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw among the most probable tokens that together reach this probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw among this many most probable tokens; 0: all."""
+    stop_at_eos: bool = True
+    """Whether a completion ends with its first end-of-sequence token."""
+    seed: int = 0
+    """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
+    batch_size: int = Field(default=64, ge=1)
+    """Rows per forward pass; the results do not depend on it."""
+    trace: bool = False
+    """Whether to record what was revealed when."""
+
+
+class RunConfig(Config):
+    """A training run: `unmask pretrain | convert | sft | dpo | grpo`."""
+
+    model: ModelConfig
+    """The model to start from."""
+    data: DataConfig = DataConfig()
+    """What to train and evaluate on."""
+    sampler: SamplerConfig = SamplerConfig()
+    """How to generate, for evaluation and for rollouts."""
+    lora: LoraSettings | None = None
+    """Low-rank adapters; unset: train the weights themselves."""
+    training: dict[str, JsonValue] = {}
+    """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
+    rewards: list[str] = []
+    """Names of built-in rewards, or package.module:function."""
+    output_dir: str = Field(min_length=1)
+    """The folder for checkpoints, metrics and the resolved config."""
+    overwrite: bool = False
+    """Whether to write into an output_dir that is not empty."""
+
+
+def resolve(layers: Layers) -> RunConfig:
+    """The config that all sources together give; errors name the source of the refused value."""
+    with layers.naming_sources():
+        return RunConfig(**layers.merged())
+
+
+def to_yaml(config: Config) -> str:
+    """YAML of every field, defaults included, that loads back as the same config."""
+    return dump_yaml(config.model_dump())
+
+
+def save_config(config: RunConfig) -> None:
+    """Write the resolved config to `<output_dir>/config.yaml`; the leave to overwrite was given for this run and is not kept."""
+    folder = Path(config.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(to_yaml(config.model_copy(update={"overwrite": False})), encoding="utf-8")
+
+
+def claim_output(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
+    """Make sure that a run may write into `path`: it is absent or empty, or the user asked for it. Nothing is created or deleted.
+
+    Of several processes only the first looks: it may have begun to write when the others come here.
+
+    Raises:
+        TrainingError: the folder is in use, or `path` is a file.
+    """
+    path = Path(path)
+    if os.environ.get("RANK", "0") != "0" or not path.exists():
+        return
+    if not path.is_dir():
+        raise TrainingError("is a file, not a folder", where=str(path), remedy="Choose another output folder.")
+    if any(path.iterdir()) and not (overwrite or resume):
+        remedy = "Choose another, go on with --resume, or write into it with --overwrite."
+        raise TrainingError("the output folder is not empty", where=str(path), remedy=remedy)
+
+
+def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where: str = "training", **fixed: Any) -> Arguments:
+    """An instance of `cls`, a dataclass that extends `transformers.TrainingArguments`, from a section of a config.
+
+    Args:
+        cls: the dataclass; its annotations say what is allowed (those that cannot be checked are left to it).
+        mapping: values by field name.
+        where: the section's name, for errors.
+        fixed: fields that the run itself sets, and the section may not.
+
+    Raises:
+        ConfigError: an unknown key, a wrong type, or a value that `cls` refuses.
+    """
+    known = {field.name for field in dataclasses.fields(cls) if field.init} - fixed.keys()  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for key in mapping:
+        if key in fixed:
+            raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section.")
+        if key not in known:
+            raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
+    values = {key: _checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
+    try:
+        return cls(**values, **fixed)
+    except UnmaskError as error:
+        raise ConfigError(error.what, where=f"{where}.{error.where}" if error.where else where, remedy=error.remedy) from error
+    except ValueError as error:
+        named = [
+            key for key, value in values.items() if _mentions(str(error), key) or (isinstance(value, str) and _mentions(str(error), value))
+        ]
+        key = f"{where}.{named[0]}" if len(named) == 1 else where
+        raise ConfigError(str(error).rstrip("."), where=key, remedy="Change it in this section.") from error
+
+
+def _checked(value: Any, annotation: Any, where: str) -> Any:
+    try:
+        adapter = pydantic.TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+        return adapter.validate_python(value, strict=isinstance(value, bool))  # strict: True is not the number 1
+    except pydantic.errors.PydanticUserError:  # an annotation that pydantic cannot check: the dataclass itself must judge
+        return value
+    except pydantic.ValidationError as error:
+        raise _refused(error.errors(), value, where) from None
+
+
+def _mentions(message: str, word: str) -> bool:
+    return re.search(rf"\b{re.escape(word)}\b", message) is not None
+
+
+def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
+    """The first of pydantic's errors in our words; unknown keys first, since a misspelt key also leaves another one missing."""
+    errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    path, value = _locate(errors[0]["loc"], values)
+    if errors[0]["type"] == "extra_forbidden":
+        return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
+    if errors[0]["type"] == "missing":
+        key = ".".join(str(part) for part in errors[0]["loc"])
+        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE.")
+    return _refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
+
+
+def _refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
+    """Several errors of one value are the alternatives of a union."""
+    wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
+    return ConfigError(f"{value!r} is refused", where=where, remedy=f"It should be {wanted}.")
+
+
+def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
+    """The keys that an error's location follows through the input (it also holds names of union members), and the value there."""
+    path = []
+    for part in loc:
+        inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if inside:
+            values = values[part]
+            path.append(str(part))
+    return path, values
+
+
+def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
+    """The keys of the section `path` of a config."""
+    for part in path:
+        annotation = cls.model_fields[part].annotation
+        cls = next(kind for kind in (annotation, *typing.get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Config))
+    return list(cls.model_fields)

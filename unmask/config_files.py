@@ -1,0 +1,217 @@
+"""Where settings come from: recipes, YAML files, `UNMASK_*` variables, the command line. Later ones win; each value knows its source."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from unmask.errors import ConfigError
+
+RECIPES = Path(__file__).parent / "recipes"
+PREFIX = "UNMASK_"
+NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED"}  # the command line's tracebacks, the tests' data
+
+# Plain scalars as in YAML 1.2: `1e-5` is a float and `no` a string, where YAML 1.1 (PyYAML's default) has a string and False.
+CORE_SCHEMA = {
+    "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    "int": (r"[-+]?(0|[1-9][0-9]*)|0x[0-9a-fA-F]+", list("-+0123456789")),
+    "float": (
+        r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+.0123456789"),
+    ),
+    "merge": (r"<<", ["<"]),
+}
+
+
+class _Loader(yaml.SafeLoader):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (filled below, in PyYAML's own way)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if not isinstance(key, str) or key_node.tag not in ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"):
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} is not a text; write it in quotes", key_node.start_mark
+                )
+            if key in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here twice; keep one", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (filled below, in PyYAML's own way)
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Unicode's own line breaks survive only where they are escaped."""
+        style = '"' if re.search("[\x85\u2028\u2029]", data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+for _name, (_pattern, _first) in CORE_SCHEMA.items():
+    for _yaml_class in (_Loader, _Dumper):
+        _yaml_class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(rf"^(?:{_pattern})$"), _first)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value that `text` writes.
+
+    Raises:
+        ConfigError: it is not YAML, or a key stands twice; names `where` (a file, a variable) and the line.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{error.problem}", where=f"{where}{line}", remedy="Mend the YAML there.") from error
+    except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids; a number Python cannot hold
+        raise ConfigError(f"this is not YAML: {error}", where=where, remedy="Mend the YAML there.") from error
+
+
+def dump_yaml(value: Any) -> str:
+    """YAML that `parse_yaml` reads back as the same value."""
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=140)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The remedy for an unknown name: the nearest known one, or all of them where none is near."""
+    known = sorted(known)
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {nearest[0]!r}?" if nearest else f"Known: {', '.join(known)}."
+
+
+class Layer(NamedTuple):
+    """Settings that one source gives."""
+
+    source: str
+    """As errors name it: `configs/a.yaml`, `environment variable UNMASK_SEED`, `command line`."""
+    values: dict[str, Any]
+    """Nested mappings."""
+
+
+class Layers(tuple[Layer, ...]):
+    """Sources in the order in which they apply: later ones win, key by key."""
+
+    def merged(self) -> dict[str, Any]:
+        """All settings together."""
+        values: dict[str, Any] = {}
+        for layer in self:
+            values = _merge(values, layer.values)
+        return values
+
+    def source_of(self, key: str) -> str | None:
+        """Who set a dotted `key`: the last source of a value, every source of a section; None if nobody did."""
+        found = [(layer.source, value) for layer in self for value in _look_up(layer.values, key)]
+        if not found:
+            return None
+        return ", ".join(dict.fromkeys(source for source, _ in found)) if isinstance(found[-1][1], dict) else found[-1][0]
+
+    @contextmanager
+    def naming_sources(self) -> Iterator[None]:
+        """Let a `ConfigError` raised inside say which source the refused key came from."""
+        try:
+            yield
+        except ConfigError as error:
+            source = self.source_of(error.where) if error.where else None
+            if source is None:
+                raise
+            raise ConfigError(error.what, where=f"{error.where} ({source})", remedy=error.remedy) from error
+
+
+def read_layers(
+    *,
+    recipes: Sequence[str] = (),
+    config_files: Sequence[str | Path] = (),
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> Layers:
+    """Every source of settings, in the order in which they apply.
+
+    Args:
+        recipes: names of files under `unmask/recipes`, without folder and suffix.
+        config_files: YAML files.
+        environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
+        flags: values by dotted key, as they are; None where a flag was not given.
+        overrides: `dotted.key=value`, the value written in YAML.
+
+    Raises:
+        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`.
+    """
+    layers = [Layer(f"recipe {name}", _read_file(recipe_path(name))) for name in recipes]
+    layers += [Layer(str(path), _read_file(Path(path))) for path in config_files]
+    for name, text in sorted((environ or {}).items()):
+        if name.startswith(PREFIX) and name not in NOT_SETTINGS:
+            source = f"environment variable {name}"
+            layers.append(Layer(source, _nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source))))
+    layers += [Layer("command line", _nested(key.split("."), value)) for key, value in (flags or {}).items() if value is not None]
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(
+                f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4."
+            )
+        layers.append(Layer("command line", _nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
+    return Layers(layers)
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name; names the nearest.
+    """
+    recipes = {path.stem: path for path in RECIPES.rglob("*.yaml")}
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes))
+    return recipes[name]
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file.") from error
+    values = parse_yaml(text, str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`.")
+    return values
+
+
+def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _look_up(values: Any, key: str) -> list[Any]:
+    """The value of a dotted key in a list, or an empty list."""
+    for part in key.split("."):
+        if not isinstance(values, dict) or part not in values:
+            return []
+        values = values[part]
+    return [values]

@@ -1,0 +1,142 @@
+"""Token rows for training: text or prompt and completion, packed or not, and the batches made of them.
+
+A row is a dict: `input_ids`, `documents` (numbered from 1, so that packed documents do not see one another), `maskable`
+(the tokens that are learnt), `tail` (canvas positions behind the end: hidden, attended, never learnt) and `sample_id`.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from unmask.data.chat import render_pair
+from unmask.errors import DataError
+from unmask.tasks.files import require_names
+
+Row = dict[str, Any]
+
+
+def column(dataset: Sequence[Mapping[str, Any]], name: str, where: str) -> list[Any]:
+    """One column of a list of rows or of a `datasets.Dataset`.
+
+    Raises:
+        DataError: a row does not have it.
+    """
+    for index, row in enumerate(dataset):
+        require_names(row, (name,), f"{where}, row {index}")
+    return [row[name] for row in dataset]
+
+
+def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True) -> list[Row]:
+    """Rows of plain text: every document begins with BOS (which is given, not learnt) and ends with EOS (which is learnt).
+
+    Packed: documents are laid end to end and cut into rows of `max_length`. Else one document a row, cut where too long
+    (then without an EOS: a cut is not an end).
+
+    Raises:
+        DataError: there is no text.
+    """
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    ids, documents, maskable = [], [], []
+    rows: list[Row] = []
+    texts = list(texts)
+    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+    number = 0
+    for body in encoded:
+        if not body:
+            continue
+        number += 1
+        document = ([bos] if bos is not None else []) + body + ([eos] if eos is not None else [])
+        ids += document
+        documents += [number] * len(document)
+        maskable += [bos is None] + [True] * (len(document) - 1)
+        if not packed:
+            rows.append(_row(ids[:max_length], documents[:max_length], maskable[:max_length], len(rows)))
+            ids, documents, maskable, number = [], [], [], 0
+    if packed:
+        for start in range(0, len(ids), max_length):
+            cut = slice(start, start + max_length)
+            rows.append(_row(ids[cut], documents[cut], maskable[cut], len(rows)))
+    if not rows:
+        raise DataError("no text to train on", where="train_dataset", remedy="Give at least one document that is not empty")
+    return rows
+
+
+def pair_rows(
+    tokenizer: PreTrainedTokenizerBase, pairs: Iterable[Mapping[str, Any]], max_length: int, *, canvas_length: int | None = None
+) -> list[Row]:
+    """Rows of prompt and completion, of which only the completion (with its EOS) is learnt.
+
+    Args:
+        pairs: rows with `prompt` and `completion`, as strings or chat messages.
+        max_length: rows that are longer are an error, never cut: a cut answer teaches a false stop.
+        canvas_length: lengthen each completion with hidden positions to this many tokens, as the sampler of a
+            bidirectional model shows it. They are attended, not learnt.
+
+    Raises:
+        DataError: a row without its columns or too long, or a completion longer than the canvas.
+    """
+    rows: list[Row] = []
+    for index, pair in enumerate(pairs):
+        require_names(pair, ("prompt", "completion"), f"row {index}")
+        prompt_ids, completion_ids = render_pair(tokenizer, pair["prompt"], pair["completion"])
+        rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=f"row {index}"))
+    return rows
+
+
+def pair_row(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    max_length: int,
+    canvas_length: int | None,
+    *,
+    sample_id: int,
+    where: str,
+) -> Row:
+    """One row of `pair_rows`, from token ids."""
+    if canvas_length is not None and len(completion_ids) > canvas_length:
+        what = f"{len(completion_ids)} completion tokens, but canvas_length is {canvas_length}"
+        raise DataError(what, where=where, remedy="Raise canvas_length")
+    tail = max(0, (canvas_length or 0) - len(completion_ids))
+    ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * tail
+    if len(ids) > max_length:
+        raise DataError(f"{len(ids)} tokens, but max_length is {max_length}", where=where, remedy="Raise max_length or drop the row")
+    row = _row(ids, [1] * len(ids), [False] * len(prompt_ids) + [True] * len(completion_ids) + [False] * tail, sample_id)
+    row["tail"] = [False] * (len(ids) - tail) + [True] * tail
+    return row
+
+
+def _row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
+    first = documents[0] - 1
+    return {
+        "input_ids": list(ids),
+        "documents": [d - first for d in documents],
+        "maskable": list(maskable),
+        "tail": [False] * len(ids),
+        "sample_id": sample_id,
+    }
+
+
+def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bool = False) -> Tensor:
+    """A [B, T] tensor of rows padded to the longest, on the right unless asked otherwise."""
+    width = max(map(len, rows))
+    padded = [[fill] * (width - len(r)) + list(r) if left else list(r) + [fill] * (width - len(r)) for r in rows]
+    return torch.tensor(padded)
+
+
+class Collator:
+    """Batches of rows, padded on the right with document 0. Noise is drawn in the step, not here, so that resumes are exact."""
+
+    def __init__(self, pad_token_id: int):
+        self.fills = {"input_ids": pad_token_id, "documents": 0, "maskable": False, "tail": False}
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
+        batch = {name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()}
+        return batch | {"sample_id": torch.tensor([row["sample_id"] for row in rows])}

@@ -1,0 +1,94 @@
+"""Keyed, counter-based random numbers (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
+
+Every random decision is a pure function of (seed, sequence key, step, position, stream, view): never of a batch index, a
+rank or the global generator. Masks and samples are therefore the same in any batch, on any number of devices, and after a
+resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+WORD = 0xFFFFFFFF
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+ROUNDS = 10
+
+
+class Stream(IntEnum):
+    """What a draw is for: draws of different streams are independent."""
+
+    TOKEN = 0
+    ORDER = 1
+    MASK = 2
+    TIME = 3
+    PROMPT = 4
+
+
+def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:
+    """A 63-bit key of a sequence: a hash of its ids and of which repeat of the same ids it is."""
+    text = ",".join(map(str, ids)) + f"#{repeat}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def sequence_keys(sequences: Sequence[Sequence[int]]) -> list[int]:
+    """One key per sequence; equal sequences are told apart by their repeat number, not by their place in the list."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    keys = []
+    for ids in map(tuple, sequences):
+        keys.append(sequence_key(ids, seen[ids]))
+        seen[ids] += 1
+    return keys
+
+
+def uniform(
+    seed: int, key: Tensor, *, step: Tensor | int = 0, position: Tensor | int = 0, stream: Stream, view: Tensor | int = 0
+) -> Tensor:
+    """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another.
+
+    Args:
+        seed: any integer.
+        key: int64 sequence keys (`sequence_keys`, or ids of samples).
+        step, position, view: below 2**32 each.
+        stream: what the draw is for.
+    """
+    mixed = key ^ _splitmix64(seed)
+    words = [torch.as_tensor(word, dtype=torch.int64, device=key.device) for word in (position, step, int(stream), view)]
+    mixed, *words = torch.broadcast_tensors(mixed, *words)
+    out = philox((mixed & WORD, (mixed >> 32) & WORD), words)
+    return (((out[0] >> 5) << 26) | (out[1] >> 6)).double() * 2.0**-53
+
+
+def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor]:
+    """Philox4x32-10 on int64 tensors that hold unsigned 32-bit words: 2 key words, 4 counter words -> 4 random words."""
+    key0, key1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(ROUNDS):
+        high0, low0 = _multiply(c0, MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ key0, low1, high0 ^ c3 ^ key1, low0
+        key0, key1 = (key0 + WEYL[0]) & WORD, (key1 + WEYL[1]) & WORD
+    return [c0, c1, c2, c3]
+
+
+def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 x 32 bit product, by halves: int64 has no room for the unsigned 64-bit product."""
+    low = word * (factor & 0xFFFF)
+    middle = word * (factor >> 16) + (low >> 16)
+    return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def _splitmix64(seed: int) -> int:
+    """A bijective hash of the seed (Steele et al. 2014), as a signed 64-bit integer."""
+    mask = (1 << 64) - 1
+    x = (seed + 0x9E3779B97F4A7C15) & mask
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+    x ^= x >> 31
+    return x - (1 << 64) if x >> 63 else x

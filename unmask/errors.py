@@ -1,0 +1,41 @@
+"""Exceptions that tell a user what is wrong, where, and what to do about it.
+
+Every error a user can cause is an `UnmaskError`: the command line prints it without a traceback and exits with 2.
+"""
+
+from __future__ import annotations
+
+
+class UnmaskError(ValueError):
+    """Base of all errors that a user can cause and mend.
+
+    Args:
+        what: what is wrong, with the offending value.
+        where: the file, row, key or argument that holds it.
+        remedy: what to do about it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None):
+        self.what, self.where, self.remedy = what, where, remedy
+        head = f"{where}: {what}" if where else what
+        super().__init__(f"{head}. {remedy}" if remedy else head)
+
+
+class ConfigError(UnmaskError):
+    """An unknown key, a wrong type or a value out of range."""
+
+
+class DataError(UnmaskError):
+    """A missing or malformed file, row or column."""
+
+
+class ModelError(UnmaskError):
+    """A model that cannot be loaded, converted or used as asked."""
+
+
+class GenerationError(UnmaskError):
+    """A request that a sampler cannot serve."""
+
+
+class TrainingError(UnmaskError):
+    """A run that must not go on: a loss that is not finite, an output directory in use."""

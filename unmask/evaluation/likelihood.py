@@ -1,0 +1,87 @@
+"""Log-likelihoods of texts under any DiffusionLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from unmask.data.chat import encode_prompt
+from unmask.data.rows import pad_rows
+from unmask.diffusion.bounds import elbo, exact_log_likelihood
+from unmask.diffusion.noise import sequence_key
+from unmask.diffusion.views import Draw
+from unmask.errors import ConfigError, GenerationError
+from unmask.models.diffusion_lm import DiffusionLM, evaluating
+
+ROWS_PER_PASS = 128
+
+
+@torch.no_grad()
+def log_likelihood(
+    lm: DiffusionLM,
+    prompts: Sequence[Any],
+    completions: Sequence[str | Sequence[int]],
+    estimator: Literal["elbo", "exact"] = "elbo",
+    samples: int = 32,
+    seed: int = 0,
+) -> Tensor:
+    """log p(completion | prompt) of each pair, in nats.
+
+    Args:
+        lm: any model.
+        prompts: strings, chat messages or lists of token ids.
+        completions: strings or lists of token ids, scored as given: no EOS is added.
+        estimator: "elbo", an unbiased estimate of the lower bound (with exact-count masks in complementary pairs); "exact":
+            one pass for a causal model, else any-order dynamic programming for at most 12 tokens (or blocks of as many).
+        samples: forward passes per pair (elbo).
+        seed: of the masks, which also depend on the pair itself and on nothing else.
+
+    Returns:
+        [B] on the CPU. An empty completion has 0.
+
+    Raises:
+        ConfigError: an unknown estimator, or fewer than one sample.
+        GenerationError: lists of different lengths, a pair longer than the context, nothing to predict the first token from.
+    """
+    if estimator not in ("elbo", "exact") or samples < 1:
+        raise ConfigError(f"estimator {estimator!r} with {samples} samples", where="log_likelihood", remedy="Use elbo or exact, and samples >= 1")
+    if len(prompts) != len(completions):
+        what = f"{len(prompts)} prompts and {len(completions)} completions"
+        raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
+    pairs = [(encode_prompt(lm.tokenizer, p), _completion_ids(lm, c)) for p, c in zip(prompts, completions, strict=True)]
+    for index, (prompt, completion) in enumerate(pairs):
+        _check(lm, index, len(prompt), len(completion))
+    by_length = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
+    out_B = torch.zeros(len(pairs), dtype=torch.float64)
+    rows = max(1, ROWS_PER_PASS // samples)
+    with evaluating(lm):
+        for start in range(0, len(pairs), rows):
+            chosen = by_length[start : start + rows]
+            out_B[chosen] = _score(lm, [pairs[i] for i in chosen], estimator, samples, seed).double().cpu()
+    return out_B if next(lm.model.parameters()).dtype == torch.float64 else out_B.float()
+
+
+def _score(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator: str, samples: int, seed: int) -> Tensor:
+    ids_BT = pad_rows([p + c for p, c in pairs], lm.pad_token_id).long().to(lm.device)
+    maskable_BT = pad_rows([[False] * len(p) + [True] * len(c) for p, c in pairs], False).bool().to(lm.device)
+    real_BT = pad_rows([[1] * (len(p) + len(c)) for p, c in pairs], 0).long().to(lm.device)
+    mask_BT = None if real_BT.all() else real_BT
+    if estimator == "exact":
+        return exact_log_likelihood(lm, ids_BT, mask_BT, maskable_BT, chunk=ROWS_PER_PASS)
+    key_B = torch.tensor([sequence_key([*p, -1, *c]) for p, c in pairs], device=lm.device)
+    return elbo(lm, ids_BT, mask_BT, maskable_BT, Draw(seed, key_B), samples=samples, chunk=ROWS_PER_PASS)
+
+
+def _completion_ids(lm: DiffusionLM, completion: str | Sequence[int]) -> list[int]:
+    return lm.tokenizer(completion, add_special_tokens=False)["input_ids"] if isinstance(completion, str) else list(completion)
+
+
+def _check(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:
+    if lm.context_length is not None and prompt + completion > lm.context_length:
+        what = f"{prompt} prompt and {completion} completion tokens pass the context of {lm.context_length}"
+        raise GenerationError(what, where=f"pair {index}", remedy="Shorten the prompt or the completion")
+    if lm.logit_shift and prompt == 0 and completion:
+        raise GenerationError("the prompt is empty", where=f"pair {index}", remedy="Give at least one token (such as BOS)")

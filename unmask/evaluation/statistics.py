@@ -1,0 +1,111 @@
+"""Confidence intervals for evaluation: a share of successes, a mean over clustered rows, a paired difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from unmask.errors import DataError
+
+RESAMPLED_AT_ONCE = 2_000_000  # cluster draws held in memory together: 16 MB of indices
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the bounds of its confidence interval, as shares (0.9 is 90%)."""
+
+    mean: float
+    low: float
+    high: float
+
+    def excludes(self, value: float) -> bool:
+        """Whether `value` lies outside the bounds: a difference that excludes 0 is significant."""
+        return not self.low <= value <= self.high
+
+    def __format__(self, spec: str) -> str:
+        """Mean and bounds, each by `spec`; in percent when none is given: `93.4% [91.2%, 95.1%]`."""
+        spec = spec or ".1%"
+        return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
+
+    def __str__(self) -> str:
+        return format(self)
+
+
+def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Interval:
+    """Wilson's score interval of a share of independent successes; its bounds stay within 0 and 1, also at 0% and 100%.
+
+    Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
+    Raises `DataError` unless 0 <= successes <= total and total > 0.
+    """
+    if not 0 <= successes <= total or total == 0:
+        raise DataError(f"{successes} successes out of {total}", remedy="Evaluate at least one row, and count each success once")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    share = successes / total
+    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
+    # Rounding may leave the bound that is exactly 0 or 1 a hair on the wrong side of the share.
+    return Interval(share, min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share))
+
+
+def cluster_bootstrap_mean(
+    values: ArrayLike, groups: Sequence[int] | Sequence[str], confidence: float = 0.95, samples: int = 10_000, seed: int = 0
+) -> Interval:
+    """Percentile bootstrap interval of the mean of `values` [N], resampling whole clusters.
+
+    Rows of one group (puzzles that share a solution, completions of one prompt) are not independent, so a resample draws
+    groups, not rows. Values that are all equal give an interval without width: for 0% or 100% solved use `wilson_interval`.
+    One group alone says nothing about the spread: its bounds are infinite.
+
+    Source: A. C. Davison, D. V. Hinkley, "Bootstrap Methods and their Application" (1997), sections 2.4 and 3.8.
+    Raises `DataError` when there are no values, one is not finite, or `groups` does not name one group for each.
+    """
+    row_values = np.asarray(values, dtype=np.float64)
+    if row_values.ndim != 1 or row_values.size == 0:
+        raise DataError(f"cannot average values of shape {row_values.shape}", remedy="Give one number per row, at least one row")
+    if not np.isfinite(row_values).all():
+        raise DataError(
+            f"value {int(np.argmin(np.isfinite(row_values)))} to average is not finite", remedy="Drop the row or mend its score"
+        )
+    names, cluster_of_row = np.unique(np.asarray(groups), return_inverse=True)
+    if cluster_of_row.shape != row_values.shape:
+        raise DataError(
+            f"{cluster_of_row.size} groups for {row_values.size} values", remedy="Name one group (a number or a string) per value"
+        )
+    mean, clusters = float(row_values.mean()), len(names)
+    if clusters == 1:
+        return Interval(mean, -math.inf, math.inf)
+    sums = np.bincount(cluster_of_row, weights=row_values)
+    counts = np.bincount(cluster_of_row)
+    rng = np.random.default_rng(seed)
+    rows_at_once = max(1, RESAMPLED_AT_ONCE // clusters)
+    means = []
+    for start in range(0, samples, rows_at_once):
+        draws = rng.integers(clusters, size=(min(rows_at_once, samples - start), clusters))
+        means.append(sums[draws].sum(axis=1) / counts[draws].sum(axis=1))
+    low, high = np.quantile(np.concatenate(means), [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return Interval(mean, float(low), float(high))
+
+
+def paired_difference(
+    before: ArrayLike,
+    after: ArrayLike,
+    groups: Sequence[int] | Sequence[str],
+    confidence: float = 0.95,
+    samples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """Interval of the mean of `after - before`, row by row on the same rows: far narrower than comparing two intervals.
+
+    Raises `DataError` when the two do not have the same shape, and as `cluster_bootstrap_mean` does.
+    """
+    row_before, row_after = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
+    if row_before.shape != row_after.shape:
+        raise DataError(
+            f"{row_before.size} values before and {row_after.size} after", remedy="Evaluate both on the same rows, in the same order"
+        )
+    return cluster_bootstrap_mean(row_after - row_before, groups, confidence, samples, seed)

@@ -1,0 +1,54 @@
+"""Task accuracy: generate, verify, and say how sure the figures are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unmask.config import SamplerConfig
+from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference
+from unmask.generation.sampler import generate
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.tasks import Task
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """How a model did on the rows of a task.
+
+    Attributes:
+        solved: 1.0 or 0.0 per row.
+        values: the shaped reward per row (Sudoku: the share of the empty cells that is right).
+        groups: rows of one group share a solution; intervals resample whole groups.
+        completions: what the model wrote.
+    """
+
+    task: str
+    solved: list[float]
+    values: list[float]
+    groups: list[str]
+    completions: list[str]
+
+    @property
+    def metrics(self) -> dict[str, Interval]:
+        """Shares with their 95% intervals."""
+        return {"solved": cluster_bootstrap_mean(self.solved, self.groups), "cells": cluster_bootstrap_mean(self.values, self.groups)}
+
+    def gain_over(self, before: TaskResult) -> Interval:
+        """The paired difference of the solved share against an earlier result on the same rows."""
+        assert self.groups == before.groups, "results on different rows"
+        return paired_difference(before.solved, self.solved, self.groups)
+
+    def to_json(self) -> str:
+        shares = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in self.metrics.items()}
+        return json.dumps({"task": self.task, "rows": len(self.solved), "metrics": shares, "completions": self.completions}, indent=1)
+
+
+def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> TaskResult:
+    """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions."""
+    sampler = sampler or SamplerConfig(max_new_tokens=task.max_completion, batch_size=256)
+    texts = generate(lm, [row["prompt"] for row in rows], sampler).texts
+    verdicts = [task.verify(text, row) for text, row in zip(texts, rows, strict=True)]
+    return TaskResult(task.name, [float(v.solved) for v in verdicts], [v.value for v in verdicts], [row["group"] for row in rows], texts)

@@ -1,0 +1,5 @@
+"""Generation: the slow truth (`unmask.generation.reference`) and the batched sampler, with keyed noise."""
+
+from unmask.generation import reference
+
+__all__ = ["reference"]

@@ -1,0 +1,21 @@
+"""diffu-GRPO (Zhao et al. 2025, d1): one view, the whole completion hidden, the prompt hidden in part.
+
+Each token's log-probability is taken given the prompt alone; random prompt masks regularise repeated updates.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from unmask.diffusion.views import Draw, Views, all_masked_views
+from unmask.methods.base import Method, Rollout
+
+
+def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
+    """The completion hidden and scored; prompt tokens hidden with probability `config.prompt_mask_rate`."""
+    views = all_masked_views(rollout.completion_BT, rollout.prompt_BT, draw, prompt_rate=config.prompt_mask_rate)
+    return replace(views, hidden_BVT=views.hidden_BVT | rollout.beyond_BT[:, None])
+
+
+DIFFU_GRPO = Method("diffu-grpo", plan)

@@ -1,0 +1,141 @@
+"""Loading any causal language model of transformers as a DiffusionLM."""
+
+from __future__ import annotations
+
+import pathlib
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from unmask.errors import ModelError
+from unmask.models.attention import ATTENTION_NAME, Pattern
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+
+MASK_TOKEN = "<|mask|>"
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def load(
+    path_or_id: str | pathlib.Path,
+    attention: Pattern | None = None,
+    block_size: int | None = None,
+    logit_shift: bool | None = None,
+    dtype: str = "float32",
+    device: str = "cpu",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> DiffusionLM:
+    """Load a causal language model, stock or saved by Unmask.
+
+    Args:
+        path_or_id: a local folder or a hub id.
+        attention: the pattern; None: as saved, and causal for a stock model.
+        block_size: the attention block of a block-causal model; None: as saved.
+        logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False otherwise.
+        dtype: float32, bfloat16, float16 or float64.
+        device: a torch device, or "auto" for the GPU where there is one.
+        revision: branch, tag or commit of a hub id.
+        trust_remote_code: run modelling code that comes with the model.
+
+    Returns:
+        The model in eval mode. The tokenizer's own mask token is used when it has one, else one is added.
+
+    Raises:
+        ModelError: nothing to load there, no tokenizer, no safetensors weights, or an unknown dtype.
+        ConfigError: an unknown pattern, or a block size that does not fit it.
+    """
+    where = str(path_or_id)
+    if dtype not in DTYPES:
+        raise ModelError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"Use one of {', '.join(DTYPES)}")
+    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(where, **source)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a model folder or a hub id") from error
+    tokenizer = _tokenizer(where, source)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, use_safetensors=True, **source
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        remedy = "Give a causal language model with safetensors weights"
+        raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    saved = getattr(config, SETTINGS_KEY, None) or {"attention": "causal", "block_size": None, "logit_shift": None}
+    same_pattern = attention is None or attention == saved["attention"]
+    if block_size is None and same_pattern:
+        block_size = saved["block_size"]
+    if logit_shift is None and same_pattern:
+        logit_shift = saved["logit_shift"]
+    return make_diffusion(
+        model.to(device), tokenizer, attention=attention or saved["attention"], block_size=block_size, logit_shift=logit_shift
+    )
+
+
+def make_diffusion(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    attention: Pattern = "causal",
+    block_size: int | None = None,
+    logit_shift: bool | None = None,
+) -> DiffusionLM:
+    """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
+
+    Raises:
+        ModelError: the architecture does not use the attention interface of transformers.
+    """
+    model.set_attn_implementation(ATTENTION_NAME)
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ModelError("attention is built into the modelling code", where=type(model).__name__, remedy="Use an architecture with pluggable attention")
+    _add_mask_token(model, tokenizer)
+    return DiffusionLM(
+        model.eval(),
+        tokenizer,
+        attention=attention,
+        block_size=block_size,
+        mask_token_id=tokenizer.mask_token_id,
+        logit_shift=attention == "causal" if logit_shift is None else logit_shift,
+    )
+
+
+def with_pattern(
+    lm: DiffusionLM, attention: Pattern, block_size: int | None = None, logit_shift: bool | None = None
+) -> DiffusionLM:
+    """The same weights under another pattern (conversion starts here). `logit_shift` defaults as in `load`."""
+    return make_diffusion(lm.model, lm.tokenizer, attention=attention, block_size=block_size, logit_shift=logit_shift)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for one clear message instead of a page."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _tokenizer(where: str, source: dict) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, **source)
+    except (OSError, ValueError, KeyError) as error:
+        remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
+        raise ModelError(f"no usable tokenizer ({first_line(error)})", where=where, remedy=remedy) from error
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
+        raise ModelError("no usable tokenizer (its vocabulary is empty)", where=where, remedy="Save the tokenizer beside the model")
+    return tokenizer
+
+
+@torch.no_grad()
+def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give the tokenizer a mask token if it has none; its embedding starts as the mean of the others."""
+    if tokenizer.mask_token_id is None:
+        tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
+        new = True
+    else:
+        new = False
+    mask_id = tokenizer.mask_token_id
+    rows = model.get_input_embeddings().weight.shape[0]
+    if mask_id < rows and not new:
+        return
+    if mask_id >= rows:
+        model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+    for table in (model.get_input_embeddings(), model.get_output_embeddings()):
+        table.weight[mask_id] = table.weight[: min(rows, mask_id)].mean(0)

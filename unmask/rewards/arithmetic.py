@@ -1,0 +1,88 @@
+"""Exact arithmetic on text that a model wrote.
+
+The text is parsed, never evaluated: a syntax tree of `+ - * /` over integers, folded into fractions. Everything else that Python would
+accept (names, calls, powers, floats, signs, underscores, hexadecimal) is refused, and so is text too long or too deep to be an answer:
+without powers the value of a bounded text is bounded too, so nothing here can hang.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from fractions import Fraction
+
+from unmask.errors import UnmaskError
+
+MAX_LENGTH = 256
+MAX_DEPTH = 32
+ALPHABET = frozenset("0123456789+-*/() ")
+OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class ArithmeticSyntaxError(UnmaskError):
+    """Text that is no arithmetic expression, or has no value because it divides by zero."""
+
+
+def evaluate(expression: str) -> Fraction:
+    """The exact value of an expression of non-negative integers, `+ - * /`, parentheses and spaces.
+
+    Raises:
+        ArithmeticSyntaxError: for any other text, for more than `MAX_LENGTH` characters or `MAX_DEPTH` nested parentheses, and for a
+            division by zero.
+    """
+    tree = _parse(expression)
+    try:
+        return _fold(tree)
+    except ZeroDivisionError:
+        raise _refusal(expression, "it divides by zero") from None
+
+
+def numbers_used(expression: str) -> list[int]:
+    """The integers of an expression, each as often as it occurs, in ascending order. Raises as `evaluate` does, but for its value."""
+    return sorted(node.value for node in ast.walk(_parse(expression)) if isinstance(node, ast.Constant) and isinstance(node.value, int))
+
+
+def _parse(expression: str) -> ast.expr:
+    """The tree of an expression: only the four operations over integers."""
+    if len(expression) > MAX_LENGTH:
+        raise _refusal(expression, f"it has {len(expression)} characters, more than {MAX_LENGTH}")
+    if not ALPHABET.issuperset(expression):
+        raise _refusal(expression, "only digits, + - * / and parentheses may occur")
+    if _depth(expression) > MAX_DEPTH:
+        raise _refusal(expression, f"its parentheses are nested more than {MAX_DEPTH} deep")
+    try:
+        tree = ast.parse(expression.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise _refusal(expression, error.msg) from None
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.BinOp, ast.Constant, *OPERATIONS)):
+            raise _refusal(expression, f"{type(node).__name__} is not one of + - * / over integers")
+    return tree
+
+
+def _depth(expression: str) -> int:
+    """How deep parentheses are nested: checked before parsing, for Python's parser runs out of memory on deep text."""
+    depth = deepest = 0
+    for character in expression:
+        depth += (character == "(") - (character == ")")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _fold(node: ast.expr) -> Fraction:
+    """The value of a tree that `_parse` made."""
+    if isinstance(node, ast.BinOp):
+        return OPERATIONS[type(node.op)](_fold(node.left), _fold(node.right))
+    assert isinstance(node, ast.Constant) and isinstance(node.value, int)
+    return Fraction(node.value)
+
+
+def _refusal(expression: str, why: str) -> ArithmeticSyntaxError:
+    shown = expression if len(expression) <= 40 else expression[:40] + "..."
+    return ArithmeticSyntaxError(f"{shown!r} is not an arithmetic expression: {why}", remedy="Use integers, + - * / and parentheses.")

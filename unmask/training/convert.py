@@ -1,0 +1,208 @@
+"""Conversion of a causal model to a diffusion model, in three stages. A stage is one Trainer run.
+
+Stage 1 trains attention and the mask token's own embedding row, stage 2 everything, stage 3 everything at a low rate with
+an auxiliary next-token loss, so that the model keeps what it knew.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer_utils import get_last_checkpoint
+
+from unmask.data.rows import Row, column, pair_rows, text_rows
+from unmask.diffusion.schedules import get_schedule
+from unmask.diffusion.score import score
+from unmask.diffusion.views import Views, all_masked_views, complementary_pair, random_views
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load, with_pattern
+from unmask.objectives.supervised import weighted_cross_entropy
+from unmask.training.sft import with_tail
+from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConversionStage:
+    """One stage of a conversion.
+
+    Attributes:
+        share: of the training steps.
+        rate: times the learning rate.
+        attention_only: train attention and the mask token's embedding row, nothing else.
+        lm_loss: weight of the auxiliary next-token loss.
+    """
+
+    share: float
+    rate: float
+    attention_only: bool = False
+    lm_loss: float = 0.0
+
+
+STAGES = (
+    ConversionStage(share=0.1, rate=0.5, attention_only=True),
+    ConversionStage(share=0.6, rate=1.0),
+    ConversionStage(share=0.3, rate=0.3, lm_loss=0.1),
+)
+
+
+@dataclass(kw_only=True)
+class ConvertConfig(StageConfig):
+    """Settings of `ConvertTrainer`."""
+
+    learning_rate: float = field(default=5e-4, metadata={"help": "The base rate; the stages use 0.5, 1 and 0.3 times this."})
+    attention: str = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
+    block_size: int | None = field(default=None, metadata={"help": "The attention block, for block_causal."})
+    logit_shift: bool | None = field(default=None, metadata={"help": "Keep predicting token i + 1 at row i; unset: no."})
+    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear or cosine."})
+    complementary: bool = field(default=False, metadata={"help": "Two views a row, each hiding what the other shows."})
+    min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
+    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
+    packing: bool = field(default=True, metadata={"help": "Lay documents end to end; they do not see one another."})
+    canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
+
+
+class StageTrainer(DiffusionTrainer):
+    """One stage: the diffusion loss, with what the stage freezes and adds."""
+
+    def __init__(self, *arguments: Any, stage: ConversionStage, **rest: Any):
+        self.stage = stage
+        super().__init__(*arguments, **rest)
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: ConvertConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
+        if "completion" in dataset[0]:
+            return pair_rows(lm.tokenizer, dataset, args.max_length, canvas_length=args.canvas_length)
+        return text_rows(lm.tokenizer, column(dataset, args.text_column, where), args.max_length, packed=args.packing)
+
+    def plan(self, batch: Batch) -> Views:
+        schedule = get_schedule(self.args.schedule)
+        plan = complementary_pair if self.args.complementary else random_views
+        return with_tail(plan(self.groups(batch), self.draw(batch), schedule, low=self.args.min_time), batch)
+
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        total = super().micro_loss(lm, batch)
+        if self.stage.lm_loss == 0:
+            return total
+        views = all_masked_views(batch["maskable"])
+        loss = weighted_cross_entropy(score(lm.as_causal(), batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk), views)
+        self.record("lm_cross_entropy", loss.cross_entropy)
+        return total + self.stage.lm_loss * loss.total
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Weight decay must not move the embedding rows that stage 1 freezes."""
+        embeddings = {id(p) for p in model.get_input_embeddings().parameters()} if self.stage.attention_only else set()
+        parameters = dict(model.named_parameters())
+        return [name for name in super().get_decay_parameter_names(model) if id(parameters[name]) not in embeddings]
+
+
+class ConvertTrainer:
+    """Converts a causal model on text, or on prompts and completions, in the three stages of `STAGES`.
+
+    Each stage writes its checkpoints under `output_dir/stage-N`; `train(resume_from_checkpoint=True)` goes on in the middle
+    of any of them.
+
+    Args:
+        model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
+        args: pattern, steps and rates. `max_steps` (or the epochs) are shared out among the stages.
+        train_dataset: rows with `text`, or with `prompt` and `completion` (then only the completion is noised).
+        eval_dataset: the same, held out; each stage ends with an evaluation.
+        stages: what each stage trains and how fast.
+        progress: a stage of a progress display to keep up to date.
+        rest: as in DiffusionTrainer.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionLM | str | Path,
+        args: ConvertConfig,
+        train_dataset: Sequence[Mapping[str, Any]],
+        eval_dataset: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        stages: Sequence[ConversionStage] = STAGES,
+        progress: Progress | None = None,
+        **rest: Any,
+    ):
+        if args.attention == "causal":
+            raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
+        lm = model if isinstance(model, DiffusionLM) else load(model)
+        self.lm = with_pattern(lm, args.attention, args.block_size, args.logit_shift)
+        self.args, self.stages, self.progress, self.rest = args, stages, progress, rest
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.log_history: list[dict[str, float]] = []
+
+    def train(self, resume_from_checkpoint: bool = False) -> None:
+        """Run the stages, or those that are not finished yet."""
+        steps, first = self._steps(), 0
+        for number, stage in enumerate(self.stages, start=1):
+            last = round(sum(s.share for s in self.stages[:number]) / sum(s.share for s in self.stages) * steps)
+            self._run(number, stage, first, last, steps, resume_from_checkpoint)
+            first = last
+        self.lm.model.requires_grad_(True).eval()
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the converted model."""
+        if self.args.should_save:
+            self.lm.save(output_dir or self.args.output_dir)
+
+    def _run(self, number: int, stage: ConversionStage, first: int, last: int, steps: int, resume: bool) -> None:
+        folder = Path(self.args.output_dir) / f"stage-{number}"
+        args = copy.copy(self.args)
+        args.output_dir, args.max_steps, args.learning_rate = str(folder), last - first, self.args.learning_rate * stage.rate
+        progress = None if self.progress is None else Portion(self.progress, first / steps, last / steps)
+        trainer = StageTrainer(self.lm, args, self.train_dataset, self.eval_dataset, stage=stage, progress=progress, **self.rest)
+        checkpoint = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
+        with freezing(trainer.lm, stage):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        if self.eval_dataset is not None:
+            trainer.evaluate()
+        self.log_history += [{**line, "step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
+
+    def _steps(self) -> int:
+        if self.args.max_steps > 0:
+            return self.args.max_steps
+        rows = len(StageTrainer.make_rows(self.lm, self.args, self.train_dataset, "train_dataset"))
+        a_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return math.ceil(math.ceil(rows / a_step) * self.args.num_train_epochs)
+
+
+@dataclass
+class Portion:
+    """A part of a stage of the progress display."""
+
+    whole: Progress
+    start: float
+    stop: float
+
+    def update(self, fraction: float, **metrics: float) -> None:
+        self.whole.update(self.start + fraction * (self.stop - self.start), **metrics)
+
+
+@contextmanager
+def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
+    """Inside, only what the stage trains takes gradients: for `attention_only` the attention modules and the mask token's row."""
+    table = lm.model.get_input_embeddings().weight
+    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
+    if not stage.attention_only:
+        yield
+        return
+    attention = {p for module in lm.model.modules() if type(module).__name__.endswith("Attention") for p in module.parameters()}
+    for parameter in before:
+        parameter.requires_grad_(parameter in attention or parameter is table)
+    mask_row = torch.zeros(len(table), 1, dtype=table.dtype, device=table.device)
+    mask_row[lm.mask_token_id] = 1
+    hook = table.register_hook(lambda gradient: gradient * mask_row)
+    try:
+        yield
+    finally:
+        hook.remove()
+        for parameter, needed in before.items():
+            parameter.requires_grad_(needed)

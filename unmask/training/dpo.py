@@ -1,0 +1,132 @@
+"""Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025, LLaDA 1.5).
+
+Shapes: B = 2P rows (P chosen, then their P rejected), V views, T tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from unmask.data.chat import render_preference
+from unmask.data.rows import Collator, Row, pair_row
+from unmask.diffusion.score import score
+from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
+from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
+from unmask.objectives.preference import dpo
+from unmask.training.sft import with_tail
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig
+
+REFERENCE_FILE = "reference_scores.safetensors"
+
+
+@dataclass(kw_only=True)
+class DPOConfig(StageConfig):
+    """Settings of `DPOTrainer`."""
+
+    learning_rate: float = field(default=5e-6, metadata={"help": "The peak learning rate of AdamW."})
+    beta: float = field(default=0.2, metadata={"help": "How strongly the policy is held to the reference."})
+    samples: int = field(default=8, metadata={"help": "Views of each response: that many times, with one mask each."})
+    canvas_length: int | None = field(default=None, metadata={"help": "As in SFT."})
+
+
+class PairCollator(Collator):
+    """Batches of chosen rows followed by their rejected ones."""
+
+    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
+        batch = super().__call__([row["chosen"] for row in rows] + [row["rejected"] for row in rows])
+        return batch | {"pair": torch.tensor([row["pair"] for row in rows])}
+
+
+class DPOTrainer(DiffusionTrainer):
+    """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit).
+
+    Policy and reference are scored on the same masks of the same response. The reference is the model as given: it is
+    scored once, before the first step, for every epoch's masks, and stored in the output directory; training then holds
+    one model. Dropout is off.
+    """
+
+    def __init__(self, model: DiffusionLM | str | Path, args: DPOConfig, *datasets: Any, **rest: Any):
+        super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", PairCollator(0)), **rest)
+        disable_dropout(self.lm.model)
+        epochs = math.ceil(args.max_steps / max(1, self._steps_per_epoch())) if args.max_steps > 0 else math.ceil(args.num_train_epochs)
+        self.reference = {"train": self._reference_scores(self.train_dataset, epochs, "train")}
+        if self.eval_dataset is not None:
+            self.reference["eval"] = self._reference_scores(self.eval_dataset, 1, "eval")
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Any]:
+        pairs = []
+        for index, example in enumerate(dataset):
+            prompt, chosen, rejected = render_preference(lm.tokenizer, example)
+            # The two responses of a pair get masks of their own: two sample ids.
+            sides = [
+                pair_row(lm.tokenizer, prompt, side, args.max_length, args.canvas_length, sample_id=2 * index + k, where=f"{where}, row {index}")
+                for k, side in enumerate((chosen, rejected))
+            ]
+            pairs.append({"chosen": sides[0], "rejected": sides[1], "pair": index})
+        return pairs
+
+    def plan(self, batch: Batch) -> Views:
+        return self._plan(batch, self.draw(batch))
+
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        chosen_P, rejected_P = self._bounds(lm, batch, self.plan(batch)).chunk(2)
+        split, epoch = ("train", self.draw(batch).iteration) if self.model.training else ("eval", 0)
+        stored = self.reference[split][epoch % len(self.reference[split])].to(chosen_P.device)[batch["pair"]]
+        loss = dpo(chosen_P, rejected_P, stored[:, 0], stored[:, 1], beta=self.args.beta)
+        pairs = len(loss.loss_P)
+        self.record("margin", loss.margin_P.mean(), pairs)
+        self.record("accuracy", (loss.margin_P > 0).float().mean(), pairs)
+        self.record("chosen", chosen_P.detach().mean(), pairs)
+        self.record("rejected", rejected_P.detach().mean(), pairs)
+        return loss.loss_P.sum()
+
+    def count_items(self, batch: Batch) -> Tensor:
+        return torch.tensor(len(batch["pair"]), device=batch["pair"].device)
+
+    def _plan(self, batch: Batch, draw: Draw) -> Views:
+        if self.lm.attention == "causal" and self.lm.logit_shift:
+            return all_masked_views(batch["maskable"])
+        return with_tail(exact_count_views(self.groups(batch), draw, views=self.args.samples), batch)
+
+    def _bounds(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
+        """The estimated log-likelihood bound of every response [B]."""
+        log_prob_BVT = score(lm, batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk)
+        return (views.weight_BVT * log_prob_BVT).sum((1, 2))
+
+    def _steps_per_epoch(self) -> int:
+        return len(self.get_train_dataloader()) // self.args.gradient_accumulation_steps
+
+    @torch.no_grad()
+    def _reference_scores(self, pairs: Sequence[Mapping[str, Any]], epochs: int, split: str) -> Tensor:
+        """The reference's bounds [epochs, pairs, 2], from disk if they were stored for these rows, masks and weights."""
+        identity = json.dumps([self.lm.settings, self.args.samples, self.args.seed, epochs, fingerprint(self.lm.model), list(pairs)])
+        key = hashlib.sha256(identity.encode()).hexdigest()
+        path = Path(self.args.output_dir) / f"{split}_{REFERENCE_FILE}"
+        if path.exists():
+            stored = load_file(path)
+            if key in stored:
+                return stored[key]
+        scores = torch.zeros(epochs, len(pairs), 2)
+        size = self.args.train_batch_size
+        with evaluating(self.lm):
+            for start in range(0, len(pairs), size):
+                batch = self._prepare_inputs(self.data_collator(pairs[start : start + size]))
+                for epoch in range(epochs):
+                    views = self._plan(batch, Draw(self.args.seed, batch["sample_id"], epoch))
+                    bounds = self._bounds(self.lm, batch, views).view(2, -1).T
+                    scores[epoch, start : start + size] = bounds.cpu()
+        if self.args.should_save:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            save_file({key: scores}, path)
+        return scores

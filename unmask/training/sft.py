@@ -1,0 +1,51 @@
+"""Supervised fine-tuning: the completion is noised, the prompt stays clean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unmask.data.rows import Row, pair_rows
+from unmask.diffusion.schedules import get_schedule
+from unmask.diffusion.views import Views, all_masked_views, random_views
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig
+
+
+@dataclass(kw_only=True)
+class SFTConfig(StageConfig):
+    """Settings of `SFTTrainer`."""
+
+    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear or cosine."})
+    views: int = field(default=1, metadata={"help": "Noised copies of each row in a step, with stratified times."})
+    min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
+    canvas_length: int | None = field(
+        default=None,
+        metadata={"help": "Show completions in a canvas of this many tokens, hidden behind their end, as bidirectional sampling does."},
+    )
+
+
+class SFTTrainer(DiffusionTrainer):
+    """Fine-tunes any model on prompts and completions (standard or conversational, in TRL's formats).
+
+    The loss is sum(CE / t) / completion tokens (LLaDA, Nie et al. 2025, eq. 5); a causal model gets plain next-token loss.
+    EOS is learnt, padding never.
+    """
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
+        return pair_rows(lm.tokenizer, dataset, args.max_length, canvas_length=args.canvas_length)
+
+    def plan(self, batch: Batch) -> Views:
+        if self.lm.attention == "causal" and self.lm.logit_shift:
+            return all_masked_views(batch["maskable"])
+        views = random_views(
+            self.groups(batch), self.draw(batch), get_schedule(self.args.schedule), views=self.args.views, low=self.args.min_time
+        )
+        return with_tail(views, batch)
+
+
+def with_tail(views: Views, batch: Batch) -> Views:
+    """The canvas behind the end of a completion stays hidden in every view, as when the model samples."""
+    return replace(views, hidden_BVT=views.hidden_BVT | batch["tail"][:, None])

@@ -1,0 +1,246 @@
+"""The shared trainer: transformers.Trainer over a DiffusionLM, with one loss to override.
+
+Shapes: B batch, V views, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from unmask.data.rows import Collator
+from unmask.diffusion.score import noise_groups, score
+from unmask.diffusion.views import Draw, Views
+from unmask.errors import DataError, TrainingError
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.load import load
+from unmask.monitor import MetricsLog, peak_memory_bytes
+from unmask.objectives.supervised import weighted_cross_entropy
+
+if TYPE_CHECKING:
+    import peft
+
+Batch = dict[str, Tensor]
+
+
+class Progress(Protocol):
+    """What shows how far a run is: a stage of `unmask.monitor.Progress`, or a part of one."""
+
+    def update(self, fraction: float, **metrics: float) -> None: ...
+
+
+@dataclass(kw_only=True)
+class StageConfig(TrainingArguments):
+    """What all stages share beyond `transformers.TrainingArguments`, whose every field is accepted by its own name."""
+
+    output_dir: str | None = field(default=None, metadata={"help": "Where checkpoints and the trained model go."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
+    report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
+    max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
+    score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
+    log_memory: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
+
+    def __post_init__(self) -> None:
+        self.remove_unused_columns = False
+        self.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
+        self.label_names = []
+        if (self.bf16 or self.fp16) and not amp_works(self.bf16):
+            wanted = "bf16" if self.bf16 else "fp16"
+            message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
+            warnings.warn(message, RuntimeWarning, stacklevel=3)
+            self.bf16 = self.fp16 = False
+        super().__post_init__()
+
+
+def amp_works(bf16: bool) -> bool:
+    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that has it, or a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported() if bf16 else True
+    return bf16
+
+
+class DiffusionTrainer(Trainer):
+    """transformers.Trainer whose loss is a plan of views over a DiffusionLM.
+
+    Subclasses say what to hide (`plan`); a trainer with another loss overrides `micro_loss`. Losses are sums divided by the
+    items (maskable tokens) of the whole accumulated batch over all ranks, so that gradient accumulation changes nothing.
+
+    Args:
+        model: a DiffusionLM, or a path or id to load.
+        args: the stage's config.
+        train_dataset: rows as the stage describes them.
+        eval_dataset: the same, held out.
+        peft_config: train adapters instead of the weights.
+        progress: a stage of a progress display to keep up to date.
+        data_collator, callbacks, optimizers: as in transformers.Trainer.
+
+    Raises:
+        TrainingError: the loss is not finite.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionLM | str | Path,
+        args: StageConfig,
+        train_dataset: Sequence[Any] | None = None,
+        eval_dataset: Sequence[Any] | None = None,
+        *,
+        peft_config: peft.PeftConfig | None = None,
+        progress: Progress | None = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        callbacks: list[TrainerCallback] | None = None,
+        **trainer_arguments: Any,
+    ):
+        lm = model if isinstance(model, DiffusionLM) else load(model)
+        train_rows, eval_rows = (
+            self._checked_rows(lm, args, rows, where) for rows, where in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
+        )
+        self.lm = with_adapters(lm, peft_config, args) if peft_config is not None else lm
+        setattr(lm.config, SETTINGS_KEY, lm.settings)
+        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        super().__init__(
+            model=self.lm.model,
+            args=args,
+            train_dataset=train_rows,
+            eval_dataset=eval_rows,
+            processing_class=lm.tokenizer,
+            data_collator=data_collator or Collator(lm.pad_token_id),
+            callbacks=[*(callbacks or []), RunCallback(progress)],
+            **trainer_arguments,
+        )
+        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = True
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Sequence[Any], where: str) -> Sequence[Any]:
+        """The user's rows as the collator reads them."""
+        return dataset
+
+    def plan(self, batch: Batch) -> Views:
+        """What to hide, score and weigh in this batch."""
+        raise AssertionError(f"{type(self).__name__} overrides neither plan nor micro_loss")
+
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        """The summed loss of a micro-batch: the weighted cross-entropy of its views."""
+        views = self.plan(batch)
+        log_prob_BVT = score(lm, batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk)
+        loss = weighted_cross_entropy(log_prob_BVT, views)
+        self.record("cross_entropy", loss.cross_entropy)
+        return loss.total
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """What the loss is divided by: the maskable tokens."""
+        return batch["maskable"].sum()
+
+    def draw(self, batch: Batch) -> Draw:
+        """Randomness keyed by sample and epoch: the same masks on any number of devices, and after a resume."""
+        epoch = int(self.state.epoch or 0) if self.model.training else 0
+        return Draw(self.args.seed, batch["sample_id"], epoch)
+
+    def groups(self, batch: Batch) -> Tensor:
+        """The tokens that are noised together [B, T]."""
+        return noise_groups(self.lm, batch["maskable"], batch["documents"])
+
+    def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
+        """Average a metric into the next log line."""
+        total = self._sums[name if self.model.training else f"eval_{name}"]
+        total[0] += float(value) * count
+        total[1] += count
+
+    @classmethod
+    def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Sequence[Any] | None, where: str) -> Sequence[Any] | None:
+        if dataset is None:
+            return None
+        if len(dataset) == 0:
+            raise DataError("the data set is empty", where=where, remedy="Give at least one row")
+        return cls.make_rows(lm, args, dataset, where)
+
+    # What transformers.Trainer calls.
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor | tuple[Tensor, None]:
+        items = num_items_in_batch if num_items_in_batch is not None else self.count_items(inputs)
+        loss = self.micro_loss(self.lm.bind(model), inputs) / items * self.accelerator.num_processes
+        if not torch.isfinite(loss):
+            raise TrainingError(
+                f"the loss is {loss.item()}",
+                where=f"step {self.state.global_step}",
+                remedy="Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact",
+            )
+        return (loss, None) if return_outputs else loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor | None:
+        if not batch_samples:
+            return None
+        items = sum(self.count_items(batch) for batch in batch_samples).to(device)
+        return self.accelerator.gather(items).sum().clamp_min(1)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, None, None]:
+        with torch.no_grad(), self.compute_loss_context_manager():
+            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        return loss.detach(), None, None
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
+        for name in [n for n in self._sums if n.startswith("eval_") == bool(prefix)]:
+            total, count = self._sums.pop(name)
+            logs[name] = total / count
+        if self.args.log_memory:
+            logs["memory_gb"] = peak_memory_bytes() / 1e9
+        super().log(logs, start_time)
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        return 0
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Checkpoints hold what is trained; a save of one's own holds the whole model, with adapters merged in."""
+        if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
+            super().save_model(output_dir, _internal_call)
+        elif self.args.should_save:
+            merged(self.lm).save(output_dir or self.args.output_dir)
+
+
+class RunCallback(TrainerCallback):
+    """Keeps `metrics.jsonl` in the output directory and the progress display."""
+
+    def __init__(self, progress: Progress | None):
+        self.progress = progress
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs and args.output_dir and args.save_strategy != "no":
+            MetricsLog(Path(args.output_dir) / "metrics.jsonl").write({"step": state.global_step, **logs})
+        if self.progress is not None and logs:
+            shown = {k: v for k, v in logs.items() if k in ("loss", "cross_entropy", "reward", "margin", "accuracy") and math.isfinite(v)}
+            self.progress.update(state.global_step / max(state.max_steps, 1), **shown)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.progress is not None:
+            self.progress.update(state.global_step / max(state.max_steps, 1))
+
+
+def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig, args: TrainingArguments) -> DiffusionLM:
+    """The model with adapters of PEFT around it; only they are trained."""
+    from peft import get_peft_model
+
+    if args.gradient_checkpointing:
+        lm.model.enable_input_require_grads()
+    return lm.bind(get_peft_model(lm.model, peft_config))
+
+
+def merged(lm: DiffusionLM) -> DiffusionLM:
+    """A copy of the model with its adapters merged into the weights."""
+    copy = lm.frozen_copy()
+    return copy.bind(copy.model.merge_and_unload())
