@@ -175,7 +175,7 @@ def _choices(kind: Any) -> tuple[str, ...]:
 def load_model(model: ModelConfig) -> DiffusionLM:
     import unmask
 
-    return unmask.load(model.path, **model.model_dump(exclude={"path"}))
+    return unmask.load(model.path, **model.model_dump(exclude={"path", "from_scratch"}))
 
 
 @app.command(epilog="Example: unmask generate runs/sft --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")

@@ -62,6 +62,8 @@ class ModelConfig(Config):
     """Where the weights live, as torch names it (cpu, cuda, cuda:1); auto: the fastest there is."""
     revision: str | None = None
     """The branch, tag or commit of a hub model; pin it for runs that must be repeatable."""
+    from_scratch: bool = False
+    """Pre-training: take only the architecture and the tokenizer from there, and start with new weights."""
     trust_remote_code: bool = False
     """Whether to run Python code that a hub model brings along."""
 

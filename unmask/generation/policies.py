@@ -63,7 +63,7 @@ def filtered_probabilities(logits_NV: Tensor, top_k: int, top_p: float) -> Tenso
     prob_NV = logits_NV.double().softmax(-1)
     if top_k == 0 and top_p == 1.0:
         return prob_NV
-    sorted_NV, order_NV = prob_NV.sort(-1, descending=True, stable=True)
+    sorted_NV, order_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
     keep_NV = sorted_NV.cumsum(-1) - sorted_NV < top_p
     if top_k > 0:
         keep_NV[:, top_k:] = False
@@ -81,6 +81,6 @@ def draw(prob_NV: Tensor, noise_N: Tensor) -> Tensor:
 
 def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:
     """The `count` positions of highest priority in each row, as a boolean [B, T]; ties go to the lower position."""
-    order_BT = priority_BT.sort(-1, descending=True, stable=True).indices
+    order_BT = priority_BT.sort(dim=-1, descending=True, stable=True).indices
     rank_BT = torch.zeros_like(order_BT).scatter(1, order_BT, torch.arange(order_BT.shape[1], device=order_BT.device).expand_as(order_BT))
     return (rank_BT < count_B[:, None]) & (priority_BT > -torch.inf)

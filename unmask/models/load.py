@@ -60,8 +60,6 @@ def load(
     except (OSError, ValueError, RuntimeError) as error:
         remedy = "Give a causal language model with safetensors weights"
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     saved = getattr(config, SETTINGS_KEY, None) or {"attention": "causal", "block_size": None, "logit_shift": None}
     same_pattern = attention is None or attention == saved["attention"]
     if block_size is None and same_pattern:
@@ -69,8 +67,32 @@ def load(
     if logit_shift is None and same_pattern:
         logit_shift = saved["logit_shift"]
     return make_diffusion(
-        model.to(device), tokenizer, attention=attention or saved["attention"], block_size=block_size, logit_shift=logit_shift
+        model.to(resolve_device(device)), tokenizer, attention=attention or saved["attention"], block_size=block_size, logit_shift=logit_shift
     )
+
+
+def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", device: str = "cpu") -> DiffusionLM:
+    """A causal model with new random weights, of the architecture and with the tokenizer found at `path`.
+
+    Raises:
+        ModelError: no config or no tokenizer there.
+    """
+    where = str(path)
+    try:
+        config = AutoConfig.from_pretrained(where)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a folder with a config.json") from error
+    tokenizer = _tokenizer(where, {})
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=DTYPES[dtype])
+    return make_diffusion(model.to(resolve_device(device)), tokenizer)
+
+
+def resolve_device(device: str) -> str:
+    """A torch device; "auto" is the GPU where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
 
 
 def make_diffusion(

@@ -99,9 +99,12 @@ class StageTrainer(DiffusionTrainer):
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
         """Weight decay must not move the embedding rows that stage 1 freezes."""
-        embeddings = {id(p) for p in model.get_input_embeddings().parameters()} if self.stage.attention_only else set()
-        parameters = dict(model.named_parameters())
-        return [name for name in super().get_decay_parameter_names(model) if id(parameters[name]) not in embeddings]
+        names = super().get_decay_parameter_names(model)
+        if not self.stage.attention_only:
+            return names
+        table = model.get_input_embeddings().weight
+        frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table}
+        return [name for name in names if name not in frozen]
 
 
 class ConvertTrainer:

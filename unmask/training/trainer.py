@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
 
 from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
@@ -118,6 +119,8 @@ class DiffusionTrainer(Trainer):
             callbacks=[*(callbacks or []), RunCallback(progress)],
             **trainer_arguments,
         )
+        if progress is not None:
+            self.remove_callback(PrinterCallback)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
 
@@ -235,7 +238,7 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig, args: TrainingA
     """The model with adapters of PEFT around it; only they are trained."""
     from peft import get_peft_model
 
-    if args.gradient_checkpointing:
+    if args.activation_checkpointing:
         lm.model.enable_input_require_grads()
     return lm.bind(get_peft_model(lm.model, peft_config))
 

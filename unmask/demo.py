@@ -1,0 +1,235 @@
+"""The whole way on a small task: pretrain, convert, SFT, DPO, GRPO, each stage evaluated, one report.
+
+Everything is made here and trained for real. The demonstrations hold mistakes, as people's do; what that leaves open is
+what preferences and rewards can mend (docs/demo.md).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from unmask.config import SamplerConfig, claim_output
+from unmask.data.characters import character_tokenizer
+from unmask.evaluation.report import Denoising, Report, StageResult, Table, write_report
+from unmask.evaluation.tasks import TaskResult, evaluate_task
+from unmask.generation.sampler import generate
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+from unmask.monitor import Progress, Stage, peak_memory_bytes, run_manifest, write_atomic, write_manifest
+from unmask.tasks import Task, get_task
+from unmask.training.convert import ConvertConfig, ConvertTrainer
+from unmask.training.dpo import DPOConfig, DPOTrainer
+from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.pretrain import PretrainConfig, PretrainTrainer
+from unmask.training.sft import SFTConfig, SFTTrainer
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoSettings:
+    """How much of everything.
+
+    Attributes:
+        rows: training problems; test_rows: held-out ones, none of which shares its solution with a training problem.
+        mistakes: share of the demonstrations that hold a mistake.
+        pretrain, convert, sft, dpo, grpo: optimizer steps of each stage.
+        seconds: what each stage takes on two cores, for the first estimate of the time left.
+    """
+
+    rows: int = 20_000
+    test_rows: int = 600
+    mistakes: float = 0.3
+    hidden: int = 128
+    layers: int = 4
+    batch: int = 128
+    pretrain: int = 300
+    convert: int = 300
+    sft: int = 100
+    dpo: int = 60
+    grpo: int = 100
+    seconds: tuple[tuple[str, float], ...] = (("pretrain", 75), ("convert", 95), ("sft", 35), ("dpo", 40), ("grpo", 150))
+
+
+class Demo:
+    """State of the demonstration: the model as it stands, and what each stage gave."""
+
+    def __init__(self, task: Task, output: Path, seed: int, settings: DemoSettings):
+        self.task, self.output, self.seed, self.settings = task, output, seed, settings
+        self.train = task.generate("train", settings.rows, seed)
+        self.test = task.generate("test", settings.test_rows, seed + 1)
+        rng = random.Random(seed)
+        self.demonstrations = [{**row, "completion": task.demonstrate(row, rng, settings.mistakes)} for row in self.train]
+        self.lm = small_model(task, settings, seed)
+        self.stages: list[StageResult] = []
+        self.results: dict[str, TaskResult] = {}
+
+    def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
+        """The TrainingArguments that all stages share."""
+        return {
+            "output_dir": str(self.output / name),
+            "max_steps": steps,
+            "per_device_train_batch_size": self.settings.batch,
+            "logging_steps": 5,
+            "save_strategy": "no",
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": min(50, steps // 5),
+            "max_length": len(self.train[0]["prompt"]) + self.task.max_completion + 8,
+            "disable_tqdm": True,
+            "dataloader_pin_memory": False,
+            "seed": self.seed,
+            "use_cpu": True,
+            **more,
+        }
+
+    def run(self, name: str, description: str, progress: Progress, train: Callable[[Stage], Sequence[Mapping[str, float]]]) -> None:
+        """Train one stage, evaluate it, save it."""
+        started = time.monotonic()
+        with progress.stage(name) as stage:
+            history = train(stage)
+            self.lm.save(self.output / name)
+        with progress.stage(f"{name}: evaluate"):
+            result = evaluate_task(self.lm, self.task, self.test)
+        write_atomic(self.output / name / "evaluation.json", result.to_json())
+        self.results[name] = result
+        curves = {metric: [(line["step"], line[metric]) for line in history if metric in line] for metric in ("cross_entropy", "loss", "reward", "accuracy")}
+        shown = {"cross_entropy": "loss"} if curves["cross_entropy"] else {}
+        kept = {shown.get(k, k): v for k, v in curves.items() if v and not (k == "loss" and shown) and not (k == "loss" and curves["reward"])}
+        self.stages.append(
+            StageResult(name=name, description=description, metrics=result.metrics, seconds=time.monotonic() - started, curves=kept)
+        )
+
+    def pretrain(self, stage: Stage) -> Any:
+        rows = [{"text": row["prompt"] + row["completion"]} for row in self.demonstrations]
+        args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, learning_rate=2e-3, packing=False))
+        trainer = PretrainTrainer(self.lm, args, rows, progress=stage)
+        trainer.train()
+        return trainer.state.log_history
+
+    def convert(self, stage: Stage) -> Any:
+        args = ConvertConfig(**self.arguments("convert", self.settings.convert, learning_rate=2e-3))
+        trainer = ConvertTrainer(self.lm, args, self.demonstrations, progress=stage)
+        trainer.train()
+        self.lm = trainer.lm
+        return trainer.log_history
+
+    def sft(self, stage: Stage) -> Any:
+        args = SFTConfig(**self.arguments("sft", self.settings.sft, learning_rate=1e-3, canvas_length=self.task.max_completion))
+        trainer = SFTTrainer(self.lm, args, self.demonstrations, progress=stage)
+        trainer.train()
+        return trainer.state.log_history
+
+    def dpo(self, stage: Stage) -> Any:
+        rng = random.Random(self.seed + 2)
+        chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
+        pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
+        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=5e-5, canvas_length=self.task.max_completion)
+        args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
+        trainer = DPOTrainer(self.lm, args, pairs, progress=stage)
+        trainer.train()
+        return trainer.state.log_history
+
+    def grpo(self, stage: Stage) -> Any:
+        args = GRPOConfig(
+            **self.arguments("grpo", self.settings.grpo, learning_rate=2e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
+            | {"per_device_train_batch_size": 256},
+            max_completion_length=self.task.max_completion,
+            steps=6,
+            prompt_mask_rate=0.0,
+        )
+        trainer = GRPOTrainer(self.lm, self.task.reward, args, self.train, progress=stage)
+        trainer.train()
+        return trainer.state.log_history
+
+    def denoising(self) -> Denoising:
+        """One held-out problem, token by token."""
+        row = self.test[0]
+        sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
+        trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
+        length = min(self.task.max_completion, 16) if self.task.name == "sudoku" else self.task.max_completion
+        cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
+        frames, revealed = [[""] * length], [{}]
+        for step in range(max(trace.steps) + 1):
+            new = {i: float(torch.tensor(trace.log_probs[i]).exp()) for i in range(length) if trace.steps[i] == step}
+            if new:
+                frames.append([cell if i in new else old for i, (cell, old) in enumerate(zip(cells, frames[-1], strict=True))])
+                revealed.append(new)
+        clues = frozenset(i for i, c in enumerate(row["puzzle"]) if c != "0") if self.task.name == "sudoku" else frozenset()
+        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4 if self.task.name == "sudoku" else None, clues=clues)
+
+
+DESCRIPTIONS = {
+    "pretrain": "causal, next token",
+    "convert": "to bidirectional diffusion, three stages",
+    "sft": "on demonstrations",
+    "dpo": "correct against corrupted answers",
+    "grpo": "on the reward alone",
+}
+
+
+def run_demo(
+    *, task: str = "sudoku", output: str | Path = "runs/demo", seed: int = 0, overwrite: bool = False, settings: DemoSettings | None = None
+) -> Report:
+    """Run the demonstration and write `report.html`, models and figures under `output`.
+
+    Raises:
+        TrainingError: the folder is not empty and `overwrite` is not given.
+    """
+    output = Path(output)
+    claim_output(output, overwrite=overwrite)
+    settings = settings or DemoSettings()
+    demo = Demo(get_task(task), output, seed, settings)
+    plan = [entry for name, seconds in settings.seconds for entry in ((name, seconds), (f"{name}: evaluate", 7.0))]
+    with Progress(plan) as progress:
+        for name, description in DESCRIPTIONS.items():
+            demo.run(name, description, progress, getattr(demo, name))
+    report = make_report(demo)
+    write_manifest(output / "manifest.json", report.manifest)
+    write_report(report, output / "report.html")
+    return report
+
+
+def make_report(demo: Demo) -> Report:
+    """What the demonstration shows."""
+    names = list(demo.results)
+    comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in zip(names, names[1:], strict=False)]
+    return Report(
+        title=f"Unmask: the whole way on {demo.task.name}",
+        subtitle=f"{len(demo.test)} held-out problems; no solution of theirs was trained on.",
+        stages=demo.stages,
+        comparisons=comparisons,
+        denoising=demo.denoising(),
+        notes=[
+            f"{100 * demo.settings.mistakes:.0f}% of the demonstrations hold a mistake.",
+            f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
+        ],
+        manifest=run_manifest({"task": demo.task.name, "seed": demo.seed, "settings": vars(demo.settings)}),
+    )
+
+
+def small_model(task: Task, settings: DemoSettings, seed: int) -> DiffusionLM:
+    """A new causal Llama over the task's characters."""
+    tokenizer = character_tokenizer(task.alphabet)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=2 * settings.hidden,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    torch.manual_seed(seed)
+    return make_diffusion(LlamaForCausalLM(config), tokenizer)

@@ -1,0 +1,131 @@
+"""One training verb from its config: load, read the data, train, save, evaluate. What the command line calls."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from unmask.config import RunConfig, build_training_args, save_config
+from unmask.data.sources import load_rows
+from unmask.errors import ConfigError
+from unmask.evaluation.tasks import evaluate_task
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import initialise, load
+from unmask.monitor import Progress, run_manifest, write_atomic, write_manifest
+from unmask.tasks import Task, get_task
+from unmask.training.convert import ConvertConfig, ConvertTrainer
+from unmask.training.dpo import DPOConfig, DPOTrainer
+from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.pretrain import PretrainConfig, PretrainTrainer
+from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.training.trainer import StageConfig
+
+GENERATED_ROWS = 10_000
+TRAINED_MODEL = "model"
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What differs between the training verbs."""
+
+    trainer: Callable[..., Any]
+    config: type[StageConfig]
+    task_rows: Callable[[Task, Rows, int], Rows]
+
+
+def as_text(task: Task, rows: Rows, seed: int) -> Rows:
+    """Problems with their answers, as plain text."""
+    return [{"text": row["prompt"] + row["completion"]} for row in rows]
+
+
+def as_pairs(task: Task, rows: Rows, seed: int) -> Rows:
+    """Prompts and completions, as they are."""
+    return rows
+
+
+def as_preferences(task: Task, rows: Rows, seed: int) -> Rows:
+    """The right answer preferred to a corrupted one."""
+    rng = random.Random(seed)
+    return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": task.corrupt(row, rng)} for row in rows]
+
+
+VERBS = {
+    "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
+    "convert": Verb(ConvertTrainer, ConvertConfig, as_text),
+    "sft": Verb(SFTTrainer, SFTConfig, as_pairs),
+    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences),
+    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs),
+}
+
+
+def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
+    """Run `unmask VERB`.
+
+    The trained model goes to `output_dir/model`, beside checkpoints, `metrics.jsonl`, the resolved config and a manifest. With
+    a task, the model is then evaluated on held-out problems (`evaluation.json`).
+
+    Raises:
+        UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
+    """
+    kind = VERBS[verb]
+    args = build_training_args(kind.config, dict(config.training), output_dir=config.output_dir)
+    task = get_task(config.data.task) if config.data.task else None
+    train, held_out = read_data(config, kind, task)
+    lm = load_model(config, verb)
+    progress = Progress([(verb, 1.0)])
+    rest: dict[str, Any] = {"peft_config": config.lora.to_peft()} if config.lora else {}
+    if verb == "grpo":
+        rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
+    with progress, progress.stage(verb) as stage:
+        args.disable_tqdm = True
+        trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
+        save_config(config)
+        trainer.train(resume_from_checkpoint=resume)
+    output = Path(config.output_dir)
+    trainer.save_model(str(output / TRAINED_MODEL))
+    if args.should_save:
+        write_manifest(output / "manifest.json", run_manifest(config.model_dump(), verb=verb))
+    if task is not None and args.should_save:
+        problems = task.generate("test", config.data.eval_rows, config.data.seed)
+        result = evaluate_task(trainer.lm, task, problems, config.sampler.model_copy(update={"max_new_tokens": task.max_completion}))
+        write_atomic(output / "evaluation.json", result.to_json() + "\n")
+
+
+def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, Rows | None]:
+    """Training and held-out rows: of a task (generated, or read from the file given), or of any data set."""
+    data = config.data
+    if task is not None:
+        train = task.read(data.train) if data.train else task.generate("train", data.max_rows or GENERATED_ROWS, data.seed)
+        return kind.task_rows(task, train[: data.max_rows], data.seed), None
+    if data.train is None:
+        raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
+    train = load_rows(data.train, split=data.split, text_column=data.text_column, max_rows=data.max_rows)
+    held_out = load_rows(data.eval, split=data.split, text_column=data.text_column, max_rows=data.eval_rows) if data.eval else None
+    return train, held_out
+
+
+def load_model(config: RunConfig, verb: str) -> DiffusionLM:
+    """The model to start from: saved weights, or new ones for an architecture."""
+    settings = config.model.model_dump(exclude={"path", "from_scratch"})
+    if config.model.from_scratch:
+        if verb != "pretrain":
+            raise ConfigError(f"{verb} of a model without training", where="model.from_scratch", remedy="Pre-train it first")
+        return initialise(config.model.path, seed=config.data.seed, dtype=config.model.dtype, device=config.model.device)
+    return load(config.model.path, **settings)
+
+
+def find_reward(name: str) -> Any:
+    """A reward function: the name of a task, or `package.module:function`."""
+    if ":" not in name:
+        return get_task(name).name
+    module, _, function = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"cannot import {name!r} ({error})", where="rewards", remedy="Give a task's name or package.module:function") from error
