@@ -6,6 +6,7 @@ what preferences and rewards can mend (docs/demo.md).
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.monitor import Progress, Stage, peak_memory_bytes, run_manifest, write_atomic, write_manifest
+from unmask.monitor import Progress, Stage, peak_memory_bytes, run_manifest, write_atomic
 from unmask.tasks import Task, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
@@ -40,23 +41,25 @@ class DemoSettings:
 
     Attributes:
         rows: training problems; test_rows: held-out ones, none of which shares its solution with a training problem.
-        mistakes: share of the demonstrations that hold a mistake.
+        text_mistakes: share of the answers in the text that hold a mistake.
+        mistakes: the same share in the demonstrations for SFT.
         pretrain, convert, sft, dpo, grpo: optimizer steps of each stage.
         seconds: what each stage takes on two cores, for the first estimate of the time left.
     """
 
     rows: int = 20_000
-    test_rows: int = 600
-    mistakes: float = 0.3
+    test_rows: int = 800
+    text_mistakes: float = 0.4
+    mistakes: float = 0.45
     hidden: int = 128
     layers: int = 4
     batch: int = 128
-    pretrain: int = 300
-    convert: int = 300
-    sft: int = 100
-    dpo: int = 60
-    grpo: int = 100
-    seconds: tuple[tuple[str, float], ...] = (("pretrain", 75), ("convert", 95), ("sft", 35), ("dpo", 40), ("grpo", 150))
+    pretrain: int = 280
+    convert: int = 360
+    sft: int = 140
+    dpo: int = 20
+    grpo: int = 45
+    seconds: tuple[tuple[str, float], ...] = (("pretrain", 70), ("convert", 120), ("sft", 36), ("dpo", 28), ("grpo", 70))
 
 
 class Demo:
@@ -131,7 +134,7 @@ class Demo:
         rng = random.Random(self.seed + 2)
         chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
         pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
-        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=5e-5, canvas_length=self.task.max_completion)
+        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
         trainer = DPOTrainer(self.lm, args, pairs, progress=stage)
         trainer.train()
@@ -139,7 +142,7 @@ class Demo:
 
     def grpo(self, stage: Stage) -> Any:
         args = GRPOConfig(
-            **self.arguments("grpo", self.settings.grpo, learning_rate=2e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
+            **self.arguments("grpo", self.settings.grpo, learning_rate=5e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
             | {"per_device_train_batch_size": 256},
             max_completion_length=self.task.max_completion,
             steps=6,
@@ -192,7 +195,7 @@ def run_demo(
         for name, description in DESCRIPTIONS.items():
             demo.run(name, description, progress, getattr(demo, name))
     report = make_report(demo)
-    write_manifest(output / "manifest.json", report.manifest)
+    write_atomic(output / "manifest.json", json.dumps(report.manifest, indent=2) + "\n")
     write_report(report, output / "report.html")
     return report
 

@@ -8,7 +8,8 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,23 +30,43 @@ def column(dataset: Sequence[Mapping[str, Any]], name: str, where: str) -> list[
         DataError: a row does not have it.
     """
     for index, row in enumerate(dataset):
-        require_names(row, (name,), f"{where}, row {index}")
+        require_values(row, (name,), f"{where}, row {index}")
     return [row[name] for row in dataset]
 
 
-def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True) -> list[Row]:
+def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
+    """As `require_names`, of a row: a cell that a file does not fill is None."""
+    require_names([name for name, value in row.items() if value is not None], names, where)
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Errors inside also tell which row they are about."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(error.what, where=f"{where}, {error.where}" if error.where else where, remedy=error.remedy) from error
+
+
+def text_rows(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
+) -> list[Row]:
     """Rows of plain text: every document begins with BOS (which is given, not learnt) and ends with EOS (which is learnt).
 
     Packed: documents are laid end to end and cut into rows of `max_length`. Else one document a row, cut where too long
-    (then without an EOS: a cut is not an end).
+    (then without an EOS: a cut is not an end). The first token of a row is never learnt, as nothing stands before it from
+    which a shifted model could predict it; a row with nothing to learn is left out.
 
     Raises:
-        DataError: there is no text.
+        DataError: there is no text, or something that is not text.
     """
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
     ids, documents, maskable = [], [], []
     rows: list[Row] = []
     texts = list(texts)
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     number = 0
     for body in encoded:
@@ -63,13 +84,21 @@ def text_rows(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_leng
         for start in range(0, len(ids), max_length):
             cut = slice(start, start + max_length)
             rows.append(_row(ids[cut], documents[cut], maskable[cut], len(rows)))
+    for row in rows:
+        row["maskable"][0] = False
+    rows = [row for row in rows if any(row["maskable"])]
     if not rows:
-        raise DataError("no text to train on", where="train_dataset", remedy="Give at least one document that is not empty")
+        raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
     return rows
 
 
 def pair_rows(
-    tokenizer: PreTrainedTokenizerBase, pairs: Iterable[Mapping[str, Any]], max_length: int, *, canvas_length: int | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    pairs: Iterable[Mapping[str, Any]],
+    max_length: int,
+    *,
+    canvas_length: int | None = None,
+    where: str = "train_dataset",
 ) -> list[Row]:
     """Rows of prompt and completion, of which only the completion (with its EOS) is learnt.
 
@@ -78,15 +107,18 @@ def pair_rows(
         max_length: rows that are longer are an error, never cut: a cut answer teaches a false stop.
         canvas_length: lengthen each completion with hidden positions to this many tokens, as the sampler of a
             bidirectional model shows it. They are attended, not learnt.
+        where: what errors call the pairs.
 
     Raises:
         DataError: a row without its columns or too long, or a completion longer than the canvas.
     """
     rows: list[Row] = []
     for index, pair in enumerate(pairs):
-        require_names(pair, ("prompt", "completion"), f"row {index}")
-        prompt_ids, completion_ids = render_pair(tokenizer, pair["prompt"], pair["completion"])
-        rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=f"row {index}"))
+        place = f"{where}, row {index}"
+        require_values(pair, ("prompt", "completion"), place)
+        with naming(place):
+            prompt_ids, completion_ids = render_pair(tokenizer, pair["prompt"], pair["completion"])
+        rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=place))
     return rows
 
 
@@ -107,7 +139,8 @@ def pair_row(
     tail = max(0, (canvas_length or 0) - len(completion_ids))
     ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * tail
     if len(ids) > max_length:
-        raise DataError(f"{len(ids)} tokens, but max_length is {max_length}", where=where, remedy="Raise max_length or drop the row")
+        what, remedy = f"{len(ids)} tokens, but a row holds {max_length}", "Raise max_length as far as the model's context goes, or drop the row"
+        raise DataError(what, where=where, remedy=remedy)
     row = _row(ids, [1] * len(ids), [False] * len(prompt_ids) + [True] * len(completion_ids) + [False] * tail, sample_id)
     row["tail"] = [False] * (len(ids) - tail) + [True] * tail
     return row

@@ -33,7 +33,8 @@ def score(
     pieces, places = [], []
     for rows_R in torch.arange(batch * count, device=ids_BT.device).split(chunk or batch * count):
         scored_RT = views.scored_BVT.flatten(0, 1)[rows_R]
-        if not scored_RT.any():
+        # With gradients every pass is made: a loss of 0 has them too, and all ranks must make the same passes.
+        if not (scored_RT.any() or torch.is_grad_enabled()):
             continue
         hidden_RT = views.hidden_BVT.flatten(0, 1)[rows_R]
         clean_RT = ids_BT[row_R[rows_R]]

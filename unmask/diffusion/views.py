@@ -75,7 +75,7 @@ def random_views(group_BT: Tensor, draw: Draw, schedule: Schedule, *, views: int
     """Time t ~ U(low, high) per group, stratified over the views; each token is hidden independently with 1 - alpha(t).
 
     Args:
-        group_BT: the group of each maskable token, -1 elsewhere.
+        group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
         draw: the source of randomness.
         schedule: alpha(t) and its weight.
         views: number of views.
@@ -89,11 +89,11 @@ def random_views(group_BT: Tensor, draw: Draw, schedule: Schedule, *, views: int
 def complementary_pair(group_BT: Tensor, draw: Draw, schedule: Schedule, *, low: float = 1e-3) -> Views:
     """Two views, each hiding what the other shows, so that every token is learnt from in each step."""
     time_BVT = low + (1 - 2 * low) * _stratified(draw, group_BT, 1)
-    first_BVT = draw.uniform(_columns(group_BT), 1, Stream.MASK) < schedule.mask_rate(time_BVT)
-    # The complement hides with rate alpha(t); 1/rate is its weight under the linear schedule, whose bound is schedule-free.
-    rate_BVT = schedule.mask_rate(time_BVT)
+    rate_BVT, weight_BVT = schedule.mask_rate(time_BVT), schedule.weight(time_BVT)
+    first_BVT = draw.uniform(_columns(group_BT), 1, Stream.MASK) < rate_BVT
+    # The complement hides at the rate alpha(t), so that its weight is -alpha'(t) / alpha(t).
     hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
-    return _weighted(hidden_BVT, torch.cat([1 / rate_BVT, 1 / (1 - rate_BVT)], 1) / 2)
+    return _weighted(hidden_BVT, torch.cat([weight_BVT, weight_BVT * rate_BVT / (1 - rate_BVT)], 1) / 2)
 
 
 def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
@@ -128,7 +128,9 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     return _weighted(torch.cat([valid_B1T, partial_BVT], 1), torch.cat([1 / size_B1T, weight_BVT, complement_BVT], 1))
 
 
-def all_masked_views(completion_BT: Tensor, prompt_BT: Tensor | None = None, draw: Draw | None = None, *, prompt_rate: float = 0.0) -> Views:
+def all_masked_views(
+    completion_BT: Tensor, prompt_BT: Tensor | None = None, draw: Draw | None = None, *, prompt_rate: float = 0.0
+) -> Views:
     """One view with the whole completion hidden and scored, each token with weight 1 (diffu-GRPO, Zhao et al. 2025).
 
     With a `prompt_rate` the prompt's tokens are hidden too, independently with this probability, but never scored.
@@ -156,9 +158,9 @@ def _weighted(hidden_BVT: Tensor, weight_BVT: Tensor) -> Views:
 
 
 def _group_sizes(group_BT: Tensor) -> Tensor:
-    """How many maskable tokens share a token's group [B, T]; 1 where not maskable."""
+    """How many maskable tokens share a token's group [B, T]; 1 where not maskable. There are at most T groups."""
     group_BT = group_BT + 1
-    counts = torch.zeros(group_BT.shape[0], int(group_BT.max()) + 1, dtype=torch.long, device=group_BT.device)
+    counts = torch.zeros(group_BT.shape[0], group_BT.shape[1] + 1, dtype=torch.long, device=group_BT.device)
     counts.scatter_add_(1, group_BT, torch.ones_like(group_BT))
     return torch.where(group_BT > 0, counts.gather(1, group_BT), 1)
 

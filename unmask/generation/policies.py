@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import Stream, uniform
+from unmask.errors import GenerationError
 
 
 class Decision(NamedTuple):
@@ -20,7 +21,8 @@ class Decision(NamedTuple):
     Attributes:
         token_N: the ids.
         log_prob_N: their log-probability under the model at temperature 1.
-        priority_N: the policy's score; the highest are revealed first, ties go to the lower position.
+        priority_N: the policy's score, float32 so that rounding does not part equals; the highest are revealed first, ties go to
+            the lower position.
     """
 
     token_N: Tensor
@@ -37,13 +39,18 @@ def decide(logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tens
         key_N: keys of the sequences that the rows belong to.
         step_N: denoising steps that each sequence has made.
         position_N: positions counted from the start of the sequence.
+
+    Raises:
+        GenerationError: the logits are not numbers.
     """
+    log_probs_NV = logits_NV.log_softmax(-1)
+    if log_probs_NV[:, 0].isnan().any():  # a NaN anywhere in a row spoils all of it
+        raise GenerationError("the model's predictions are NaN", where="logits", remedy="Its weights are damaged: load an earlier checkpoint")
     if config.temperature > 0:
         noise_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
         token_N = draw(filtered_probabilities(logits_NV / config.temperature, config.top_k, config.top_p), noise_N)
     else:
         token_N = logits_NV.argmax(-1)
-    log_probs_NV = logits_NV.log_softmax(-1)
     log_prob_N = log_probs_NV.gather(1, token_N[:, None]).squeeze(1)
     match config.policy:
         case "confidence":
@@ -55,7 +62,7 @@ def decide(logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tens
             priority_N = -torch.special.entr(log_probs_NV.exp()).sum(-1)
         case "random":
             priority_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.ORDER)
-    return Decision(token_N, log_prob_N, priority_N)
+    return Decision(token_N, log_prob_N, priority_N.float())
 
 
 def filtered_probabilities(logits_NV: Tensor, top_k: int, top_p: float) -> Tensor:

@@ -99,7 +99,7 @@ class _Batch:
         if done == len(plan):
             return True
         _, stop, _, ends_block = plan[done - 1]
-        if not (ends_block and self.config.stop_at_eos):
+        if not (ends_block and self.config.stop_at_eos) or self.lm.eos_token_id is None:
             return False
         return bool((self.ids_BT[row, len(self.requests[row].prompt) : stop] == self.lm.eos_token_id).any())
 

@@ -136,7 +136,7 @@ def make_generation(lm: DiffusionLM, requests: list[Request], traces: list[Trace
     tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
     return Generation(
         prompts=[request.prompt for request in requests],
-        texts=lm.tokenizer.batch_decode(tokens, skip_special_tokens=True),
+        texts=[lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
         tokens=tokens,
         log_probs=[trace.log_probs[:end] for trace, end in zip(traces, ends, strict=True)],
         steps=[trace.steps[:end] for trace, end in zip(traces, ends, strict=True)],

@@ -73,23 +73,21 @@ class AttentionMask:
 
     Attributes:
         allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
-        windows: whether the model's own sliding windows still hold (causal pattern only).
+        positions: of the queries and the keys, where the model's own sliding windows still hold (causal pattern only).
     """
 
     allowed_BQK: Tensor
-    windows: bool
+    positions: tuple[Tensor, Tensor] | None
     _windowed: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def within(self, window: int | None) -> Tensor:
         """The boolean mask for a layer with this sliding window (None: no window)."""
-        if window is None or not self.windows:
+        if window is None or self.positions is None:
             return self.allowed_BQK
         if window not in self._windowed:
-            queries, keys = self.allowed_BQK.shape[-2:]
-            device = self.allowed_BQK.device
-            query_Q1 = torch.arange(keys - queries, keys, device=device)[:, None]
-            near_QK = query_Q1 - torch.arange(keys, device=device) < window
-            self._windowed[window] = self.allowed_BQK & near_QK
+            query_BQ, key_BK = self.positions
+            near_BQK = query_BQ[:, :, None] - key_BK[:, None, :] < window
+            self._windowed[window] = self.allowed_BQK & near_BQK[:, None]
         return self._windowed[window]
 
 
@@ -115,7 +113,7 @@ def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: L
     count, total = queries.document_BT.shape[1], keys.document_BT.shape[1]
     itself_QK = torch.eye(total, dtype=torch.bool, device=real_BQK.device)[total - count :]
     allowed_BQK = real_BQK & (earlier_clean_BQK | (same_kind_BQK & (key_B1K == query_BQ1))) | itself_QK
-    return AttentionMask(allowed_BQK[:, None], windows=pattern == "causal")
+    return AttentionMask(allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None)
 
 
 @lru_cache(maxsize=64)
@@ -143,7 +141,9 @@ def check_pattern(pattern: str, block_size: int | None) -> None:
     if pattern not in PATTERNS:
         raise ConfigError(f"unknown attention pattern {pattern!r}", where="attention", remedy=f"Use one of {', '.join(PATTERNS)}")
     if pattern == "block_causal" and (block_size is None or block_size < 1):
-        raise ConfigError(f"block_causal attention with block_size {block_size!r}", where="block_size", remedy="Give a block size of at least 1")
+        raise ConfigError(
+            f"block_causal attention with block_size {block_size!r}", where="block_size", remedy="Give a block size of at least 1"
+        )
     if pattern != "block_causal" and block_size is not None:
         raise ConfigError(
             f"block_size {block_size} with {pattern} attention", where="block_size", remedy="Leave it out, or use attention='block_causal'"

@@ -25,7 +25,8 @@ SETTINGS_KEY = "unmask"
 class RowSelector:
     """Pre-hook of the output head that keeps only the rows asked for, so that no other logits are computed.
 
-    It works inside any wrapper (DDP, PEFT, FSDP) and leaves what a model does after its head (soft caps, scaling) alone.
+    It works inside any wrapper (DDP, PEFT, FSDP) and leaves what a model does after its head (soft caps, scaling) alone. All
+    copies of a head share one selector: PEFT trains a deep copy of a head in `modules_to_save`.
     """
 
     def __init__(self) -> None:
@@ -37,9 +38,12 @@ class RowSelector:
         hidden_BTD = args[0]
         return (hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.index_N][None],)
 
+    def __deepcopy__(self, memo: dict) -> RowSelector:
+        return self
+
     @classmethod
     def of(cls, model: PreTrainedModel) -> RowSelector:
-        """The selector of this model's head, made on first use. A deep copy of the model has its own."""
+        """The selector of this model's head, made on first use."""
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
@@ -117,7 +121,7 @@ class DiffusionLM:
         }
 
     def bind(self, model: nn.Module) -> DiffusionLM:
-        """The same recipe over a wrapper or another instance of the model (for a deep copy, see `frozen_copy`)."""
+        """The same recipe over a wrapper or a deep copy of the model."""
         bound = copy.copy(self)
         bound.model = model
         return bound
@@ -130,9 +134,7 @@ class DiffusionLM:
 
     def frozen_copy(self) -> DiffusionLM:
         """An independent copy in eval mode that takes no gradients: a reference policy."""
-        frozen = self.bind(copy.deepcopy(self.model).eval().requires_grad_(False))
-        frozen._rows = RowSelector.of(frozen.model)
-        return frozen
+        return self.bind(copy.deepcopy(self.model).eval().requires_grad_(False))
 
     def logits(self, input_ids_BT: Tensor, attention_mask_BT: Tensor | None = None, rows_BT: Tensor | None = None) -> Tensor:
         """Logits aligned so that row i predicts token i.
@@ -186,6 +188,7 @@ class DiffusionLM:
             )
         finally:
             self._rows.index_N = None
+        assert index_N is None or out.logits.shape[:2] == (1, len(index_N)), "the output head is not the one that the rows were asked of"
         logits = out.logits if index_N is None else out.logits[0]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         logits[..., self.mask_token_id] = -torch.inf
@@ -201,7 +204,9 @@ class DiffusionLM:
         length, device = input_ids_BT.shape[1], input_ids_BT.device
         if self.context_length is not None and length > self.context_length:
             raise ModelError(
-                f"{length} tokens, but the model's context is {self.context_length}", where="input_ids", remedy="Shorten the prompt or max_new_tokens"
+                f"{length} tokens, but the model's context is {self.context_length}",
+                where="input_ids",
+                remedy="Shorten the prompt or max_new_tokens",
             )
         if attention_mask_BT is None:
             layout = Layout.full(length, device)

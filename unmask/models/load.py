@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.errors import ModelError
@@ -41,7 +42,8 @@ def load(
         The model in eval mode. The tokenizer's own mask token is used when it has one, else one is added.
 
     Raises:
-        ModelError: nothing to load there, no tokenizer, no safetensors weights, or an unknown dtype.
+        ModelError: nothing to load there, no tokenizer, no safetensors weights or not all of them, an architecture that
+            cannot take a mask, an unknown dtype, or a device that is not there.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where = str(path_or_id)
@@ -51,15 +53,19 @@ def load(
     try:
         config = AutoConfig.from_pretrained(where, **source)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a model folder or a hub id") from error
+        raise ModelError(
+            f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a model folder or a hub id"
+        ) from error
     tokenizer = _tokenizer(where, source)
+    remedy = "Give a causal language model with safetensors weights"
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=DTYPES[dtype], attn_implementation=ATTENTION_NAME, use_safetensors=True, **source
+        model, info = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **source
         )
-    except (OSError, ValueError, RuntimeError) as error:
-        remedy = "Give a causal language model with safetensors weights"
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
+    if info["missing_keys"]:  # transformers would leave them random
+        raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
     saved = getattr(config, SETTINGS_KEY, None) or {"attention": "causal", "block_size": None, "logit_shift": None}
     same_pattern = attention is None or attention == saved["attention"]
     if block_size is None and same_pattern:
@@ -67,7 +73,11 @@ def load(
     if logit_shift is None and same_pattern:
         logit_shift = saved["logit_shift"]
     return make_diffusion(
-        model.to(resolve_device(device)), tokenizer, attention=attention or saved["attention"], block_size=block_size, logit_shift=logit_shift
+        model.to(resolve_device(device)),
+        tokenizer,
+        attention=attention or saved["attention"],
+        block_size=block_size,
+        logit_shift=logit_shift,
     )
 
 
@@ -81,18 +91,28 @@ def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", d
     try:
         config = AutoConfig.from_pretrained(where)
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a folder with a config.json") from error
+        raise ModelError(
+            f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a folder with a config.json"
+        ) from error
     tokenizer = _tokenizer(where, {})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=DTYPES[dtype])
+    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
     return make_diffusion(model.to(resolve_device(device)), tokenizer)
 
 
 def resolve_device(device: str) -> str:
-    """A torch device; "auto" is the GPU where there is one."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    """A torch device; "auto" is the GPU where there is one.
+
+    Raises:
+        ModelError: there is no such device here.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise ModelError(f"no device {device!r} ({first_line(error)})", where="device", remedy="Use cpu, or auto") from error
+    return device
 
 
 def make_diffusion(
@@ -106,11 +126,18 @@ def make_diffusion(
     """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
 
     Raises:
-        ModelError: the architecture does not use the attention interface of transformers.
+        ModelError: the architecture does not use the attention interface of transformers, or not that alone.
     """
+    # Of an architecture without pluggable attention transformers refuses this with a warning, and only after construction.
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
-        raise ModelError("attention is built into the modelling code", where=type(model).__name__, remedy="Use an architecture with pluggable attention")
+        raise ModelError(
+            "attention is built into the modelling code", where=type(model).__name__, remedy="Use an architecture with pluggable attention"
+        )
+    if model._is_stateful:
+        raise ModelError(
+            "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
+        )
     _add_mask_token(model, tokenizer)
     return DiffusionLM(
         model.eval(),
@@ -122,9 +149,7 @@ def make_diffusion(
     )
 
 
-def with_pattern(
-    lm: DiffusionLM, attention: Pattern, block_size: int | None = None, logit_shift: bool | None = None
-) -> DiffusionLM:
+def with_pattern(lm: DiffusionLM, attention: Pattern, block_size: int | None = None, logit_shift: bool | None = None) -> DiffusionLM:
     """The same weights under another pattern (conversion starts here). `logit_shift` defaults as in `load`."""
     return make_diffusion(lm.model, lm.tokenizer, attention=attention, block_size=block_size, logit_shift=logit_shift)
 

@@ -139,5 +139,17 @@ class Sudoku(Task):
             cells[cell] = rng.choice([digit for digit in DIGITS if digit != cells[cell]])
         return "".join(cells)
 
+    def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
+        """As people do it: the more cells are empty, the likelier the grid is handed in with the last third of them left empty.
+
+        The chance rises evenly from 0 at `min_empty` cells to twice the mistake rate at `max_empty`.
+        """
+        empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
+        effort = (len(empty) - self.min_empty) / max(1, self.max_empty - self.min_empty)
+        if rng.random() >= 2 * mistake_rate * effort:
+            return row["completion"]
+        left = set(empty[-max(1, len(empty) // 3) :])
+        return "".join("0" if cell in left else digit for cell, digit in enumerate(row["completion"]))
+
     def _row(self, puzzle: str, solution: str) -> Row:
         return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle}

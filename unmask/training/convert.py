@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.trainer_utils import get_last_checkpoint
 
 from unmask.data.rows import Row, column, pair_rows, text_rows
 from unmask.diffusion.schedules import get_schedule
@@ -27,7 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load, with_pattern
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.sft import with_tail
-from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig
+from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig, row_length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,17 +70,11 @@ class ConvertConfig(StageConfig):
 
 
 class StageTrainer(DiffusionTrainer):
-    """One stage: the diffusion loss, with what the stage freezes and adds."""
+    """One stage, on `conversion_rows`: the diffusion loss, with what the stage freezes and adds."""
 
     def __init__(self, *arguments: Any, stage: ConversionStage, **rest: Any):
         self.stage = stage
         super().__init__(*arguments, **rest)
-
-    @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: ConvertConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-        if "completion" in dataset[0]:
-            return pair_rows(lm.tokenizer, dataset, args.max_length, canvas_length=args.canvas_length)
-        return text_rows(lm.tokenizer, column(dataset, args.text_column, where), args.max_length, packed=args.packing)
 
     def plan(self, batch: Batch) -> Views:
         schedule = get_schedule(self.args.schedule)
@@ -120,7 +113,11 @@ class ConvertTrainer:
         eval_dataset: the same, held out; each stage ends with an evaluation.
         stages: what each stage trains and how fast.
         progress: a stage of a progress display to keep up to date.
-        rest: as in DiffusionTrainer.
+        rest: as in DiffusionTrainer, but for `peft_config`.
+
+    Raises:
+        ConfigError: a causal pattern, or adapters.
+        DataError: a row without its columns, or no text.
     """
 
     def __init__(
@@ -136,10 +133,14 @@ class ConvertTrainer:
     ):
         if args.attention == "causal":
             raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
+        if rest.get("peft_config") is not None:
+            remedy = "Convert the weights themselves; then train adapters with SFTTrainer"
+            raise ConfigError("conversion with adapters, which its stages would freeze", where="peft_config", remedy=remedy)
         lm = model if isinstance(model, DiffusionLM) else load(model)
         self.lm = with_pattern(lm, args.attention, args.block_size, args.logit_shift)
         self.args, self.stages, self.progress, self.rest = args, stages, progress, rest
-        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.train_rows = conversion_rows(self.lm, args, train_dataset, "train_dataset")
+        self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         self.log_history: list[dict[str, float]] = []
 
     def train(self, resume_from_checkpoint: bool = False) -> None:
@@ -147,7 +148,8 @@ class ConvertTrainer:
         steps, first = self._steps(), 0
         for number, stage in enumerate(self.stages, start=1):
             last = round(sum(s.share for s in self.stages[:number]) / sum(s.share for s in self.stages) * steps)
-            self._run(number, stage, first, last, steps, resume_from_checkpoint)
+            if last > first:
+                self._run(number, stage, first, last, steps, resume_from_checkpoint)
             first = last
         self.lm.model.requires_grad_(True).eval()
 
@@ -161,20 +163,25 @@ class ConvertTrainer:
         args = copy.copy(self.args)
         args.output_dir, args.max_steps, args.learning_rate = str(folder), last - first, self.args.learning_rate * stage.rate
         progress = None if self.progress is None else Portion(self.progress, first / steps, last / steps)
-        trainer = StageTrainer(self.lm, args, self.train_dataset, self.eval_dataset, stage=stage, progress=progress, **self.rest)
-        checkpoint = get_last_checkpoint(str(folder)) if resume and folder.is_dir() else None
+        trainer = StageTrainer(self.lm, args, self.train_rows, self.eval_rows, stage=stage, progress=progress, **self.rest)
         with freezing(trainer.lm, stage):
-            trainer.train(resume_from_checkpoint=checkpoint)
-        if self.eval_dataset is not None:
+            trainer.train(resume_from_checkpoint=resume)
+        if self.eval_rows is not None:
             trainer.evaluate()
         self.log_history += [{**line, "step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
 
     def _steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
-        rows = len(StageTrainer.make_rows(self.lm, self.args, self.train_dataset, "train_dataset"))
         a_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return math.ceil(math.ceil(rows / a_step) * self.args.num_train_epochs)
+        return math.ceil(math.ceil(len(self.train_rows) / a_step) * self.args.num_train_epochs)
+
+
+def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
+    """Rows of prompt and completion, or of text."""
+    if len(dataset) > 0 and "completion" in dataset[0]:
+        return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=args.canvas_length, where=where)
+    return text_rows(lm.tokenizer, column(dataset, args.text_column, where), row_length(lm, args), packed=args.packing, where=where)
 
 
 @dataclass

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unmask.data.chat import render_preference
-from unmask.data.rows import Collator, Row, pair_row
+from unmask.data.rows import Collator, Row, naming, pair_row, require_values
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
 from unmask.objectives.preference import dpo
 from unmask.training.sft import with_tail
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
 
 REFERENCE_FILE = "reference_scores.safetensors"
 
@@ -67,10 +67,13 @@ class DPOTrainer(DiffusionTrainer):
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Any]:
         pairs = []
         for index, example in enumerate(dataset):
-            prompt, chosen, rejected = render_preference(lm.tokenizer, example)
+            place = f"{where}, row {index}"
+            require_values(example, ("chosen", "rejected"), place)
+            with naming(place):
+                prompt, chosen, rejected = render_preference(lm.tokenizer, example)
             # The two responses of a pair get masks of their own: two sample ids.
             sides = [
-                pair_row(lm.tokenizer, prompt, side, args.max_length, args.canvas_length, sample_id=2 * index + k, where=f"{where}, row {index}")
+                pair_row(lm.tokenizer, prompt, side, row_length(lm, args), args.canvas_length, sample_id=2 * index + k, where=place)
                 for k, side in enumerate((chosen, rejected))
             ]
             pairs.append({"chosen": sides[0], "rejected": sides[1], "pair": index})
@@ -105,7 +108,7 @@ class DPOTrainer(DiffusionTrainer):
         return (views.weight_BVT * log_prob_BVT).sum((1, 2))
 
     def _steps_per_epoch(self) -> int:
-        return len(self.get_train_dataloader()) // self.args.gradient_accumulation_steps
+        return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
 
     @torch.no_grad()
     def _reference_scores(self, pairs: Sequence[Mapping[str, Any]], epochs: int, split: str) -> Tensor:

@@ -15,11 +15,12 @@ from torch import Tensor
 from torch.utils.data import Sampler
 
 from unmask.config import SamplerConfig
-from unmask.data.rows import column, pad_rows
+from unmask.data.chat import encode_prompt
+from unmask.data.rows import column, naming, pad_rows
 from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, DataError
 from unmask.generation.sampler import Generation, generate
 from unmask.methods import Rollout, get_method
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
@@ -111,8 +112,6 @@ class GRPOTrainer(DiffusionTrainer):
     ):
         self.rewards = Rewards(reward_funcs, args.reward_weights)
         self.method = get_method(args.method)
-        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
-        disable_dropout(self.lm.model)
         completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         if completions % args.num_generations:
             what = f"{completions} completions a step are not a multiple of {args.num_generations}"
@@ -122,12 +121,19 @@ class GRPOTrainer(DiffusionTrainer):
         if train_dataset is not None and len(train_dataset) < self.prompts_per_step:
             what = f"{len(train_dataset)} prompts, but a step needs {self.prompts_per_step}"
             raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
+        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
+        disable_dropout(self.lm.model)
         self.reference = self.lm.frozen_copy() if args.beta > 0 else None
         self.buffer: list[Experience] = []
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Any]:
-        column(dataset, "prompt", where)
+        for index, prompt in enumerate(column(dataset, "prompt", where)):
+            with naming(f"{where}, row {index}"):
+                tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
+            if tokens > (lm.context_length or tokens):
+                what = f"{tokens} tokens with the completion, but the model's context is {lm.context_length}"
+                raise DataError(what, where=f"{where}, row {index}", remedy="Lower max_completion_length or drop the row")
         return PromptRows(dataset, args.num_generations)
 
     def micro_loss(self, lm: DiffusionLM, batch: Mapping[str, Any]) -> Tensor:
@@ -148,9 +154,10 @@ class GRPOTrainer(DiffusionTrainer):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         """All micro-batches of an optimizer step: new completions, or the buffered ones with the next masks."""
-        micro_batches = [rows for _, rows in zip(range(num_batches), epoch_iterator, strict=False)]
+        micro_batches = [rows for _, rows in zip(range(0 if self.over else num_batches), epoch_iterator, strict=False)]
         iteration = self.state.global_step % self.args.num_iterations
         if micro_batches and (iteration == 0 or not self.buffer):
+            self.model.train()  # so that the rewards count as training metrics
             self.buffer = self.experience(micro_batches)
         batches = [micro_batch.at(iteration) for micro_batch in self.buffer[: len(micro_batches)]]
         return batches, self._get_num_items_in_batch(batches, device)
@@ -227,12 +234,15 @@ class GRPOTrainer(DiffusionTrainer):
     def _record_rewards(self, reward_BF: Tensor, generation: Generation) -> None:
         total_B = self.rewards.total(reward_BF)
         lengths = [len(tokens) for tokens in generation.tokens]
-        self.record("reward", total_B.nanmean(), len(total_B))
-        self.record("reward_std", total_B[~total_B.isnan()].std(), len(total_B))
         self.record("unscored", total_B.isnan().float().mean(), len(total_B))
         self.record("completion_length", sum(lengths) / len(lengths), len(lengths))
-        for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True):
-            self.record(f"rewards/{name}", reward_B.nanmean(), len(reward_B))
+        columns = [("reward", total_B), *zip([f"rewards/{name}" for name in self.rewards.names], reward_BF.unbind(1), strict=True)]
+        for name, reward_B in columns:
+            scored_B = reward_B[~reward_B.isnan()]
+            if len(scored_B) > 0:
+                self.record(name, scored_B.mean(), len(scored_B))
+            if name == "reward" and len(scored_B) > 1:
+                self.record("reward_std", scored_B.std(), len(scored_B))
 
 
 def make_rollout(lm: DiffusionLM, generation: Generation, at: slice) -> Rollout:

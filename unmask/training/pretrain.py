@@ -10,7 +10,7 @@ from unmask.data.rows import Row, column, text_rows
 from unmask.diffusion.views import Views, all_masked_views
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class PretrainTrainer(DiffusionTrainer):
     def make_rows(cls, lm: DiffusionLM, args: PretrainConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
         if not (lm.attention == "causal" and lm.logit_shift):
             raise ModelError(f"pre-training needs a causal model, not {lm}", where="model", remedy="Use ConvertTrainer or SFTTrainer")
-        return text_rows(lm.tokenizer, column(dataset, args.text_column, where), args.max_length, packed=args.packing)
+        return text_rows(lm.tokenizer, column(dataset, args.text_column, where), row_length(lm, args), packed=args.packing, where=where)
 
     def plan(self, batch: Batch) -> Views:
         return all_masked_views(batch["maskable"])

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import importlib
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unmask.config import RunConfig, build_training_args, save_config
+from unmask.config import DataConfig, RunConfig, build_training_args, save_config
 from unmask.data.sources import load_rows
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, DataError
 from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
-from unmask.monitor import Progress, run_manifest, write_atomic, write_manifest
+from unmask.monitor import Progress, write_atomic, write_manifest
 from unmask.tasks import Task, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
@@ -84,13 +85,14 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
     with progress, progress.stage(verb) as stage:
         args.disable_tqdm = True
-        trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
+        with naming_files(config.data):
+            trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
         save_config(config)
         trainer.train(resume_from_checkpoint=resume)
     output = Path(config.output_dir)
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
-        write_manifest(output / "manifest.json", run_manifest(config.model_dump(), verb=verb))
+        write_manifest(output / "manifest.json", config.model_dump(), verb=verb)
     if task is not None and args.should_save:
         problems = task.generate("test", config.data.eval_rows, config.data.seed)
         result = evaluate_task(trainer.lm, task, problems, config.sampler.model_copy(update={"max_new_tokens": task.max_completion}))
@@ -108,6 +110,18 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, R
     train = load_rows(data.train, split=data.split, text_column=data.text_column, max_rows=data.max_rows)
     held_out = load_rows(data.eval, split=data.split, text_column=data.text_column, max_rows=data.eval_rows) if data.eval else None
     return train, held_out
+
+
+@contextmanager
+def naming_files(data: DataConfig) -> Iterator[None]:
+    """Errors about rows then name the files that these came from."""
+    try:
+        yield
+    except DataError as error:
+        where = error.where or ""
+        for name, file in (("train_dataset", data.train), ("eval_dataset", data.eval)):
+            where = where.replace(name, file or name)
+        raise DataError(error.what, where=where or None, remedy=error.remedy) from error
 
 
 def load_model(config: RunConfig, verb: str) -> DiffusionLM:

@@ -10,7 +10,7 @@ from unmask.data.rows import Row, pair_rows
 from unmask.diffusion.schedules import get_schedule
 from unmask.diffusion.views import Views, all_masked_views, random_views
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
 
 
 @dataclass(kw_only=True)
@@ -35,7 +35,7 @@ class SFTTrainer(DiffusionTrainer):
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-        return pair_rows(lm.tokenizer, dataset, args.max_length, canvas_length=args.canvas_length)
+        return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=args.canvas_length, where=where)
 
     def plan(self, batch: Batch) -> Views:
         if self.lm.attention == "causal" and self.lm.logit_shift:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
@@ -53,6 +54,7 @@ class StageConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         self.remove_unused_columns = False
+        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()  # else there is nothing to pin for, and a warning
         self.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
         self.label_names = []
         if (self.bf16 or self.fp16) and not amp_works(self.bf16):
@@ -61,6 +63,11 @@ class StageConfig(TrainingArguments):
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             self.bf16 = self.fp16 = False
         super().__post_init__()
+
+
+def row_length(lm: DiffusionLM, args: StageConfig) -> int:
+    """Tokens in a row at most: `max_length`, or the model's context where that is shorter."""
+    return min(args.max_length, lm.context_length or args.max_length)
 
 
 def amp_works(bf16: bool) -> bool:
@@ -150,6 +157,11 @@ class DiffusionTrainer(Trainer):
         epoch = int(self.state.epoch or 0) if self.model.training else 0
         return Draw(self.args.seed, batch["sample_id"], epoch)
 
+    @property
+    def over(self) -> bool:
+        """Whether all steps are done. Of a run resumed at its very end transformers would make one more."""
+        return self.state.global_step >= self.state.max_steps
+
     def groups(self, batch: Batch) -> Tensor:
         """The tokens that are noised together [B, T]."""
         return noise_groups(self.lm, batch["maskable"], batch["documents"])
@@ -168,6 +180,13 @@ class DiffusionTrainer(Trainer):
             raise DataError("the data set is empty", where=where, remedy="Give at least one row")
         return cls.make_rows(lm, args, dataset, where)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
+        """As in transformers.Trainer, but that True is no error where there is no checkpoint yet."""
+        if resume_from_checkpoint is True:
+            folder = str(self.args.output_dir)
+            resume_from_checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        return super().train(resume_from_checkpoint, **rest)
+
     # What transformers.Trainer calls.
 
     def compute_loss(
@@ -182,6 +201,9 @@ class DiffusionTrainer(Trainer):
                 remedy="Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact",
             )
         return (loss, None) if return_outputs else loss
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
+        return super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor | None:
         if not batch_samples:

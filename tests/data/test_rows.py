@@ -1,0 +1,140 @@
+"""Rows hold every token once, learn what they should, and never teach a false end."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.data.characters import character_tokenizer
+from unmask.data.rows import Collator, column, pad_rows, pair_row, pair_rows, text_rows
+from unmask.errors import DataError
+
+TOKENIZER = character_tokenizer(string.ascii_lowercase)
+BOS, EOS, PAD = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id, TOKENIZER.pad_token_id
+WITHOUT_BOS = character_tokenizer(string.ascii_lowercase)
+WITHOUT_BOS.bos_token = None
+
+words = st.text(string.ascii_lowercase, min_size=1, max_size=9)
+texts = st.lists(words | st.just(""), min_size=1, max_size=8).filter(any)
+lengths = st.integers(2, 25)
+
+
+def ids_of(text: str, tokenizer=TOKENIZER) -> list[int]:
+    body = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [BOS, *body, EOS] if tokenizer.bos_token_id is not None else [*body, EOS]
+
+
+@given(texts, st.integers(3, 25), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
+def test_packing_lays_documents_end_to_end(texts, max_length, tokenizer):
+    stream, numbers = [], []
+    for number, text in enumerate(filter(None, texts)):
+        stream += ids_of(text, tokenizer)
+        numbers += [number] * (len(stream) - len(numbers))
+    if len(stream) % max_length == 1:  # a last row of one token would have nothing to learn
+        stream.pop()
+    rows = text_rows(tokenizer, texts, max_length)
+    cuts = range(0, len(stream), max_length)
+    assert [row["input_ids"] for row in rows] == [stream[start : start + max_length] for start in cuts]
+    for start, row in zip(cuts, rows, strict=True):
+        assert row["documents"] == [number - numbers[start] + 1 for number in numbers[start : start + len(row["input_ids"])]]
+
+
+@given(texts, lengths, st.booleans(), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
+def test_all_is_learnt_but_bos_and_what_nothing_stands_before(texts, max_length, packed, tokenizer):
+    rows = text_rows(tokenizer, texts, max_length, packed=packed)
+    assert [row["sample_id"] for row in rows] == sorted({row["sample_id"] for row in rows})
+    for row in rows:
+        assert {len(row[name]) for name in ("input_ids", "documents", "maskable", "tail")} == {len(row["input_ids"])}
+        assert len(row["input_ids"]) <= max_length
+        assert row["maskable"] == [at > 0 and token != BOS for at, token in enumerate(row["input_ids"])]
+        assert any(row["maskable"]) and not any(row["tail"])
+        assert row["documents"][0] == 1 and PAD not in row["input_ids"]
+
+
+@given(texts, lengths, st.sampled_from([TOKENIZER, WITHOUT_BOS]))
+def test_unpacked_a_row_is_a_document_and_a_cut_is_not_an_end(texts, max_length, tokenizer):
+    rows = text_rows(tokenizer, texts, max_length, packed=False)
+    for row, text in zip(rows, filter(None, texts), strict=True):
+        whole = ids_of(text, tokenizer)
+        assert row["input_ids"] == whole[:max_length]
+        assert (EOS in row["input_ids"]) == (len(whole) <= max_length)
+        assert set(row["documents"]) == {1}
+
+
+@pytest.mark.parametrize("texts", [[], [""], ["", ""]])
+@pytest.mark.parametrize("packed", [True, False])
+def test_no_text_is_an_error(texts, packed):
+    with pytest.raises(DataError, match="no text to train on"):
+        text_rows(TOKENIZER, texts, 8, packed=packed)
+
+
+pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda both: [{"prompt": p, "completion": c} for p, c in both])
+
+
+@given(pairs, st.none() | st.integers(10, 14))
+def test_of_a_pair_the_completion_is_learnt_and_the_tail_is_hidden(pairs, canvas_length):
+    rows = pair_rows(TOKENIZER, pairs, 40, canvas_length=canvas_length)
+    for index, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
+        prompt, completion = ids_of(pair["prompt"])[:-1], ids_of(pair["completion"])[1:]
+        tail = max(0, canvas_length - len(completion)) if canvas_length else 0
+        parts = [len(prompt), len(completion), tail]
+        assert row["input_ids"] == prompt + completion + [EOS] * tail
+        assert row["maskable"] == [part == 1 for part, size in enumerate(parts) for _ in range(size)]
+        assert row["tail"] == [part == 2 for part, size in enumerate(parts) for _ in range(size)]
+        assert row["documents"] == [1] * sum(parts)
+        assert row["sample_id"] == index
+
+
+def test_messages_are_pairs_too():
+    tokenizer = character_tokenizer(string.ascii_lowercase)
+    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    chat = {"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "c"}]}
+    assert pair_rows(tokenizer, [chat], 10) == pair_rows(TOKENIZER, [{"prompt": "ab", "completion": "c"}], 10)
+
+
+def test_errors_name_the_row():
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(DataError, match=r"row 1.*completion"):
+        pair_rows(TOKENIZER, [good, {"prompt": "a"}], 10)
+    with pytest.raises(DataError, match=r"row 2: 11 tokens, but a row holds 10\. Raise max_length"):
+        pair_rows(TOKENIZER, [good, good, {"prompt": "abcd", "completion": "abcde"}], 10)
+    with pytest.raises(DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"):
+        pair_rows(TOKENIZER, [good, {"prompt": "a", "completion": "abcde"}], 40, canvas_length=5)
+    with pytest.raises(DataError, match=r"row 0: 12 tokens, but a row holds 11"):
+        pair_rows(TOKENIZER, [good], 11, canvas_length=10)
+    with pytest.raises(DataError, match="sft, row 3"):
+        pair_row(TOKENIZER, [4], [5, EOS], 2, None, sample_id=7, where="sft, row 3")
+    with pytest.raises(DataError, match=r"eval_dataset, row 1.*text"):
+        column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset")
+
+
+def test_a_column_of_rows():
+    assert column([{"text": "a", "x": 1}, {"text": "b"}], "text", "train_dataset") == ["a", "b"]
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=5).filter(any), st.booleans())
+def test_padding(rows, left):
+    padded_BT = pad_rows(rows, 0, left=left)
+    assert padded_BT.shape == (len(rows), max(map(len, rows)))
+    assert [[value for value in row if value] for row in padded_BT.tolist()] == rows
+    for row, padded_T in zip(rows, padded_BT, strict=True):
+        assert (padded_T[len(padded_T) - len(row) :] if left else padded_T[: len(row)]).tolist() == row
+
+
+@given(texts, lengths)
+def test_batches_are_padded_with_nobodys_document(texts, max_length):
+    rows = text_rows(TOKENIZER, texts, max_length, packed=False)
+    batch = Collator(PAD)(rows)
+    shape = (len(rows), max(len(row["input_ids"]) for row in rows))
+    kinds = {"input_ids": torch.long, "documents": torch.long, "maskable": torch.bool, "tail": torch.bool}
+    assert {name: batch[name].dtype for name in kinds} == kinds
+    assert all(batch[name].shape == shape for name in kinds)
+    assert batch["sample_id"].tolist() == [row["sample_id"] for row in rows]
+    padding_BT = batch["documents"] == 0
+    assert (~padding_BT).sum(1).tolist() == [len(row["input_ids"]) for row in rows]
+    assert (batch["input_ids"][padding_BT] == PAD).all() and not (batch["maskable"] | batch["tail"])[padding_BT].any()
+    assert batch["input_ids"][~padding_BT].tolist() == [token for row in rows for token in row["input_ids"]]

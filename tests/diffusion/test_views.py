@@ -1,0 +1,341 @@
+"""Plans of views: what they hide, and that the weighted scores average to the exact ELBO.
+
+The expectation of a plan is computed exactly: the plan itself runs on a list of all the random numbers that matter (`Listed`).
+
+Shapes: N listed cases, V views, T tokens.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from tests import toy
+from unmask.diffusion.noise import Stream
+from unmask.diffusion.schedules import SCHEDULES, get_schedule
+from unmask.diffusion.score import noise_groups
+from unmask.diffusion.views import Draw, all_masked_views, complementary_pair, elbo_views, exact_count_views, random_views
+
+# Rows of groups: one, several of different sizes, ones that are not in one piece, single tokens, nothing at all.
+GROUPS = torch.tensor(
+    [
+        [-1, -1, 0, 0, 0, 0, 0, 0],
+        [-1, 0, 0, 1, 1, 1, 1, 2],
+        [0, 0, -1, 0, -1, 3, 3, 3],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [-1, -1, -1, -1, -1, -1, -1, -1],
+    ]
+)
+SIZES = torch.tensor([[(row == group).sum() if group >= 0 else 1 for group in row] for row in GROUPS])
+
+
+def linear(views):
+    return lambda groups, draw: random_views(groups, draw, get_schedule("linear"), views=views)
+
+
+PLANS = {
+    "random": linear(1),
+    "random, stratified": linear(4),
+    "random, cosine": lambda groups, draw: random_views(groups, draw, get_schedule("cosine"), views=2),
+    "complementary": lambda groups, draw: complementary_pair(groups, draw, get_schedule("linear")),
+    "exact count": lambda groups, draw: exact_count_views(groups, draw, views=1),
+    "exact count, stratified": lambda groups, draw: exact_count_views(groups, draw, views=4),
+    "elbo, one view": lambda groups, draw: elbo_views(groups, draw, views=1),
+    "elbo, even": lambda groups, draw: elbo_views(groups, draw, views=4),
+    "elbo, odd": lambda groups, draw: elbo_views(groups, draw, views=5),
+}
+every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+
+
+def many(row, count=300):
+    """One row of groups for many sequences, and their draw."""
+    return torch.tensor(row).expand(count, -1), Draw(0, torch.arange(count))
+
+
+def counts(hidden_BVT, groups_BT, group):
+    return (hidden_BVT & (groups_BT == group)[:, None]).sum(-1)
+
+
+def parts(views):
+    return views.hidden_BVT, views.scored_BVT, views.weight_BVT
+
+
+# What every plan keeps.
+
+
+@every_plan
+def test_only_maskable_tokens_are_hidden_and_all_that_is_hidden_is_scored(plan):
+    views = plan(GROUPS, Draw(0, torch.arange(5)))
+    assert views.hidden_BVT.shape == (5, views.count, 8)
+    assert not (views.hidden_BVT & (GROUPS < 0)[:, None]).any()
+    assert torch.equal(views.scored_BVT, views.hidden_BVT) and views.weight_BVT.dtype == torch.float32
+    assert torch.equal(views.weight_BVT > 0, views.scored_BVT) and views.weight_BVT.isfinite().all()
+
+
+@every_plan
+def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
+    keys = torch.tensor([11, 3, 8, 900, 2**60])
+    together = plan(GROUPS, Draw(5, keys))
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for one, other in zip(parts(together.rows(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True):
+        assert torch.equal(one, other)
+    padded = plan(torch.cat([GROUPS, torch.full((5, 3), -1)], 1), Draw(5, keys))
+    for one, other in zip(parts(together), parts(padded), strict=True):
+        assert torch.equal(one, other[..., :8])
+    for row in range(5):
+        alone = plan(GROUPS[row : row + 1], Draw(5, keys[row : row + 1]))
+        for one, other in zip(parts(together.rows(slice(row, row + 1))), parts(alone), strict=True):
+            assert torch.equal(one, other)
+
+
+@every_plan
+def test_seed_key_and_iteration_each_give_another_plan(plan):
+    groups, _ = many([0, 0, 0, 0, 0, 0, 0, 0], 20)
+    keys = torch.arange(20)
+    plans = [plan(groups, draw).hidden_BVT for draw in (Draw(0, keys), Draw(1, keys), Draw(0, keys + 20), Draw(0, keys, 1))]
+    assert torch.equal(plans[0], plan(groups, Draw(0, keys)).hidden_BVT)
+    for one, other in itertools.combinations(plans, 2):
+        assert not torch.equal(one, other)
+
+
+@every_plan
+def test_the_global_generator_is_left_alone(plan):
+    before = torch.get_rng_state()
+    plan(GROUPS, Draw(0, torch.arange(5)))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+# What each plan promises.
+
+
+@pytest.mark.parametrize("views", [1, 3, 4])
+def test_exact_count_views_hide_one_number_of_tokens_per_group_with_its_weight(views):
+    plan = exact_count_views(GROUPS, Draw(2, torch.arange(5)), views=views)
+    for row, group in [(r, g) for r in range(5) for g in GROUPS[r].unique().tolist() if g >= 0]:
+        member = GROUPS[row] == group
+        number = plan.hidden_BVT[row][:, member].sum(-1)
+        assert (number >= 1).all() and (number <= member.sum()).all()
+        expected = torch.where(plan.hidden_BVT[row][:, member], (member.sum() / number / views)[:, None], 0)
+        torch.testing.assert_close(plan.weight_BVT[row][:, member], expected)
+
+
+def test_exact_counts_are_stratified_over_the_views():
+    groups, draw = many([-1, 0, 0, 0, 0, 1, 1, 1])
+    plan = exact_count_views(groups, draw, views=4)
+    assert torch.equal(counts(plan.hidden_BVT, groups, 0), torch.tensor([1, 2, 3, 4]).expand(300, 4))
+    odd = counts(plan.hidden_BVT, groups, 1)
+    assert (odd.diff(dim=1) >= 0).all() and (odd[:, 0] == 1).all() and (odd[:, 3] == 3).all()
+    assert set(odd[:, 1].tolist()) == {1, 2} and set(odd[:, 2].tolist()) == {2, 3}
+
+
+@pytest.mark.parametrize("views", [1, 4])
+def test_random_views_have_one_time_per_group_stratified_over_the_views(views):
+    groups, draw = many([0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
+    plan = random_views(groups, draw, get_schedule("linear"), views=views, low=0.2, high=0.6)
+    times = []
+    for at in (slice(0, 6), slice(6, 12)):
+        weight = plan.weight_BVT[..., at].amax(-1)  # 1 / t / views, and 0 where nothing was hidden
+        assert torch.equal(plan.weight_BVT[..., at], torch.where(plan.hidden_BVT[..., at], weight[..., None], 0))
+        times.append(torch.where(weight > 0, 1 / (weight * views), torch.nan))
+    start = 0.2 + 0.4 * torch.arange(views) / views
+    within = torch.stack(times)[~torch.stack(times).isnan().any(-1)]
+    assert (within > start - 1e-5).all() and (within < start + 0.4 / views + 1e-5).all()
+    assert within.std(dim=0).min() > 0.08 / views
+    assert (times[0] != times[1]).all()
+
+
+def test_random_views_hide_at_the_rate_of_their_schedule():
+    groups, draw = many([0] * 8, 5000)
+    for schedule, low, high in [("linear", 0.3, 0.3), ("cosine", 0.5, 0.5)]:
+        hidden = random_views(groups, draw, get_schedule(schedule), low=low, high=high).hidden_BVT
+        rate = {"linear": 0.3, "cosine": math.cos(math.pi / 4)}[schedule]
+        assert hidden.double().mean().item() == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / 40000))
+        assert torch.corrcoef(hidden.squeeze(1).T.double()).fill_diagonal_(0).abs().max() < 5 / math.sqrt(5000)  # tokens independently
+
+
+def test_a_complementary_pair_hides_every_token_once():
+    plan = complementary_pair(GROUPS, Draw(0, torch.arange(5)), get_schedule("linear"))
+    assert plan.count == 2 and torch.equal(plan.hidden_BVT.sum(1), (GROUPS >= 0).long())
+
+
+@pytest.mark.parametrize("views", [2, 3, 4, 5, 8, 9])
+def test_elbo_views_are_all_masked_then_complementary_pairs(views):
+    hidden = elbo_views(GROUPS, Draw(0, torch.arange(5)), views=views).hidden_BVT
+    assert hidden.shape[1] == views and torch.equal(hidden[:, 0], GROUPS >= 0)
+    pairs, several = (views - 1) // 2, (GROUPS >= 0) & (SIZES > 1)
+    for pair in range(pairs):
+        first, second = hidden[:, 1 + pair], hidden[:, views - pairs + pair]
+        assert torch.equal(first ^ second, several) and not (first & second).any()
+    assert not (hidden[:, 1:] & ~several[:, None]).any()  # a group of one token has only one mask
+    for row, group in [(r, g) for r in range(5) for g in GROUPS[r].unique().tolist() if g >= 0]:
+        number = hidden[row][1:, GROUPS[row] == group].sum(-1)
+        assert SIZES[row].max() == 1 or (number < (GROUPS[row] == group).sum()).all()
+
+
+def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
+    completion = torch.zeros(2000, 10, dtype=torch.bool)
+    completion[:, 6:] = True
+    prompt = torch.zeros_like(completion)
+    prompt[:, 1:6] = True
+    plan = all_masked_views(completion, prompt, Draw(0, torch.arange(2000)), prompt_rate=0.15)
+    assert torch.equal(plan.scored_BVT[:, 0], completion) and torch.equal(plan.weight_BVT, plan.scored_BVT.float())
+    assert plan.hidden_BVT[..., 6:].all() and not plan.hidden_BVT[..., 0].any()
+    assert plan.hidden_BVT[..., 1:6].double().mean().item() == pytest.approx(0.15, abs=5 * math.sqrt(0.15 * 0.85 / 10000))
+    plain = all_masked_views(completion)
+    assert torch.equal(plain.hidden_BVT[:, 0], completion)
+
+
+def test_views_are_taken_apart_by_view_and_by_row():
+    plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), views=3)
+    for *pieces, whole in zip(*(parts(plan.one(index)) for index in range(3)), parts(plan), strict=True):
+        assert torch.equal(torch.cat(pieces, 1), whole)
+    chosen = plan.rows(torch.tensor([4, 1]))
+    assert torch.equal(chosen.hidden_BVT, plan.hidden_BVT[[4, 1]]) and chosen.count == 3
+
+
+# Expectations. A model is known by the tables of its conditionals, one table per group.
+
+PROMPT, LENGTH = 2, 5
+
+
+def tables_of(kind):
+    """The groups of a completion under a toy: their row of group numbers, and (positions, conditionals) of each."""
+    lm = toy.toy(kind)
+    row = toy.random_row(PROMPT + LENGTH, seed=3)
+    maskable = (torch.arange(PROMPT + LENGTH) >= PROMPT)[None]
+    tables = [(positions, toy.conditionals(lm, row, positions)) for positions in toy.groups(lm, PROMPT, PROMPT + LENGTH)]
+    return noise_groups(lm, maskable, None), tables
+
+
+@pytest.fixture(scope="module", params=["bidirectional", "bidirectional with a shift", "blocks of three"])
+def tables(request):
+    return tables_of(request.param)
+
+
+def bound_of(tables):
+    return sum(toy.lower_bound(table) for _, table in tables)
+
+
+def estimates(views, tables):
+    """The weighted score of every view [N, V], by looking the conditionals up."""
+    total = torch.zeros(views.hidden_BVT.shape[:2], dtype=torch.float64)
+    for positions, table in tables:
+        sets = (views.hidden_BVT[..., positions] * 2 ** torch.arange(len(positions))).sum(-1)
+        total += (views.weight_BVT[..., positions].double() * table[sets]).sum(-1)
+    return total
+
+
+class Listed:
+    """A Draw whose numbers are given: one time for all groups and views, and one row of noise."""
+
+    def __init__(self, time_N, noise_NT):
+        self.time_N, self.noise_NT = time_N, noise_NT
+
+    def uniform(self, position_BT, views, stream):
+        shape = (len(position_BT), views, position_BT.shape[1])
+        return (self.noise_NT[:, None] if stream == Stream.MASK else self.time_N[:, None, None]).expand(shape)
+
+
+def listed_counts(width):
+    """Every order of the tokens, at the middles of twelve equal stretches of time: all that plans of exact counts depend on.
+
+    Their numbers are constant within the stretches for groups of up to four tokens, and of five with four counts at random.
+    """
+    orders = list(itertools.permutations(range(LENGTH)))
+    stretches = math.lcm(1, 2, 3, 4, 5)
+    time_N = torch.tensor([(stretch + 0.5) / stretches for stretch in range(stretches) for _ in orders], dtype=torch.float64)
+    noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
+    noise_NT[:, PROMPT:] = (torch.tensor(orders * stretches) + 0.5) / LENGTH
+    return Listed(time_N, noise_NT)
+
+
+EXACT_PLANS = {
+    "exact count": (exact_count_views, [1, 2, 3, 5, 8]),
+    "elbo": (elbo_views, [1, 2, 3, 4, 5, 8]),
+}
+
+
+@pytest.mark.parametrize(("plan", "views"), [(plan, views) for plan, counts in EXACT_PLANS.values() for views in counts])
+def test_plans_of_exact_counts_average_to_the_exact_bound(tables, plan, views):
+    groups, by_group = tables
+    draw = listed_counts(groups.shape[1])
+    total = estimates(plan(groups.expand(len(draw.time_N), -1), draw, views=views), by_group).sum(1)
+    assert total.mean().item() == pytest.approx(bound_of(by_group), rel=1e-6)
+    assert total.std() > 1e-3
+
+
+def listed_subsets(width, rate, views, low, high):
+    """Every set of hidden tokens at the nodes of a quadrature over time, and the probability [N, V] of each.
+
+    Times of several views lie in stretches of their own, so that a set has another probability in each.
+    """
+    nodes, shares = (torch.from_numpy(numbers) for numbers in np.polynomial.legendre.leggauss(30))
+    sets = torch.tensor(list(itertools.product([False, True], repeat=LENGTH)))
+    time_N = ((nodes + 1) / 2).repeat_interleave(len(sets))
+    noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
+    noise_NT[:, PROMPT:] = torch.where(sets.repeat(len(nodes), 1), 0.0, 1 - 2.0**-53)
+    rate_NV = rate(low + (high - low) * (torch.arange(views) + time_N[:, None]) / views)
+    number_N1 = sets.sum(1).repeat(len(nodes))[:, None]
+    probability_NV = rate_NV**number_N1 * (1 - rate_NV) ** (LENGTH - number_N1)
+    return Listed(time_N, noise_NT), probability_NV * (shares / 2).repeat_interleave(len(sets))[:, None]
+
+
+RATES = {"linear": lambda t: t, "cosine": lambda t: 1 - (1 - torch.cos(math.pi / 2 * (1 - t)))}
+
+
+def expected_random(groups, tables, schedule, views=1, low=0.0, high=1.0):
+    draw, probability_NV = listed_subsets(groups.shape[1], RATES[schedule], views, low, high)
+    plan = random_views(groups.expand(len(draw.time_N), -1), draw, get_schedule(schedule), views=views, low=low, high=high)
+    return (probability_NV * estimates(plan, tables)).sum().item()
+
+
+def expected_pair(groups, tables, schedule, low):
+    draw, probability_N1 = listed_subsets(groups.shape[1], RATES[schedule], 1, low, 1 - low)
+    plan = complementary_pair(groups.expand(len(draw.time_N), -1), draw, get_schedule(schedule), low=low)
+    return (probability_N1 * estimates(plan, tables)).sum().item()
+
+
+@pytest.mark.parametrize("views", [1, 2, 3])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_random_views_average_to_the_exact_bound(tables, schedule, views):
+    assert expected_random(*tables, schedule, views) == pytest.approx(bound_of(tables[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_complementary_pairs_average_to_the_exact_bound(tables, schedule):
+    assert expected_pair(*tables, schedule, low=0.0) == pytest.approx(bound_of(tables[1]), rel=1e-6)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_bias_of_leaving_out_the_smallest_times_is_of_their_size(tables, schedule):
+    exact = bound_of(tables[1])
+    for expected in (expected_random, expected_pair):
+        large, small = (expected(*tables, schedule, low=low) / exact - 1 for low in (1e-2, 1e-3))
+        assert 1e-6 < abs(small) < 3e-3 and 5 < large / small < 20
+
+
+@every_plan
+def test_with_real_random_numbers_the_average_is_the_same(plan):
+    groups, tables = tables_of("blocks of three")
+    number = 20_000
+    total = estimates(plan(groups.expand(number, -1), Draw(0, torch.arange(number))), tables).sum(1)
+    exact, error = bound_of(tables), total.std().item() / math.sqrt(number)
+    assert error < 0.01 * abs(exact)
+    assert total.mean().item() == pytest.approx(exact, abs=5 * error + 1e-3 * abs(exact))  # + the bias of the smallest times
+
+
+def test_plans_of_exact_counts_vary_far_less_than_independent_times_at_equal_cost(tables):
+    groups, by_group = tables
+    number, views = 5000, 8
+    groups, keys = groups.expand(number, -1), torch.arange(number)
+
+    def variance(*plans):
+        return sum(estimates(plan, by_group).sum(1) for plan in plans).var().item() / len(plans) ** 2
+
+    independent = variance(*[random_views(groups, Draw(0, keys, iteration), get_schedule("linear")) for iteration in range(views)])
+    assert independent > 5 * variance(exact_count_views(groups, Draw(0, keys), views=views))
+    assert independent > 10 * variance(elbo_views(groups, Draw(0, keys), views=views))

@@ -1,0 +1,184 @@
+"""Log-likelihoods of texts: right, whatever else is in the batch, and clear about what cannot be scored."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import toy
+from tests.helpers import shared_path
+from unmask import log_likelihood
+from unmask.errors import ConfigError, GenerationError
+from unmask.models.load import load
+
+EXACT = {"rtol": 0, "atol": 1e-10}
+PAIRS = [("ab", "ba"), ("b", "abab"), ("abbab", "a"), ("a", ""), ("bb", "bbb"), ("ab", "ba")]
+PROMPTS, COMPLETIONS = [prompt for prompt, _ in PAIRS], [completion for _, completion in PAIRS]
+CAUSAL = ("causal", None, True)
+
+
+def any_toy(kind):
+    return toy.toy(attention=CAUSAL) if kind == "causal" else toy.toy(kind)
+
+
+def tables(lm, prompt, completion):
+    ids = [*lm.tokenizer(prompt)["input_ids"], *lm.tokenizer(completion, add_special_tokens=False)["input_ids"]]
+    row = torch.tensor(ids)
+    return [toy.conditionals(lm, row, positions) for positions in toy.groups(lm, len(ids) - len(completion), len(ids))]
+
+
+@pytest.mark.parametrize("estimator", ["exact", "elbo"])
+def test_a_causal_model_has_its_stock_likelihood(tmp_path, estimator):
+    lm = toy.toy(attention=CAUSAL)
+    lm.save(tmp_path)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, attn_implementation="eager")
+    expected = []
+    for prompt, completion in PAIRS:
+        ids = lm.tokenizer(prompt + completion, return_tensors="pt")["input_ids"]
+        log_prob = stock(ids, attention_mask=torch.ones_like(ids)).logits[0, :-1, : toy.VOCABULARY].log_softmax(-1)
+        expected.append(log_prob.gather(1, ids[0, 1:, None])[len(ids[0]) - 1 - len(completion) :].sum())
+    torch.testing.assert_close(log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=3), torch.stack(expected), **EXACT)
+
+
+@pytest.mark.parametrize("kind", toy.KINDS)
+def test_exact_is_any_order_and_elbo_averages_to_the_bound_below_it(kind):
+    lm = toy.toy(kind)
+    exact = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact")
+    assert exact.tolist() == pytest.approx([sum(map(toy.any_order, tables(lm, *pair))) for pair in PAIRS], abs=1e-10)
+    bounds = [sum(map(toy.lower_bound, tables(lm, *pair))) for pair in PAIRS]
+    repeats = 40
+    estimates = torch.stack([log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=seed) for seed in range(repeats)])
+    errors = estimates.std(0) / math.sqrt(repeats)
+    for mean, error, bound in zip(estimates.mean(0).tolist(), errors.tolist(), bounds, strict=True):
+        assert mean == pytest.approx(bound, abs=5 * error + 1e-5)
+    assert (torch.tensor(bounds, dtype=torch.float64) <= exact + 1e-10).all()
+
+
+@pytest.mark.parametrize("estimator", ["exact", "elbo"])
+@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+def test_a_pair_does_not_depend_on_its_batch(kind, estimator):
+    lm = any_toy(kind)
+    together = log_likelihood(lm, PROMPTS, COMPLETIONS, estimator=estimator, samples=5)
+    alone = [log_likelihood(lm, [prompt], [completion], estimator=estimator, samples=5) for prompt, completion in PAIRS]
+    torch.testing.assert_close(together, torch.cat(alone), **EXACT)
+    backwards = log_likelihood(lm, PROMPTS[::-1], COMPLETIONS[::-1], estimator=estimator, samples=5)
+    torch.testing.assert_close(backwards.flip(0), together, **EXACT)
+    assert together[0].item() == pytest.approx(together[5].item(), abs=1e-10)  # the same pair twice
+    assert together[3] == 0  # nothing to predict
+
+
+def test_many_pairs_are_scored_in_the_order_they_came():
+    lm = toy.toy()
+    prompts, completions = [PROMPTS[i % 6] for i in range(70)], [COMPLETIONS[i % 5] for i in range(70)]
+    scores = log_likelihood(lm, prompts, completions, samples=4)
+    of_pair = dict(zip(zip(prompts, completions, strict=True), scores.tolist(), strict=True))
+    assert len(of_pair) == 25
+    assert scores.tolist() == pytest.approx([of_pair[pair] for pair in zip(prompts, completions, strict=True)], abs=1e-10)
+
+
+def test_text_and_ids_are_the_same():
+    lm = toy.toy()
+    prompts = [lm.tokenizer(prompt)["input_ids"] for prompt in PROMPTS]
+    completions = [lm.tokenizer(completion, add_special_tokens=False)["input_ids"] for completion in COMPLETIONS]
+    assert torch.equal(log_likelihood(lm, prompts, completions, samples=4), log_likelihood(lm, PROMPTS, COMPLETIONS, samples=4))
+
+
+def test_messages_are_rendered_as_the_template_says():
+    lm = toy.toy()
+    lm.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
+    rendered = lm.tokenizer("aab", add_special_tokens=False)["input_ids"]
+    scores = log_likelihood(lm, [[{"role": "user", "content": "aa"}]], ["ab"], estimator="exact")
+    assert torch.equal(scores, log_likelihood(lm, [rendered], ["ab"], estimator="exact"))
+
+
+def test_the_seed_and_nothing_else_decides():
+    lm = toy.toy()
+    before = torch.get_rng_state()
+    one = log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(7)
+    assert torch.equal(log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=0), one)
+    other = log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=1)
+    assert not torch.equal(other, one)
+    exact = [log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact", seed=seed) for seed in (0, 1)]
+    assert torch.equal(*exact)
+
+
+def test_more_samples_come_closer():
+    lm = toy.toy()
+    spread = [torch.stack([log_likelihood(lm, ["ab"], ["abba"], samples=n, seed=seed) for seed in range(20)]).std() for n in (3, 31)]
+    assert spread[1] < 0.5 * spread[0]
+
+
+def test_the_model_is_left_as_it_was():
+    lm = toy.toy()
+    for module in lm.model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    expected = log_likelihood(lm, PROMPTS, COMPLETIONS)
+    lm.model.train()
+    scores = log_likelihood(lm, PROMPTS, COMPLETIONS)
+    assert lm.model.training and torch.equal(scores, expected)
+    assert not scores.requires_grad and all(weight.grad is None for weight in lm.model.parameters())
+
+
+def test_the_mask_token_is_never_said():
+    lm = toy.toy()
+    for estimator in ("exact", "elbo"):
+        assert log_likelihood(lm, ["a"], [[4, lm.mask_token_id, 5]], estimator=estimator).item() == -math.inf
+
+
+def test_nothing_has_no_likelihoods_and_empty_ones_are_certain():
+    lm = toy.toy()
+    assert log_likelihood(lm, [], []).shape == (0,)
+    for estimator in ("exact", "elbo"):
+        assert log_likelihood(lm, ["ab", "a"], ["", ""], estimator=estimator).tolist() == [0, 0]
+        assert log_likelihood(lm, [[]], [[]], estimator=estimator).tolist() == [0]
+    assert log_likelihood(toy.toy(attention=CAUSAL), [[]], [[]]).tolist() == [0]
+
+
+def test_without_a_prompt_a_model_that_reads_masks_has_all_it_needs():
+    lm = toy.toy()
+    expected = toy.any_order(toy.conditionals(lm, torch.tensor([4, 5, 4]), [0, 1, 2]))
+    assert log_likelihood(lm, [[]], [[4, 5, 4]], estimator="exact").item() == pytest.approx(expected, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "error", "words"),
+    [
+        ("bidirectional", {"estimator": "guess"}, ConfigError, "estimator 'guess'"),
+        ("bidirectional", {"samples": 0}, ConfigError, "0 samples"),
+        ("bidirectional", {"completions": ["a"]}, GenerationError, "2 prompts and 1 completions"),
+        ("bidirectional", {"completions": ["a", "b" * 31]}, GenerationError, "pair 1: 2 prompt and 31 completion.*context of 32"),
+        ("bidirectional", {"completions": ["a", "ab" * 7], "estimator": "exact"}, GenerationError, "14 tokens"),
+        ("causal", {"prompts": ["a", []]}, GenerationError, "pair 1: the prompt is empty"),
+        ("blocks of three with a shift", {"prompts": [[], "a"]}, GenerationError, "pair 0: the prompt is empty"),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(kind, asked, error, words):
+    with pytest.raises(error, match=words):
+        log_likelihood(any_toy(kind), **({"prompts": ["a", "b"], "completions": ["a", "b"]} | asked))
+
+
+def test_a_pair_may_fill_the_context():
+    assert log_likelihood(toy.toy(), ["b"], ["a" * 30], samples=2).isfinite()
+
+
+def test_results_have_the_precision_of_the_model():
+    lm = toy.toy()
+    assert log_likelihood(lm, PROMPTS, COMPLETIONS).dtype == torch.float64
+    wide = log_likelihood(lm, PROMPTS, COMPLETIONS)
+    lm.model.float()
+    narrow = log_likelihood(lm, PROMPTS, COMPLETIONS)
+    assert narrow.dtype == torch.float32
+    torch.testing.assert_close(narrow.double(), wide, rtol=1e-4, atol=1e-4)
+
+
+def test_a_real_model_prefers_english():
+    lm = load(shared_path("models", "stories260K"))
+    completions = [", there was a little girl", " girl little a was there ,"]
+    likely, unlikely = log_likelihood(lm, ["Once upon a time"] * 2, completions, estimator="exact")
+    assert likely > unlikely + 10 and math.isfinite(unlikely)

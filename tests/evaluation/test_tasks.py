@@ -1,0 +1,72 @@
+"""Task accuracy: what is counted, over which rows, and how two results are compared."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from unmask.config import SamplerConfig
+from unmask.demo import DemoSettings, small_model
+from unmask.evaluation import tasks
+from unmask.evaluation.tasks import TaskResult, evaluate_task
+from unmask.generation.sampler import generate
+from unmask.tasks import get_task
+
+TASK = get_task("sudoku")
+ROWS = TASK.generate("test", 12, 0)
+LM = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
+
+
+def result_of(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> TaskResult:
+    """The result of a model that writes these texts."""
+
+    class Written:
+        def __init__(self, *_: object) -> None:
+            self.texts = texts
+
+    monkeypatch.setattr(tasks, "generate", Written)
+    return evaluate_task(LM, TASK, ROWS)
+
+
+def test_right_wrong_and_malformed_answers_are_told_apart(monkeypatch):
+    rng = random.Random(0)
+    right = [row["completion"] for row in ROWS]
+    wrong = [TASK.corrupt(row, rng) for row in ROWS]
+    perfect, poor, none = (result_of(texts, monkeypatch) for texts in (right, wrong, ["?"] * len(ROWS)))
+    assert perfect.solved == perfect.values == [1.0] * len(ROWS)
+    assert poor.solved == none.solved == none.values == [0.0] * len(ROWS)
+    assert all(0 < value < 1 for value in poor.values)
+    assert {name: interval.mean for name, interval in perfect.metrics.items()} == {"solved": 1.0, "cells": 1.0}
+    assert poor.groups == [row["group"] for row in ROWS] and poor.completions == wrong
+
+    gain = perfect.gain_over(poor)
+    assert (gain.mean, gain.low, gain.high) == (1.0, 1.0, 1.0)
+    half = result_of(right[:6] + wrong[6:], monkeypatch)
+    assert half.metrics["solved"].low < half.metrics["solved"].mean == 0.5 < half.metrics["solved"].high
+    assert half.gain_over(poor).mean == pytest.approx(0.5) and half.gain_over(perfect).mean == pytest.approx(-0.5)
+
+
+def test_results_on_different_rows_are_not_compared(monkeypatch):
+    one = result_of([row["completion"] for row in ROWS], monkeypatch)
+    other = TaskResult("sudoku", one.solved, one.values, one.groups[::-1], one.completions)
+    with pytest.raises(AssertionError, match="different rows"):
+        one.gain_over(other)
+
+
+def test_the_json_holds_the_figures_and_the_completions(monkeypatch):
+    result = result_of([row["completion"] for row in ROWS[:3]] + ["", "1", "\n␄"] * 3, monkeypatch)
+    written = json.loads(result.to_json())
+    solved = result.metrics["solved"]
+    assert written["metrics"]["solved"] == {"mean": solved.mean, "low": solved.low, "high": solved.high}
+    assert (written["task"], written["rows"], written["completions"]) == ("sudoku", 12, result.completions)
+
+
+def test_unless_told_otherwise_answers_are_greedy_and_as_long_as_the_task_needs():
+    greedy = SamplerConfig(max_new_tokens=TASK.max_completion)
+    expected = generate(LM, [row["prompt"] for row in ROWS], greedy)
+    assert max(map(len, expected.tokens)) == TASK.max_completion
+    assert evaluate_task(LM, TASK, ROWS).completions == expected.texts
+    drawn = evaluate_task(LM, TASK, ROWS, SamplerConfig(max_new_tokens=4, temperature=1.0))
+    assert max(map(len, drawn.completions)) <= 4

@@ -1,0 +1,162 @@
+"""The draw is exact, the filters keep what they should, and each policy ranks as it says."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.config import SamplerConfig
+from unmask.diffusion.noise import Stream, uniform
+from unmask.errors import GenerationError
+from unmask.generation.policies import decide, draw, filtered_probabilities, first_by_priority
+
+POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
+LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
+seeds = st.integers(0, 2**32)
+noises = st.sampled_from([0.0, 2.0**-53, LAST]) | st.floats(0, LAST)
+
+
+def random_logits(seed: int, rows: int, width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """With a token that is never predicted, as the mask token is."""
+    logits_NV = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    logits_NV[:, seed % width] = -torch.inf
+    return logits_NV
+
+
+def decide_rows(logits_NV: torch.Tensor, first_key: int = 0, **settings):
+    rows = len(logits_NV)
+    zero_N = torch.zeros(rows, dtype=torch.long)
+    return decide(logits_NV, SamplerConfig(**settings), torch.arange(first_key, first_key + rows), zero_N, zero_N)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_head_of_one_half_is_drawn_half_of_the_time(dtype):
+    """What low-precision noise gets wrong: 2,000 unlikely tokens together are as likely as the likely one."""
+    tail, rows, rounds = 2000, 2000, 8
+    logits_NV = torch.zeros(1, tail + 1, dtype=dtype)
+    logits_NV[:, 700] = math.log(tail)
+    counts = torch.zeros(tail + 1)
+    for round_ in range(rounds):
+        drawn = decide_rows(logits_NV.expand(rows, -1), first_key=round_ * rows, temperature=1.0)
+        counts += torch.bincount(drawn.token_N, minlength=tail + 1)
+        torch.testing.assert_close(drawn.log_prob_N.exp(), torch.where(drawn.token_N == 700, 0.5, 0.5 / tail).to(dtype))
+    total = rows * rounds
+    assert abs(counts[700] - total / 2) < 5 * math.sqrt(total / 4)
+    tail_counts = torch.cat([counts[:700], counts[701:]])
+    expected = tail_counts.sum() / tail
+    chi_square = ((tail_counts - expected) ** 2 / expected).sum()
+    assert abs(chi_square - (tail - 1)) < 5 * math.sqrt(2 * (tail - 1))
+
+
+@given(st.lists(st.sampled_from([0.0, 5e-324]) | st.floats(0, 1e3), min_size=1, max_size=12).filter(any), noises)
+def test_what_cannot_be_is_never_drawn(weights, noise):
+    token = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([noise], dtype=torch.float64)).item()
+    assert weights[token] > 0
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any))
+def test_equal_steps_of_the_noise_draw_each_token_in_proportion(weights):
+    grain = 16
+    noise_N = (torch.arange(grain * sum(weights), dtype=torch.float64) + 0.5) / (grain * sum(weights))
+    tokens_N = draw(torch.tensor(weights, dtype=torch.float64).expand(len(noise_N), -1), noise_N)
+    assert torch.bincount(tokens_N, minlength=len(weights)).tolist() == [grain * weight for weight in weights]
+    assert (tokens_N.diff() >= 0).all()
+
+
+@given(seeds, st.integers(2, 9), st.integers(0, 10), st.floats(0.01, 1.0))
+def test_filters_keep_the_most_likely(seed, width, top_k, top_p):
+    logits_NV = random_logits(seed, 3, width)
+    kept_NV = filtered_probabilities(logits_NV, top_k, top_p)
+    for logits_V, kept_V in zip(logits_NV, kept_NV, strict=True):
+        probs = logits_V.softmax(-1).tolist()
+        expected, mass = [0.0] * width, 0.0
+        for rank, token in enumerate(sorted(range(width), key=lambda token: -probs[token])):
+            if mass < top_p and (top_k == 0 or rank < top_k):
+                expected[token] = probs[token]
+            mass += probs[token]
+        assert kept_V.tolist() == pytest.approx(expected, abs=1e-15)
+        assert kept_V.argmax() == logits_V.argmax() and kept_V.max() > 0
+
+
+def test_of_equally_likely_tokens_filters_keep_the_first():
+    logits_NV = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])
+    assert (filtered_probabilities(logits_NV, 2, 1.0) > 0).tolist() == [[False, True, True, False, False]]
+    assert (filtered_probabilities(logits_NV, 0, 0.3) > 0).tolist() == [[False, True, True, False, False]]
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}])
+def test_narrow_settings_are_greedy(settings):
+    logits_NV = random_logits(3, 40, 11)
+    drawn = decide_rows(logits_NV, **({"temperature": 1.0} | settings))
+    assert torch.equal(drawn.token_N, logits_NV.argmax(-1))
+
+
+@given(seeds, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from(POLICIES), st.integers(0, 4), st.floats(0.05, 1))
+def test_log_probs_are_the_models_own_whatever_the_settings(seed, temperature, policy, top_k, top_p):
+    logits_NV = random_logits(seed, 5, 7)
+    decision = decide_rows(logits_NV, policy=policy, temperature=temperature, top_k=top_k, top_p=top_p)
+    expected_N = torch.stack([row_V.log_softmax(-1)[token] for row_V, token in zip(logits_NV, decision.token_N, strict=True)])
+    torch.testing.assert_close(decision.log_prob_N, expected_N)
+    assert decision.log_prob_N.isfinite().all() and decision.priority_N.isfinite().all()
+    if temperature == 0:
+        assert torch.equal(decision.token_N, logits_NV.argmax(-1))
+
+
+@given(seeds, st.sampled_from([0.0, 1.0]))
+def test_priorities(seed, temperature):
+    logits_NV = random_logits(seed, 6, 5)
+    by_policy = {policy: decide_rows(logits_NV, policy=policy, temperature=temperature) for policy in POLICIES}
+    probs = logits_NV.softmax(-1).tolist()
+    best = [sorted(row, reverse=True) for row in probs]
+    expected = {
+        "confidence": by_policy["confidence"].log_prob_N.tolist(),
+        "margin": [row[0] - row[1] for row in best],
+        "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
+        "random": uniform(0, torch.arange(6), stream=Stream.ORDER).tolist(),
+    }
+    for policy, decision in by_policy.items():
+        assert decision.priority_N.tolist() == pytest.approx(expected[policy])
+        assert torch.equal(decision.token_N, by_policy["random"].token_N)  # the policy orders, it does not choose tokens
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_equals_are_not_parted_by_rounding(policy):
+    """All positions of an empty canvas can be alike: the order must not hang on the last bit of a float64."""
+    logits_NV = random_logits(1, 1, 6).repeat(5, 1) * (1 + torch.arange(5)[:, None] * 2.0**-52)
+    priorities = decide_rows(logits_NV, policy=policy).priority_N
+    assert priorities.dtype == torch.float32
+    assert len(set(priorities.tolist())) == (5 if policy == "random" else 1)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_predictions_that_are_not_numbers_are_an_error(temperature):
+    logits_NV = random_logits(0, 3, 6)
+    logits_NV[1, 4] = torch.nan
+    with pytest.raises(GenerationError, match="predictions are NaN"):
+        decide_rows(logits_NV, temperature=temperature)
+
+
+def test_noise_is_keyed_by_sequence_step_position_and_seed():
+    def tokens(seed=0, key=0, step=0, position=0):
+        settings = SamplerConfig(temperature=1.0, seed=seed)
+        of = [torch.tensor(value).expand(3) for value in (key, step, position)]
+        decision = decide(torch.zeros(3, 10**5), settings, *of)
+        assert len(set(decision.token_N.tolist())) == 1  # nothing else matters, such as the place in the batch
+        return decision.token_N[0].item()
+
+    assert len({tokens(), tokens(seed=1), tokens(key=1), tokens(step=1), tokens(position=1)}) == 5
+    assert tokens() == tokens()
+
+
+@given(st.lists(st.lists(st.sampled_from([-math.inf, 0.0, 0.5, 1.0]), min_size=5, max_size=5), min_size=1, max_size=4), st.data())
+def test_the_first_by_priority_and_then_by_position(priorities, data):
+    counts = [data.draw(st.integers(0, 6)) for _ in priorities]
+    chosen_BT = first_by_priority(torch.tensor(priorities), torch.tensor(counts))
+    for row, count, chosen_T in zip(priorities, counts, chosen_BT, strict=True):
+        ranked = sorted((position for position in range(5) if row[position] > -math.inf), key=lambda position: -row[position])
+        assert chosen_T.nonzero().flatten().tolist() == sorted(ranked[:count])

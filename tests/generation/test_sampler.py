@@ -1,0 +1,246 @@
+"""The batched sampler gives the reference's tokens, and what it gives depends on nothing but prompt, repeat number and settings."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.conftest import ALPHABET, PATTERNS, tiny
+from unmask.config import SamplerConfig
+from unmask.diffusion.noise import sequence_keys
+from unmask.errors import GenerationError
+from unmask.generation import reference, sampler
+from unmask.generation.trace import make_requests
+
+every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
+PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
+
+
+def prompt_lists(shortest: int):
+    """Of any ids: EOS and the mask token in a prompt are tokens like others."""
+    ids = st.integers(0, tiny().mask_token_id)
+    return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
+
+
+def configs(attention: str, block_size: int | None):
+    decoding_block = {"causal": st.sampled_from([None, 1]), "block_causal": st.sampled_from([None, block_size])}
+    return st.builds(
+        SamplerConfig,
+        max_new_tokens=st.integers(1, 9),
+        steps=st.none() | st.integers(1, 10),
+        block_size=decoding_block.get(attention, st.none() | st.integers(1, 10)),
+        policy=st.sampled_from(["confidence", "margin", "entropy", "random"]),
+        temperature=st.sampled_from([0.0, 0.7, 1.5]),
+        top_k=st.sampled_from([0, 1, 4]),
+        top_p=st.sampled_from([1.0, 0.8, 0.3]),
+        stop_at_eos=st.booleans(),
+        seed=st.integers(-1, 2),
+        batch_size=st.integers(1, 4),
+        trace=st.just(True),
+    )
+
+
+def assert_same(one, other):
+    for name in ("prompts", "texts", "tokens", "steps", "forward_passes"):
+        assert getattr(one, name) == getattr(other, name), name
+    for got, expected in zip(one.log_probs, other.log_probs, strict=True):
+        assert got == pytest.approx(expected, abs=1e-10)
+    for got, expected in zip(one.trace or [], other.trace or [], strict=True):
+        assert (got.canvas, got.steps, got.forward_passes) == (expected.canvas, expected.steps, expected.forward_passes)
+        assert got.log_probs == pytest.approx(expected.log_probs, abs=1e-10)
+
+
+@every_pattern
+@pytest.mark.parametrize("family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), ("gpt2", True)])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_the_tokens_are_those_of_the_reference(family, attention, block_size, logit_shift, data):
+    lm = tiny(family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
+    prompts = data.draw(prompt_lists(shortest=int(logit_shift)))
+    config = data.draw(configs(attention, block_size))
+    fast = sampler.generate(lm, prompts, config)
+    assert_same(fast, reference.generate(lm, prompts, config))
+    assert fast.prompts == prompts
+    assert all(0 <= token < lm.mask_token_id for tokens in fast.tokens for token in tokens)
+
+
+@every_pattern
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, block_size, temperature):
+    lm = tiny("phi", attention, block_size)
+
+    def by_prompt(prompts, **change):
+        config = SamplerConfig(max_new_tokens=7, steps=4, temperature=temperature, policy="margin", **change)
+        found = defaultdict(list)
+        for prompt, tokens in zip(prompts, sampler.generate(lm, prompts, config).tokens, strict=True):
+            found[prompt].append(tokens)
+        return found
+
+    expected = by_prompt(PROMPTS)
+    for order in range(3):
+        shuffled = random.Random(order).sample(PROMPTS, len(PROMPTS))
+        assert by_prompt(shuffled, batch_size=order + 1) == expected
+    for prompt, completions in expected.items():
+        assert by_prompt([prompt])[prompt] == completions[:1]
+        assert by_prompt([prompt] * len(completions))[prompt] == completions
+
+
+@every_pattern
+def test_equal_prompts_are_sampled_apart_and_decoded_alike(attention, block_size):
+    lm = tiny("gpt2", attention, block_size)
+    for temperature, different in ((1.0, 6), (0.0, 1)):
+        generation = sampler.generate(lm, ["abc"] * 6, SamplerConfig(max_new_tokens=12, temperature=temperature, stop_at_eos=False))
+        assert len(set(map(tuple, generation.tokens))) == different
+
+
+def test_keys_and_seeds_name_the_noise():
+    lm = tiny("phi", "bidirectional")
+    prompts = [[4, 5], [6], [4, 5]]
+    config = SamplerConfig(max_new_tokens=12, temperature=1.0, policy="random")
+    tokens = sampler.generate(lm, prompts, config).tokens
+    assert sampler.generate(lm, prompts, config, sequence_keys(prompts)).tokens == tokens
+    same_key = sampler.generate(lm, prompts, config, [8, 8, 8]).tokens
+    assert same_key[0] == same_key[2] != same_key[1]
+    assert reference.generate(lm, prompts, config, [8, 8, 8]).tokens == same_key
+    assert sampler.generate(lm, prompts, config.model_copy(update={"seed": 1})).tokens != tokens
+
+
+def test_neither_the_global_generator_nor_dropout_plays_a_part():
+    lm = copy.deepcopy(tiny("gpt2", "bidirectional"))
+    config = SamplerConfig(max_new_tokens=6, temperature=1.0, policy="random")
+    expected = sampler.generate(lm, PROMPTS, config)
+    lm.model.train()
+    assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in lm.model.modules())
+    for generate in (sampler.generate, reference.generate):
+        torch.manual_seed(1)
+        state = torch.get_rng_state()
+        assert_same(generate(lm, PROMPTS, config), expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert lm.model.training
+
+
+@every_pattern
+@pytest.mark.parametrize("policy", ["confidence", "margin", "entropy", "random"])
+def test_the_mask_token_is_never_produced(attention, block_size, policy):
+    lm = tiny("phi", attention, block_size, mask_bias=50.0)
+    for temperature in (0.0, 1.0):
+        config = SamplerConfig(max_new_tokens=8, temperature=temperature, policy=policy, stop_at_eos=False)
+        generation = sampler.generate(lm, PROMPTS, config)
+        assert all(len(tokens) == 8 and lm.mask_token_id not in tokens for tokens in generation.tokens)
+
+
+@every_pattern
+def test_a_completion_ends_with_its_first_eos_and_its_row_leaves(attention, block_size):
+    lm = tiny("phi", attention, block_size)
+    decoding_block = 3 if attention == "bidirectional" else None
+    config = SamplerConfig(max_new_tokens=10, steps=7, block_size=decoding_block, temperature=5.0, trace=True)
+    prompts = PROMPTS * 3
+    with Watch(lm) as watch:
+        generation = sampler.generate(lm, prompts, config)
+    lengths, heads = set(), 0
+    for request, tokens, trace in zip(make_requests(lm, prompts, config), generation.tokens, generation.trace, strict=True):
+        lengths.add(len(tokens))
+        assert lm.eos_token_id not in tokens[:-1]
+        assert tokens[-1] == lm.eos_token_id or len(tokens) == 10
+        last = len(request.prompt) + len(tokens)  # the block that holds the first EOS is completed, and is the last
+        done = [counts for (start, _), counts in zip(request.blocks, request.counts, strict=True) if start < last]
+        assert trace.forward_passes == sum(map(len, done))
+        assert sum(step >= 0 for step in trace.steps) == sum(map(sum, done))
+        heads += sum(sum(counts[index:]) for counts in done for index in range(len(counts)))
+    assert len(lengths) > 4 and 10 in lengths
+    assert watch.rows == sum(generation.forward_passes)
+    assert watch.heads == heads  # logits are computed at the hidden rows of the current block and nowhere else
+
+
+@every_pattern
+def test_without_the_stop_every_token_is_given(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=2.0)
+    generation = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=6, stop_at_eos=False, temperature=1.0))
+    assert any(lm.eos_token_id in tokens[:-1] for tokens in generation.tokens)
+    assert [len(tokens) for tokens in generation.tokens] == generation.forward_passes == [6] * len(PROMPTS)
+    assert set("".join(generation.texts)) <= set(ALPHABET)
+
+
+@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+def test_a_tokenizer_without_eos_never_stops(generate):
+    lm = copy.copy(tiny("phi", eos_bias=9.0))
+    eos = lm.eos_token_id
+    lm.tokenizer = copy.deepcopy(lm.tokenizer)
+    lm.tokenizer.eos_token = None
+    assert generate(lm, [[4], [5, 6]], SamplerConfig(max_new_tokens=3)).tokens == [[eos] * 3] * 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("family", ["phi", "gpt2"])
+def test_blocks_of_one_with_a_shift_are_the_causal_model(family, temperature):
+    config = SamplerConfig(max_new_tokens=9, temperature=temperature, trace=True)
+    causal, blocks = (sampler.generate(tiny(family, *pattern, True), PROMPTS, config) for pattern in PATTERNS[:2])
+    assert_same(blocks, causal)
+    without = sampler.generate(tiny(family, *PATTERNS[1], False), PROMPTS, config)
+    assert without.tokens != causal.tokens
+
+
+@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+def test_prompts_are_strings_ids_or_messages(generate):
+    lm = copy.copy(tiny("phi", "bidirectional"))
+    lm.tokenizer = copy.deepcopy(lm.tokenizer)
+    lm.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    config = SamplerConfig(max_new_tokens=5)
+    ids = lm.tokenizer("abc")["input_ids"]
+    text, given, message = generate(lm, ["abc", ids, [{"role": "user", "content": "abc"}]], config).prompts
+    assert text == given == ids and message == ids[1:]  # the template says whether BOS begins it
+    assert generate(lm, ["abc"], config).tokens == generate(lm, [ids], config).tokens
+
+
+@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+def test_no_prompts_and_no_settings(generate):
+    assert generate(tiny(), []).texts == []
+    short = copy.copy(tiny("phi", eos_bias=99.0))
+    short.config = None  # does not tell its context length
+    assert generate(short, ["abc"]).forward_passes == [1]
+
+
+@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+def test_requests_that_cannot_be_served(generate):
+    fitting = SamplerConfig(max_new_tokens=30)
+    with pytest.raises(GenerationError, match=r"prompts: prompts is one string\. Give a list"):
+        generate(tiny(), "abc", fitting)
+    with pytest.raises(GenerationError, match=r"prompt 1: 11 prompt tokens and 30 new ones pass the context of 40\. .*max_new_tokens"):
+        generate(tiny(), [[4] * 10, [4] * 11], fitting)
+    with pytest.raises(GenerationError, match=r"prompt 2: the prompt is empty\. Give at least one token"):
+        generate(tiny(), [[4], [5], []], fitting)
+    with pytest.raises(GenerationError, match=r"block_size: decoding block 2 for an attention block of 4\. Leave it out"):
+        generate(tiny("phi", "block_causal", 4), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
+    with pytest.raises(GenerationError, match="decoding block 2 for an attention block of 1"):
+        generate(tiny(), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
+
+
+class Watch:
+    """Counts the rows that a model sees and the places at which its head is computed."""
+
+    def __init__(self, lm):
+        self.rows = self.heads = 0
+        head = lm.model.get_output_embeddings()
+        self.hooks = [
+            lm.model.register_forward_pre_hook(self.see, with_kwargs=True),
+            head.register_forward_hook(lambda module, args, out: self.compute(out)),
+        ]
+
+    def see(self, model, args, kwargs):
+        self.rows += len(kwargs["input_ids"])
+
+    def compute(self, logits_NV):
+        self.heads += logits_NV.shape[:-1].numel()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()

@@ -1,0 +1,269 @@
+"""The attention patterns: who sees whom, on every supported architecture, with padding, packing, caches and checkpointing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import DynamicCache
+
+from tests.models.configurations import LAYERS, NAMES, VOCABULARY, WINDOWS_OF_LAYERS, random_ids, tiny_lm, tiny_model
+from unmask.errors import ConfigError, ModelError
+from unmask.models.attention import (
+    PATTERNS,
+    Layout,
+    check_pattern,
+    clear_mask_cache,
+    make_mask,
+    mask_cache_stats,
+    unmask_attention,
+    unpadded_mask,
+)
+from unmask.models.diffusion_lm import disable_dropout
+
+BLOCK = 3
+BLOCKS = {"causal": None, "block_causal": BLOCK, "bidirectional": None}
+
+DOCUMENTS = {
+    "whole": [1] * 11,
+    "left padding": [0] * 2 + [1] * 9,
+    "right padding": [1] * 9 + [0] * 2,
+    "packed": [0] + [1] * 4 + [2] * 5 + [3] + [0],
+}
+
+# From here to `reach`: the patterns once more, from their definition and slowly.
+
+
+def positions(documents):
+    return [sum(d == document for d in documents[:i]) for i, document in enumerate(documents)]
+
+
+def block_of(position, pattern):
+    return 0 if pattern == "bidirectional" else position // (BLOCKS[pattern] or 1)
+
+
+def sees(documents, pattern, i, j):
+    if documents[i] == 0:
+        return i == j
+    place = positions(documents)
+    return documents[i] == documents[j] and block_of(place[j], pattern) <= block_of(place[i], pattern)
+
+
+def sees_with_copy(documents, pattern, i, j):
+    """The same for `[x_t ; x_0]`: indices below T are the noised copy."""
+    length = len(documents)
+    if documents[i % length] == 0:
+        return i == j
+    place = positions(documents)
+    own, other = block_of(place[i % length], pattern), block_of(place[j % length], pattern)
+    same_document, noisy = documents[i % length] == documents[j % length], j < length
+    if i >= length:
+        return same_document and not noisy and other <= own
+    return same_document and (other == own if noisy else other < own)
+
+
+def table(rule, documents, pattern, size):
+    return torch.tensor([[rule(documents, pattern, i, j) for j in range(size)] for i in range(size)])
+
+
+def reach(name, documents, pattern):
+    """Whether row i of the last layer depends on token j: what it sees, and what those see, through layers with their windows."""
+    size = len(documents)
+    seen = table(sees, documents, pattern, size)
+    reached = torch.eye(size, dtype=torch.bool)
+    for window in WINDOWS_OF_LAYERS.get(name, [None] * LAYERS):
+        layer = seen
+        if window is not None and pattern == "causal":
+            layer = seen & (torch.arange(size)[:, None] - torch.arange(size) < window)
+        reached = (layer.float() @ reached.float()) > 0
+    return reached
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS.keys())
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_changes_exactly_when_it_may_see_what_changed(name, pattern, documents):
+    lm = tiny_lm(name, pattern, BLOCKS[pattern], shift=False, dtype=torch.float32)
+    size = len(documents)
+    ids = random_ids(1, size).repeat(size, 1)
+    other = torch.where(ids + 1 < VOCABULARY, ids + 1, 4)
+    changed = torch.where(torch.eye(size, dtype=torch.bool), other, ids)  # batch row j has another token j
+    padding = None if all(documents) else torch.tensor([documents] * size)
+    with torch.no_grad():
+        before, after = lm.logits(ids, padding), lm.logits(changed, padding)
+    differs = (before != after).any(-1).T
+    assert torch.equal(differs, reach(name, documents, pattern))
+
+
+def test_windows_narrow_what_a_causal_model_sees_and_nothing_else():
+    whole = DOCUMENTS["whole"]
+    assert not reach("mistral", whole, "causal")[10, 0]
+    assert reach("llama", whole, "causal")[10, 0] and reach("mistral", whole, "block_causal")[10, 0]
+    allowed = unpadded_mask("block_causal", BLOCK, 11, False, torch.device("cpu"))
+    assert torch.equal(allowed.within(2), allowed.allowed_BQK)
+    narrow = unpadded_mask("causal", None, 11, False, torch.device("cpu"))
+    assert narrow.within(2)[0, 0].sum() == 21 and narrow.within(None)[0, 0].sum() == 66
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.sampled_from(PATTERNS))
+def test_masks_follow_the_definition(lengths, pattern):
+    documents = [0] * lengths[0] + [number for number, length in enumerate(lengths[1:], 1) for _ in range(length)] + [0] * lengths[-1]
+    if not documents:
+        documents = [1]
+    layout = Layout.of(torch.tensor([documents]))
+    size = len(documents)
+    assert torch.equal(make_mask(pattern, BLOCKS[pattern], layout, layout).allowed_BQK[0, 0], table(sees, documents, pattern, size))
+    double = layout.with_noised_copy()
+    allowed = make_mask(pattern, BLOCKS[pattern], double, double).allowed_BQK[0, 0]
+    assert torch.equal(allowed, table(sees_with_copy, documents, pattern, 2 * size))
+    last = make_mask(pattern, BLOCKS[pattern], layout.last(1), layout).allowed_BQK[0, 0]
+    assert torch.equal(last, table(sees, documents, pattern, size)[-1:])
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_causal_model_is_the_stock_model(name, implementation):
+    if name == "gemma2" and implementation == "sdpa":
+        pytest.skip("transformers has no SDPA for soft-capped attention")
+    # In float32: under padding, eager attention in float64 gives NaN (its two large negative numbers add up to -inf).
+    lm, stock = tiny_lm(name, dtype=torch.float32), tiny_model(name, implementation, torch.float32)
+    ids = random_ids(2, 12)
+    padding = torch.ones_like(ids)
+    padding[1, :4] = 0
+    with torch.no_grad():
+        expected = stock(ids).logits[:, :-1]
+        padded = stock(ids, attention_mask=padding, position_ids=(padding.cumsum(1) - 1).clamp_min(0)).logits[:, :-1]
+        whole, real = lm.logits(ids)[:, 1:, :VOCABULARY], lm.logits(ids, padding)[:, 1:, :VOCABULARY]
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(real[0], padded[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(real[1, 4:], padded[1, 4:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_causal_model_with_a_cache_is_the_whole_pass(name):
+    lm = tiny_lm(name, shift=False)
+    ids, documents = random_ids(2, 9), torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+    cache, pieces = DynamicCache(), []
+    with torch.no_grad():
+        for stop in range(1, 10):
+            keys = Layout.of(documents[:, :stop])
+            query = keys.last(1)
+            pieces.append(lm.forward(ids[:, stop - 1 : stop], query, make_mask("causal", None, query, keys), cache=cache))
+        expected = lm.logits(ids, documents)
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_block_causal_with_a_cache_of_clean_blocks_is_the_whole_pass(name):
+    lm = tiny_lm(name, "block_causal", BLOCK)
+    clean, documents = random_ids(2, 9), torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+    noisy = torch.where(torch.rand(clean.shape, generator=torch.Generator().manual_seed(1)) < 0.6, lm.mask_token_id, clean)
+    cache = DynamicCache()
+    for start in range(0, 9, BLOCK):
+        stop = start + BLOCK
+        keys = Layout.of(documents[:, :stop])
+        queries = keys.last(BLOCK)
+        mask = make_mask("block_causal", BLOCK, queries, keys)
+        with torch.no_grad():
+            block = lm.forward(noisy[:, start:stop], queries, mask, cache=cache)
+            cache.crop(start - stop)  # the noised block leaves; the clean one takes its place
+            lm.forward(clean[:, start:stop], queries, mask, cache=cache)
+            expected = lm.logits(torch.cat([clean[:, :start], noisy[:, start:stop]], 1), documents[:, :stop])[:, start:]
+        torch.testing.assert_close(block, expected, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", NAMES)
+def test_activation_checkpointing_changes_memory_and_not_gradients(name, pattern):
+    ids, documents = random_ids(2, 8), torch.tensor([[0, 1, 1, 1, 1, 2, 2, 2], [1] * 8])
+
+    def gradients(checkpointing):
+        lm = tiny_lm(name, pattern, BLOCKS[pattern])
+        lm.model.train()
+        disable_dropout(lm.model)
+        calls = Counter()
+        for module in lm.model.modules():
+            if type(module).__name__.endswith("Attention"):
+                module.register_forward_pre_hook(lambda *_: calls.update(["attention"]))
+        if checkpointing:
+            lm.model.activation_checkpointing_enable()
+        lm.logits(ids, documents)[:, 1:].log_softmax(-1)[..., 4].sum().backward()
+        return calls["attention"], {name: weight.grad for name, weight in lm.model.named_parameters()}
+
+    calls, plain = gradients(False)
+    calls_again, checkpointed = gradients(True)
+    assert (calls, calls_again) == (LAYERS, 2 * LAYERS)
+    assert any(gradient.abs().sum() > 0 for gradient in plain.values())
+    for name_of_weight, gradient in plain.items():
+        assert torch.equal(gradient, checkpointed[name_of_weight]), name_of_weight
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_model_runs_without_a_mask(name):
+    lm = tiny_lm(name)
+    with pytest.raises(ModelError, match=r"without a mask.*unmask\.DiffusionLM"):
+        lm.model(random_ids(1, 4))
+    lm.logits(random_ids(1, 4))
+
+
+@pytest.mark.parametrize("extra", ["s_aux", "position_bias"])
+def test_what_the_attention_function_would_have_to_ignore_is_an_error(extra):
+    heads = torch.zeros(1, 2, 3, 4)
+    mask = unpadded_mask("causal", None, 3, False, torch.device("cpu"))
+    with pytest.raises(ModelError, match="Linear: attention sinks"):
+        unmask_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, unmask_mask=mask, **{extra: torch.zeros(2)})
+
+
+def test_a_soft_cap_that_never_bites_changes_nothing():
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 6, 8, dtype=torch.float64, generator=generator)
+    key, value = torch.randn(2, 2, 2, 6, 8, dtype=torch.float64, generator=generator)
+    mask = unpadded_mask("block_causal", 2, 6, False, torch.device("cpu"))
+    plain, _ = unmask_attention(None, query, key, value, None, unmask_mask=mask)
+    capped, _ = unmask_attention(None, query, key, value, None, unmask_mask=mask, softcap=1e6)
+    torch.testing.assert_close(capped, plain, rtol=0, atol=1e-6)  # its softmax is in float32
+    biting, _ = unmask_attention(None, query, key, value, None, unmask_mask=mask, softcap=0.5)
+    assert (biting - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("pattern", "block_size", "words"),
+    [
+        ("sideways", None, "unknown attention pattern 'sideways'.*causal, block_causal, bidirectional"),
+        ("block_causal", None, "block_size: .*at least 1"),
+        ("block_causal", 0, "block_size 0"),
+        ("causal", 4, "block_size 4 with causal attention"),
+        ("bidirectional", 4, "block_size 4 with bidirectional attention"),
+    ],
+)
+def test_patterns_that_make_no_sense_are_refused(pattern, block_size, words):
+    with pytest.raises(ConfigError, match=words):
+        check_pattern(pattern, block_size)
+    with pytest.raises(ConfigError, match=words):
+        tiny_lm("llama", pattern, block_size)
+
+
+def test_masks_are_made_once_per_pattern_and_length():
+    lm = tiny_lm("llama", "block_causal", 2)
+    clear_mask_cache()
+    assert mask_cache_stats() == {"hits": 0, "misses": 0, "hit_rate": 0.0, "size": 0}
+    for length in (5, 5, 6, 5):
+        lm.logits(random_ids(2, length))
+    assert mask_cache_stats() == {"hits": 2, "misses": 2, "hit_rate": 0.5, "size": 2}
+    rows = torch.ones(2, 5, dtype=torch.bool)
+    lm.noised_logits(random_ids(2, 5), random_ids(2, 5), None, rows)  # twice the width: another mask
+    lm.as_causal().logits(random_ids(2, 5))
+    assert mask_cache_stats() == {"hits": 2, "misses": 4, "hit_rate": 1 / 3, "size": 4}
+    lm.logits(random_ids(2, 5), torch.tensor([[1] * 5, [0] + [1] * 4]))  # padding differs from batch to batch: not kept
+    assert mask_cache_stats()["misses"] == 4
+    clear_mask_cache()
+    assert mask_cache_stats()["size"] == mask_cache_stats()["hits"] == 0
+
+
+def test_positions_begin_anew_in_every_document():
+    layout = Layout.of(torch.tensor([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]]))
+    assert layout.position_BT.tolist() == [[0, 1, 0, 1, 2, 0, 1, 0], list(range(8))]
+    assert not layout.noisy_BT.any()

@@ -1,0 +1,271 @@
+"""Loading and saving: the same weights and settings come back, a mask token is added, and every mistake has its message."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, BloomConfig, GPTJConfig, MambaConfig
+
+from tests.helpers import shared_path
+from tests.models.configurations import ALPHABET, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ConfigError, ModelError
+from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, with_pattern
+
+SETTINGS = [
+    ("causal", None, True),
+    ("causal", None, False),
+    ("block_causal", 4, True),
+    ("block_causal", 2, False),
+    ("bidirectional", None, False),
+]
+
+
+def save_stock(path, name="llama", **tokens):
+    """A folder as transformers writes it, and its model."""
+    model, tokenizer = tiny_model(name, dtype=torch.float32), character_tokenizer(ALPHABET)
+    tokenizer.add_special_tokens(tokens)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return model
+
+
+@pytest.fixture
+def stock(tmp_path):
+    save_stock(tmp_path)
+    return tmp_path
+
+
+def change_config(path, **changes):
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def same_weights(one, other):
+    one, other = one.state_dict(), other.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(("name", "settings"), list(zip(NAMES, SETTINGS * 3, strict=True)))
+def test_saving_and_loading_changes_nothing(tmp_path, name, settings):
+    attention, block_size, shift = settings
+    lm = tiny_lm(name, attention, block_size, shift=shift, dtype=torch.float32)
+    lm.save(tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert "model.safetensors" in files and not any(file.endswith((".bin", ".pt", ".pth", ".pkl")) for file in files)
+    again = load(tmp_path)
+    assert not again.model.training
+    assert same_weights(lm.model, again.model)
+    assert again.settings == lm.settings
+    assert again.settings == {"attention": attention, "block_size": block_size, "mask_token_id": VOCABULARY, "logit_shift": shift}
+    assert again.tokenizer.get_vocab() == lm.tokenizer.get_vocab() and again.tokenizer.mask_token == MASK_TOKEN
+    ids = random_ids(2, 6)
+    assert torch.equal(again.logits(ids), lm.logits(ids))
+
+
+def test_what_is_loaded_can_be_saved_again(tmp_path):
+    tiny_lm("gemma2", "block_causal", 3, dtype=torch.bfloat16).save(tmp_path / "one")
+    first = load(tmp_path / "one", dtype="bfloat16")
+    first.save(tmp_path / "two")
+    second = load(tmp_path / "two", dtype="bfloat16")
+    assert same_weights(first.model, second.model) and first.settings == second.settings
+    assert (tmp_path / "one/model.safetensors").read_bytes() == (tmp_path / "two/model.safetensors").read_bytes()
+
+
+def test_a_stock_folder_is_a_causal_model(tmp_path):
+    model = save_stock(tmp_path)
+    lm = load(tmp_path)
+    assert lm.settings == {"attention": "causal", "block_size": None, "mask_token_id": VOCABULARY, "logit_shift": True}
+    ids = random_ids(2, 7)
+    torch.testing.assert_close(lm.logits(ids)[:, 1:, :VOCABULARY], model(ids).logits[:, :-1], rtol=0, atol=1e-5)
+
+
+def test_a_saved_causal_model_is_a_stock_folder(tmp_path):
+    lm = tiny_lm("qwen3", dtype=torch.float32)
+    lm.save(tmp_path)
+    model, ids = AutoModelForCausalLM.from_pretrained(tmp_path), random_ids(1, 6)
+    expected = lm.logits(ids)[:, 1:, :VOCABULARY]
+    torch.testing.assert_close(model(ids).logits[:, :-1, :VOCABULARY], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "phi"])  # a head of its own, a tied one, one with a bias
+def test_a_mask_token_is_added_to_a_full_vocabulary(tmp_path, name):
+    before = save_stock(tmp_path, name)
+    lm = load(tmp_path)
+    assert len(lm.tokenizer) == VOCABULARY + 1 == lm.config.vocab_size
+    assert lm.tokenizer(f"ab{MASK_TOKEN}c", add_special_tokens=False)["input_ids"] == [4, 5, lm.mask_token_id, 6]
+    for old, new in (
+        (before.get_input_embeddings(), lm.model.get_input_embeddings()),
+        (before.get_output_embeddings(), lm.model.get_output_embeddings()),
+    ):
+        assert torch.equal(new.weight[:VOCABULARY], old.weight) and len(new.weight) == VOCABULARY + 1
+        torch.testing.assert_close(new.weight[VOCABULARY], old.weight.mean(0))
+    tied = [model.get_input_embeddings().weight is model.get_output_embeddings().weight for model in (before, lm.model)]
+    assert tied == [name == "gpt2"] * 2
+
+
+def test_a_mask_token_takes_a_free_row_where_there_is_one():
+    model = tiny_model("llama", dtype=torch.float32)
+    tokenizer = character_tokenizer(ALPHABET[:-3])  # three rows of the embeddings stand for no token
+    before = model.get_input_embeddings().weight.clone()
+    lm = make_diffusion(model, tokenizer)
+    after = model.get_input_embeddings().weight
+    assert lm.mask_token_id == VOCABULARY - 3 and after.shape == before.shape
+    torch.testing.assert_close(after[VOCABULARY - 3], before[: VOCABULARY - 3].mean(0))
+    others = torch.arange(VOCABULARY) != lm.mask_token_id
+    assert torch.equal(after[others], before[others])
+
+
+def test_a_tokenizer_with_a_mask_token_keeps_it(tmp_path):
+    before = save_stock(tmp_path, mask_token="e")
+    lm = load(tmp_path)
+    assert lm.mask_token_id == lm.tokenizer.convert_tokens_to_ids("e") == 8
+    assert same_weights(before, lm.model) and MASK_TOKEN not in lm.tokenizer.get_vocab()
+    assert (lm.logits(random_ids(1, 3))[..., 8] == -torch.inf).all()
+
+
+def test_a_mask_token_without_an_embedding_gets_one(tmp_path):
+    before = save_stock(tmp_path, mask_token="<hidden>")  # in the tokenizer, and the embeddings end before it
+    lm = load(tmp_path)
+    assert lm.tokenizer.mask_token == "<hidden>" and lm.mask_token_id == VOCABULARY
+    torch.testing.assert_close(lm.model.get_input_embeddings().weight[VOCABULARY], before.get_input_embeddings().weight.mean(0))
+
+
+def test_another_pattern_of_the_same_model_has_the_same_weights():
+    lm = tiny_lm("llama")
+    other = with_pattern(lm, "block_causal", 4)
+    assert other.model is lm.model and other.mask_token_id == lm.mask_token_id
+    assert (other.attention, other.block_size, other.logit_shift) == ("block_causal", 4, False)
+    assert lm.attention == "causal"
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded"),
+    [
+        ({}, ("block_causal", 4, True)),
+        ({"block_size": 8}, ("block_causal", 8, True)),
+        ({"logit_shift": False}, ("block_causal", 4, False)),
+        ({"attention": "block_causal"}, ("block_causal", 4, True)),
+        ({"attention": "bidirectional"}, ("bidirectional", None, False)),
+        ({"attention": "bidirectional", "logit_shift": True}, ("bidirectional", None, True)),
+        ({"attention": "causal"}, ("causal", None, True)),
+    ],
+)
+def test_what_is_asked_for_goes_before_what_was_saved(tmp_path, asked, loaded):
+    tiny_lm("llama", "block_causal", 4, shift=True, dtype=torch.float32).save(tmp_path)
+    lm = load(tmp_path, **asked)
+    assert (lm.attention, lm.block_size, lm.logit_shift) == loaded
+
+
+@pytest.mark.parametrize(
+    ("asked", "loaded"),
+    [
+        ({"attention": "bidirectional"}, ("bidirectional", None, False)),
+        ({"attention": "block_causal", "block_size": 2}, ("block_causal", 2, False)),
+    ],
+)
+def test_a_stock_model_takes_any_pattern(stock, asked, loaded):
+    lm = load(stock, **asked)
+    assert (lm.attention, lm.block_size, lm.logit_shift) == loaded
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
+def test_every_weight_has_the_type_asked_for(stock, dtype):
+    lm = load(stock, dtype=dtype)
+    assert {weight.dtype for weight in lm.model.parameters()} == {getattr(torch, dtype)}
+
+
+def test_new_weights_depend_on_the_seed_alone(stock):
+    one, same, other = initialise(stock, seed=1), initialise(stock, seed=1), initialise(stock, seed=2)
+    assert same_weights(one.model, same.model) and not same_weights(one.model, other.model)
+    assert one.settings == load(stock).settings
+    with pytest.raises(ModelError, match="cannot load a model config"):
+        initialise(stock / "nowhere", seed=0)
+
+
+# What is wrong with a folder, and how the error begins.
+BROKEN = {
+    "no folder": (lambda path: [file.unlink() for file in path.iterdir()], "cannot load a model config"),
+    "config that is no JSON": (lambda path: (path / "config.json").write_text("{"), "cannot load a model config.*not a valid JSON"),
+    "config of nothing": (lambda path: (path / "config.json").write_text("{}"), "cannot load a model config.*model_type"),
+    "no causal model": (lambda path: change_config(path, model_type="t5"), "cannot load the weights"),
+    "no tokenizer": (lambda path: [file.unlink() for file in path.glob("token*")], "no usable tokenizer.*tokenizer.save_pretrained"),
+    "tokenizer cut off": (lambda path: (path / "tokenizer.json").write_text('{"version"'), "no usable tokenizer"),
+    "weights of another size": (lambda path: change_config(path, hidden_size=32), "cannot load the weights"),
+    "weights cut off": (
+        lambda path: (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-10]),
+        "cannot load the weights.*safetensors",
+    ),
+    "no weights": (lambda path: (path / "model.safetensors").unlink(), "cannot load the weights.*with safetensors weights"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_folder_is_named_with_a_remedy(stock, damage, words):
+    damage(stock)
+    with pytest.raises(ModelError, match=words) as error:
+        load(stock)
+    assert error.value.where == str(stock) and error.value.remedy and "\n" not in str(error.value)
+
+
+def test_weights_that_are_missing_are_not_made_up(stock):
+    weights = load_file(stock / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, stock / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=r"the weights lack lm_head\.weight"):
+        load(stock)
+
+
+def test_pickled_weights_are_not_read(stock):
+    torch.save(load_file(stock / "model.safetensors"), stock / "pytorch_model.bin")
+    (stock / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match="safetensors"):
+        load(stock)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "words"),
+    [
+        ({"dtype": "int8"}, ModelError, "unknown dtype 'int8'.*float32"),
+        ({"device": "abacus"}, ModelError, "no device 'abacus'"),
+        ({"attention": "sideways"}, ConfigError, "unknown attention pattern"),
+        ({"attention": "block_causal"}, ConfigError, "block_size"),
+        ({"block_size": 4}, ConfigError, "block_size 4 with causal attention"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(stock, asked, error, words):
+    with pytest.raises(error, match=words):
+        load(stock, **asked)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED), "BloomForCausalLM: attention is built into"),
+        (GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED), "GPTJForCausalLM: attention is built into"),
+        (MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED), "MambaForCausalLM: its recurrent layers"),
+    ],
+    ids=["bloom", "gptj", "mamba"],
+)
+def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config, words):
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    character_tokenizer(ALPHABET).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        make_diffusion(model, character_tokenizer(ALPHABET))
+    with pytest.raises(ModelError, match=words):
+        load(tmp_path)
+
+
+def test_a_real_model_tells_its_story():
+    lm = load(shared_path("models", "stories260K"))
+    ids = lm.tokenizer("Once upon a time")["input_ids"]
+    prompt = len(ids)
+    with torch.no_grad():
+        for _ in range(20):
+            last = torch.tensor([[*ids, lm.pad_token_id]])
+            ids.append(int(lm.logits(last)[0, -1].argmax()))
+    assert lm.tokenizer.decode(ids[prompt:]).startswith(", there was a little girl named Lily")

@@ -1,0 +1,53 @@
+"""The demonstration in miniature: every stage runs, is measured and saved, and the report shows all of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import unmask
+from unmask.demo import DESCRIPTIONS, Demo, DemoSettings, run_demo
+from unmask.errors import TrainingError
+from unmask.evaluation.tasks import evaluate_task
+from unmask.tasks import get_task
+
+TINY = DemoSettings(rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=3, convert=4, sft=2, dpo=2, grpo=2)
+
+
+@pytest.mark.parametrize("task", ["sudoku", pytest.param("countdown", marks=pytest.mark.slow)])
+def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
+    output = tmp_path / "demo"
+    report = run_demo(task=task, output=output, seed=3, settings=TINY)
+    names = list(DESCRIPTIONS)
+    assert [stage.name for stage in report.stages] == names
+    assert all(stage.curves and stage.seconds > 0 for stage in report.stages)
+    assert all(stage.curves["loss"] for stage in report.stages[:4])
+    assert "reward" in report.stages[-1].curves and len(report.comparisons) == 4
+
+    page = (output / "report.html").read_text()
+    assert all(f">{name}<" in page for name in names) and "<svg" in page
+    manifest = json.loads((output / "manifest.json").read_text())
+    assert manifest["config"]["seed"] == 3 and manifest["config"]["settings"]["rows"] == 64
+
+    test_rows = get_task(task).generate("test", TINY.test_rows, 4)
+    for name in names:
+        lm = unmask.load(output / name)
+        assert lm.attention == ("causal" if name == "pretrain" else "bidirectional")
+        evaluation = json.loads((output / name / "evaluation.json").read_text())
+        assert evaluation["completions"] == evaluate_task(lm, get_task(task), test_rows).completions
+
+
+def test_no_solution_is_both_trained_on_and_tested(tmp_path):
+    demo = Demo(get_task("sudoku"), tmp_path, 0, TINY)
+    assert not {row["group"] for row in demo.train} & {row["group"] for row in demo.test}
+    mistakes = sum(row["completion"] != shown["completion"] for row, shown in zip(demo.train, demo.demonstrations, strict=True))
+    assert 0.1 < mistakes / TINY.rows < 0.5
+
+
+def test_an_existing_output_is_refused_and_left_alone(tmp_path):
+    (tmp_path / "report.html").write_text("mine")
+    with pytest.raises(TrainingError, match="not empty.*--overwrite"):
+        run_demo(output=tmp_path, settings=TINY)
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+    assert (tmp_path / "report.html").read_text() == "mine"

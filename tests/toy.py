@@ -1,0 +1,85 @@
+"""A model so small that all its sequences, masks and orders can be listed; and its likelihoods from their definitions, slowly.
+
+A GPT-2, as it computes in float64 throughout. Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, GPT2Config
+
+from unmask.data.characters import SPECIAL, character_tokenizer
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+
+ALPHABET = "ab"
+VOCABULARY = len(SPECIAL) + len(ALPHABET)
+
+KINDS = {
+    "bidirectional": ("bidirectional", None, False),
+    "bidirectional with a shift": ("bidirectional", None, True),
+    "blocks of three": ("block_causal", 3, False),
+    "blocks of three with a shift": ("block_causal", 3, True),
+    "causal without a shift": ("causal", None, False),
+}
+"""Attention, block size and shift of the models that are noised. A causal model with a shift is not: it needs no noise."""
+
+
+def toy(kind: str = "bidirectional", *, attention: tuple[str, int | None, bool] | None = None, seed: int = 0) -> DiffusionLM:
+    """A toy of one of KINDS, or of any attention, block size and shift; its predictions depend strongly on what they see."""
+    pattern, block_size, shift = attention or KINDS[kind]
+    tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=32, initializer_range=0.7, **tokens)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+    return make_diffusion(model, character_tokenizer(ALPHABET), attention=pattern, block_size=block_size, logit_shift=shift)
+
+
+def random_row(length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def groups(lm: DiffusionLM, start: int, stop: int) -> list[list[int]]:
+    """The positions start..stop-1 by attention block, of a row that begins at position 0."""
+    block = {"bidirectional": stop, "causal": 1}.get(lm.attention, lm.block_size)
+    return [list(members) for _, members in itertools.groupby(range(start, stop), key=lambda position: position // block)]
+
+
+@torch.no_grad()
+def conditionals(lm: DiffusionLM, row_T: Tensor, positions: Sequence[int]) -> Tensor:
+    """[S, L]: log p(token of position i | all but the hidden ones), bit i of the row number says whether it is hidden; else 0.
+
+    In a model by blocks nothing that comes after the block of these positions is there yet.
+    """
+    count = len(positions)
+    stop = len(row_T) if lm.attention == "bidirectional" else positions[-1] + 1
+    if lm.attention == "block_causal":
+        stop = min(len(row_T), (positions[-1] // lm.block_size + 1) * lm.block_size)
+    hidden_SL = torch.arange(2**count)[:, None] >> torch.arange(count) & 1 == 1
+    noisy_ST = row_T[:stop].repeat(2**count, 1)
+    noisy_ST[:, positions] = torch.where(hidden_SL, lm.mask_token_id, row_T[positions])
+    log_prob_STV = lm.logits(noisy_ST).log_softmax(-1)
+    return log_prob_STV[:, positions].gather(2, row_T[positions].expand(2**count, count)[..., None]).squeeze(2) * hidden_SL
+
+
+def lower_bound(table_SL: Tensor) -> float:
+    """The ELBO: the sum over k of 1/k times the mean, over the sets of k hidden tokens, of their summed log-probabilities."""
+    count = table_SL.shape[1]
+    sets = [sum(1 << i for i in chosen) for k in range(1, count + 1) for chosen in itertools.combinations(range(count), k)]
+    return sum(table_SL[s].sum().item() / s.bit_count() / math.comb(count, s.bit_count()) for s in sets)
+
+
+def any_order(table_SL: Tensor) -> float:
+    """The log of the mean over all orders of revealing the tokens of the product of conditionals."""
+    count = table_SL.shape[1]
+    orders = []
+    for order in itertools.permutations(range(count)):
+        left = [sum(1 << i for i in order[place:]) for place in range(count)]
+        orders.append(sum(table_SL[hidden, i] for hidden, i in zip(left, order, strict=True)))
+    return (torch.stack(orders).logsumexp(0) - math.log(len(orders))).item()

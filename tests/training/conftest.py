@@ -1,0 +1,110 @@
+"""A character-level Llama of two layers, rows of different lengths, and quiet settings: a training run takes a blink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainerCallback
+
+from unmask.data.characters import character_tokenizer
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+from unmask.training.dpo import DPOConfig, DPOTrainer
+from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.pretrain import PretrainConfig, PretrainTrainer
+from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.training.trainer import DiffusionTrainer
+
+ALPHABET = "abcdefgh"
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+TEXTS = [{"text": text} for text in ("abcab", "ghgh", "aabbccdd", "fe", "hgfedcba", "cafe", "deadbeef", "babe")]
+PAIRS = [{"prompt": text[:2], "completion": text[2:] or "a"} for text in (row["text"] for row in TEXTS)]
+PREFERENCES = [{"prompt": p["prompt"], "chosen": p["completion"], "rejected": p["completion"][::-1] + "h"} for p in PAIRS]
+
+
+def stock(dtype: torch.dtype = torch.float32, **config: Any) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """A causal model of transformers and its tokenizer, without a mask token: always the same weights."""
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape, **ids, **config))
+    return model.to(dtype), tokenizer
+
+
+def tiny(
+    attention: str = "bidirectional",
+    block_size: int | None = None,
+    *,
+    logit_shift: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> DiffusionLM:
+    """The stock model under a pattern; `config` goes to its LlamaConfig."""
+    return make_diffusion(*stock(dtype, **config), attention=attention, block_size=block_size, logit_shift=logit_shift)
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    """What every config of these tests shares."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "max_length": 32,
+        **more,
+    }
+
+
+def share_of_a(completions: list[str], **_: Any) -> list[float]:
+    """A reward that a policy can learn in a few steps."""
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
+    """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
+    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress") if name in more}
+    if verb == "pretrain":
+        args = PretrainConfig(**settings(folder, packing=False) | more)
+        return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)
+    if verb == "sft":
+        return SFTTrainer(lm or tiny(), SFTConfig(**settings(folder) | more), rows or PAIRS, **taken)
+    if verb == "dpo":
+        return DPOTrainer(lm or tiny(), DPOConfig(**settings(folder, samples=2) | more), rows or PREFERENCES, **taken)
+    reward = more.pop("reward", share_of_a)
+    rollout = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
+    return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **rollout) | more), rows or PAIRS, **taken)
+
+
+def batch(trainer: DiffusionTrainer, *rows: int) -> dict[str, torch.Tensor]:
+    """These rows of the training data, collated."""
+    return trainer.data_collator([trainer.train_dataset[row] for row in rows])
+
+
+def weights(lm: DiffusionLM) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in lm.model.state_dict().items()}
+
+
+def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights agree bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+class Before(TrainerCallback):
+    """Calls `act` when this many optimizer steps are done, after the next one's batches were made."""
+
+    def __init__(self, step: int, act: Callable[[], None]):
+        self.step, self.act = step, act
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.act()

@@ -1,0 +1,191 @@
+"""A conversion trains in each stage what the stage says, at its rate, and gives a diffusion model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, tiny, weights
+from unmask.errors import ConfigError, DataError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+from unmask.training.convert import STAGES, ConversionStage, ConvertConfig, ConvertTrainer, StageTrainer
+
+
+def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
+    taken = {name: more.pop(name) for name in ("stages", "eval_dataset", "progress", "peft_config", "callbacks") if name in more}
+    return ConvertTrainer(lm or tiny("causal"), ConvertConfig(**settings(folder, max_steps=10) | more), rows or TEXTS, **taken)
+
+
+def converted(folder: Path, lm: DiffusionLM | None = None, **more: Any) -> dict[str, torch.Tensor]:
+    trainer = convert(folder, lm, **more)
+    trainer.train()
+    return weights(trainer.lm)
+
+
+def stage_trainer(folder: Path, rows: Any, **more: Any) -> StageTrainer:
+    """The trainer of the second stage."""
+    whole = convert(folder, rows=rows, **more)
+    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=STAGES[1])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_first_stage_moves_attention_and_the_mask_row_and_nothing_else(tied, tmp_path):
+    lm = tiny("causal", tie_word_embeddings=tied)
+    start = weights(lm)
+    end = converted(tmp_path, lm, stages=STAGES[:1], weight_decay=0.1)
+    mask = lm.mask_token_id
+    for name, before in start.items():
+        if ".self_attn." in name:
+            assert not torch.equal(end[name], before), name
+        elif name == "model.embed_tokens.weight" or (tied and name == "lm_head.weight"):
+            others = torch.arange(len(before)) != mask
+            assert torch.equal(end[name][others], before[others]), name
+            assert not torch.equal(end[name][mask], before[mask]), name
+        else:
+            assert torch.equal(end[name], before), name
+
+
+def test_after_the_first_stage_everything_is_trained(tmp_path):
+    lm = tiny("causal")
+    start = weights(lm)
+    end = converted(tmp_path, lm, stages=STAGES[1:2])
+    assert not any(torch.equal(end[name], start[name]) for name in start)
+    assert all(parameter.requires_grad for parameter in lm.model.parameters()) and not lm.model.training
+
+
+def test_the_stages_share_the_steps_and_scale_the_rate(tmp_path):
+    trainer = convert(tmp_path, max_steps=10, lr_scheduler_type="constant", eval_dataset=TEXTS[:2])
+    trainer.train()
+    lines = [line for line in trainer.log_history if "loss" in line]
+    assert [line["stage"] for line in lines] == [1] + [2] * 6 + [3] * 3
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert [line["learning_rate"] for line in lines] == pytest.approx([0.5e-2] + [1e-2] * 6 + [0.3e-2] * 3)
+    assert ["lm_cross_entropy" in line for line in lines] == [False] * 7 + [True] * 3
+    assert [line["stage"] for line in trainer.log_history if "eval_loss" in line] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("steps", range(1, 8))
+def test_the_shares_add_up_even_where_a_stage_gets_none(steps, tmp_path):
+    trainer = convert(tmp_path, max_steps=steps)
+    trainer.train()
+    assert len([line for line in trainer.log_history if "loss" in line]) == steps
+
+
+def test_epochs_are_shared_out_like_steps(tmp_path):
+    trainer = convert(tmp_path, max_steps=-1, num_train_epochs=5.0, packing=False)  # 8 rows in batches of 4
+    trainer.train()
+    assert [line["stage"] for line in trainer.log_history if "loss" in line] == [1] + [2] * 6 + [3] * 3
+
+
+def test_the_auxiliary_loss_is_the_causal_one_of_the_same_weights(tmp_path):
+    def losses(lm_loss: float) -> dict[str, float]:
+        stage = ConversionStage(share=1, rate=1, lm_loss=lm_loss)
+        trainer = convert(tmp_path, stages=[stage], max_steps=1)
+        trainer.train()
+        return trainer.log_history[0]
+
+    without, added = losses(0.0), losses(0.25)
+    pretrainer = make("pretrain", tmp_path, packing=True)
+    causal = pretrainer.compute_loss(pretrainer.model, batch(pretrainer, *range(len(pretrainer.train_dataset)))).item()
+    assert added["lm_cross_entropy"] == pytest.approx(causal, rel=1e-5)
+    assert added["loss"] == pytest.approx(without["loss"] + 0.25 * causal, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        {"attention": "bidirectional"},
+        {"attention": "bidirectional", "logit_shift": True},
+        {"attention": "bidirectional", "schedule": "cosine"},
+        {"attention": "block_causal", "block_size": 4},
+        {"attention": "block_causal", "block_size": 4, "complementary": True},
+        {"attention": "block_causal", "block_size": 1, "logit_shift": True},
+    ],
+    ids=lambda pattern: " ".join(map(str, pattern.values())),
+)
+def test_the_converted_model_has_its_pattern_and_survives_saving(pattern, tmp_path):
+    lm = tiny("causal")
+    trainer = convert(tmp_path / "run", lm, max_steps=3, **pattern)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert loaded.settings == trainer.lm.settings
+    assert loaded.attention == pattern["attention"] and loaded.block_size == pattern.get("block_size")
+    assert loaded.logit_shift == pattern.get("logit_shift", False)
+    ids = torch.tensor([[1, 4, 5, 6, lm.mask_token_id, 7]])
+    assert torch.equal(loaded.logits(ids), trainer.lm.logits(ids))
+
+
+def test_complementary_views_learn_every_token_in_each_step(tmp_path):
+    trainer = stage_trainer(tmp_path, TEXTS, attention="block_causal", block_size=4, complementary=True)
+    rows = trainer.data_collator(list(trainer.train_dataset))
+    views = trainer.plan(rows)
+    assert views.count == 2
+    assert torch.equal(views.scored_BVT.sum(1), rows["maskable"].long())
+
+
+def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
+    trainer = stage_trainer(tmp_path, PAIRS, canvas_length=8)
+    rows = trainer.data_collator(list(trainer.train_dataset))
+    views = trainer.plan(rows)
+    prompt_BT = ~rows["maskable"] & ~rows["tail"]
+    assert not (views.hidden_BVT[:, 0] & prompt_BT).any()
+    assert views.hidden_BVT[:, 0][rows["tail"]].all() and not views.scored_BVT[:, 0][rows["tail"]].any()
+    converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=3)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("stage-2/checkpoint-6", "stage-3"),  # stopped in the middle of the second stage
+        ("stage-2", "stage-3"),  # between the first and the second
+        ("stage-3",),
+        ("stage-3/checkpoint-3",),
+        (),  # it was over
+    ],
+    ids=lambda lost: " ".join(lost) or "nothing",
+)
+def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
+    # A constant rate, so that a step too many shows; two steps an epoch, so that stages end in the middle of one.
+    run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
+    straight = converted(tmp_path, **run)
+    for name in lost:
+        shutil.rmtree(tmp_path / name)
+    trainer = convert(tmp_path, **run)
+    trainer.train(resume_from_checkpoint=True)
+    assert equal(weights(trainer.lm), straight)
+
+
+def test_progress_goes_once_from_start_to_end(tmp_path):
+    fractions: list[float] = []
+
+    class Recorder:
+        def update(self, fraction: float, **metrics: float) -> None:
+            fractions.append(fraction)
+
+    converted(tmp_path, progress=Recorder())
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0
+    assert {0.1, 0.7} <= {round(fraction, 6) for fraction in fractions}
+
+
+def test_what_cannot_be_converted_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"attention: conversion to causal attention.*bidirectional or block_causal"):
+        convert(tmp_path, attention="causal")
+    with pytest.raises(ConfigError, match="block_size"):
+        convert(tmp_path, attention="block_causal")
+    for empty in ([], [{"text": ""}]):
+        with pytest.raises(DataError, match="train_dataset: no text to train on"):
+            ConvertTrainer(tiny("causal"), ConvertConfig(**settings(tmp_path)), empty)
+    with pytest.raises(DataError, match="train_dataset, row 5: no column 'text'"):
+        convert(tmp_path, rows=[*TEXTS[:5], {"prompt": "a"}])
+    with pytest.raises(DataError, match="eval_dataset, row 1: no column 'completion'"):
+        convert(tmp_path, eval_dataset=[PAIRS[0], {"prompt": "a"}])
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="peft_config"):
+        convert(tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM"))

@@ -1,0 +1,283 @@
+"""Rollouts, masks and scores of GRPO: each made once, used once, and the same however the batch is cut up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.conftest import PAIRS, equal, make, settings, share_of_a, tiny, weights
+from unmask.config import SamplerConfig
+from unmask.demo import DemoSettings, small_model
+from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.generation.sampler import generate
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+from unmask.tasks import get_task
+from unmask.training import grpo
+from unmask.training.grpo import GRPOConfig, GRPOTrainer, GroupSampler, make_rollout
+
+METHODS = ["diffu-grpo", "cj-grpo"]
+
+
+def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -> GRPOTrainer:
+    """A training run with rewards of its own."""
+    trainer = make("grpo", folder, lm, reward=reward, **more)
+    assert isinstance(trainer, GRPOTrainer)
+    trainer.train()
+    return trainer
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, see: Callable[..., None]) -> None:
+    """Show `see` the result and the arguments of every call."""
+    original = getattr(owner, name)
+
+    def seen(*arguments: Any, **more: Any) -> Any:
+        result = original(*arguments, **more)
+        see(result, *arguments)
+        return result
+
+    monkeypatch.setattr(owner, name, seen)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
+def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path, monkeypatch):
+    calls: list[tuple[float, float]] = []
+
+    def see(loss: Any, *_: Any) -> None:
+        calls.append(((loss.ratio_BT - 1).abs().max().item(), loss.kl_BT.abs().max().item()))
+
+    spy(monkeypatch, grpo, "clipped_surrogate", see)
+    def ranks(completions: list[str], **_: Any) -> list[float]:
+        return [float(rank) for rank in range(len(completions))]
+
+    lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
+    run(tmp_path, ranks, lm, num_iterations=2, beta=0.1, gradient_accumulation_steps=2, max_steps=4, method=method)
+    ratios, kls = [ratio for ratio, _ in calls], [kl for _, kl in calls]
+    assert ratios[0:2] == [0, 0] == ratios[4:6]  # both micro-batches of the first update on each rollout
+    assert min(ratios[2:4] + ratios[6:8]) > 0
+    assert kls[0:2] == [0, 0] and min(kls[2:]) > 0
+
+
+@pytest.mark.parametrize(("accumulation", "iterations"), [(2, 2), (2, 12), (3, 4)])
+def test_every_mask_is_planned_once_and_used_once(accumulation, iterations, tmp_path, monkeypatch):
+    planned: list[Any] = []
+    used: list[Any] = []
+    shape = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations, "max_steps": 2 * iterations}
+    trainer = make("grpo", tmp_path, per_device_train_batch_size=2, rows=PAIRS[:6], prompt_mask_rate=0.5, **shape)
+
+    def plan(*arguments: Any) -> Any:
+        planned.append(method.plan(*arguments))
+        return planned[-1]
+
+    method = trainer.method
+    trainer.method = replace(method, plan=plan)
+    spy(monkeypatch, trainer, "micro_loss", lambda _, lm, batch: used.append(batch["views"]))
+    trainer.train()
+    assert len(planned) == 2 * accumulation * iterations
+    assert {id(views) for views in planned} == {id(views) for views in used} and len(used) == len(planned)
+    assert len({views.hidden_BVT.numpy().tobytes() for views in planned[:iterations]}) > 1  # of one rollout, by chance
+
+
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_each_step_holds_whole_groups_and_each_epoch_each_prompt(repeats):
+    sampler = GroupSampler(7, prompts=3, group=4, repeats=repeats, seed=0)
+    first = list(sampler)
+    assert len(first) == len(sampler) == 2 * repeats * 12
+    steps = [first[at : at + 12] for at in range(0, len(first), 12)]
+    assert steps == [step for step in steps[::repeats] for _ in range(repeats)]
+    for step in steps:
+        assert set(Counter(index // 4 for index in step).values()) == {4} and len(set(step)) == 12
+    assert len(set(first)) == 24
+    sampler.set_epoch(1)
+    second = list(sampler)
+    sampler.set_epoch(0)
+    assert list(sampler) == first != second
+
+
+def rollouts(folder: Path, *, size: int, accumulation: int, **more: Any) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
+    """Completions by step, prompt and repeat, and the weights at the end."""
+    lm = tiny(dtype=torch.float64)
+    trainer = make("grpo", folder, lm, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, num_generations=4, **more)
+    made: dict[Any, Any] = {}
+    sample = trainer.sample
+
+    def recording(rows: Any, **arguments: Any) -> Any:
+        generation = sample(rows, **arguments)
+        assert set(Counter(row["sample_id"] for row in rows).values()) == {4}
+        for row, tokens in zip(rows, generation.tokens, strict=True):
+            made[trainer.state.global_step, row["sample_id"], row["repeat"]] = tokens
+        return generation
+
+    trainer.sample = recording
+    trainer.train()
+    return made, weights(lm)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rollouts_and_gradients_do_not_depend_on_how_the_batch_is_cut(method, tmp_path):
+    shape = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "method": method}
+    made, trained = rollouts(tmp_path, size=8, accumulation=1, **shape)
+    assert len(made) == 16 and len({tuple(tokens) for tokens in made.values()}) > 8
+    for size, accumulation, more in [(4, 2, {}), (1, 8, {}), (8, 1, {"rollout_batch_size": 3}), (4, 2, {"score_chunk": 1})]:
+        again, other = rollouts(tmp_path, size=size, accumulation=accumulation, **shape, **more)
+        assert again == made
+        torch.testing.assert_close(other, trained, rtol=0, atol=1e-6)  # advantages are float32
+
+
+def test_two_runs_with_two_seeds_differ(tmp_path):
+    assert rollouts(tmp_path, size=8, accumulation=1)[0] != rollouts(tmp_path, size=8, accumulation=1, seed=1)[0]
+
+
+def test_a_run_with_inner_iterations_resumes_at_a_rollout_bit_for_bit(tmp_path):
+    shape = {"max_steps": 8, "num_iterations": 2, "save_strategy": "steps", "save_steps": 4, "rows": PAIRS[:6]}  # six steps an epoch
+    straight = make("grpo", tmp_path, **shape)
+    straight.train()
+    resumed = make("grpo", tmp_path, **shape)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert equal(weights(resumed.lm), weights(straight.lm))
+    assert not equal(weights(straight.lm), weights(load(tmp_path / "checkpoint-4")))
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_rewards_are_asked_as_trl_asks_them(chat, tmp_path):
+    calls: list[dict[str, Any]] = []
+
+    def reward(prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], answer: list[str], **rest: Any) -> list[float]:
+        calls.append({"prompts": prompts, "completions": completions, "ids": completion_ids, "answer": answer, "rest": rest})
+        return [0.0] * len(prompts)
+
+    prompts = [[{"role": "user", "content": pair["prompt"]}] if chat else pair["prompt"] for pair in PAIRS]
+    trainer = run(tmp_path, reward, rows=[{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)], max_steps=1)
+    [call] = calls
+    assert call["rest"] == {}
+    assert [prompts[int(answer)] for answer in call["answer"]] == call["prompts"]
+    assert call["answer"][0::2] == call["answer"][1::2]
+    texts = [trainer.lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in call["ids"]]
+    assert call["completions"] == ([[{"role": "assistant", "content": text}] for text in texts] if chat else texts)
+
+
+def test_async_rewards_are_waited_for(tmp_path):
+    async def waiting(completions: list[str], **columns: Any) -> list[float]:
+        return share_of_a(completions)
+
+    assert equal(weights(run(tmp_path, waiting).lm), weights(run(tmp_path, share_of_a).lm))
+
+
+def test_rewards_are_logged_from_the_first_step_on(tmp_path):
+    trainer = run(tmp_path, [share_of_a, lambda completions, **_: [1.0] * len(completions)], max_steps=3, reward_weights=[1.0, 0.5])
+    lines = trainer.state.log_history[:3]
+    for line in lines:
+        assert line["reward"] == pytest.approx(line["rewards/share_of_a"] + 0.5)
+        assert {"reward_std", "unscored", "completion_length", "clipped", "kl"} <= line.keys()
+    assert not any(name.startswith("eval_") for line in trainer.state.log_history for name in line)
+
+
+def test_completions_without_a_reward_teach_nothing(tmp_path):
+    def never(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    def sometimes(prompts: list[str], completions: list[str], **_: Any) -> list[float | None]:
+        return [None if prompt == "ab" else float(rank) for rank, prompt in enumerate(prompts)]
+
+    lm = tiny()
+    before = weights(lm)
+    line = run(tmp_path, never, lm, max_steps=1, weight_decay=0.0).state.log_history[0]
+    assert equal(weights(lm), before)
+    assert line["unscored"] == 1.0 and line["loss"] == 0.0 and "reward" not in line
+
+    rows = [{"prompt": "ab"}, {"prompt": "cd"}]
+    trainer = run(tmp_path, sometimes, rows=rows, num_generations=4, per_device_train_batch_size=8, max_steps=1)
+    line = trainer.state.log_history[0]
+    assert line["unscored"] == 0.5 and line["reward"] in (1.5, 5.5)  # of the first four completions, or of the last
+    [experience] = trainer.buffer
+    silent_B = experience.rollout.ids_BT[:, 1] == trainer.lm.tokenizer.convert_tokens_to_ids("a")
+    assert silent_B.sum() == 4
+    assert (experience.advantage_B[silent_B] == 0).all() and (experience.advantage_B[~silent_B] != 0).any()
+
+
+@pytest.mark.parametrize("eos", [True, False])
+def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
+    lm = tiny()
+    if not eos:
+        with torch.no_grad():
+            lm.model.model.embed_tokens.weight[lm.eos_token_id] = 0
+            lm.model.model.norm.weight *= 100
+    sampler = SamplerConfig(max_new_tokens=8, temperature=1.0, block_size=2, trace=True)
+    prompts = [pair["prompt"] * (1 + i % 3) for i, pair in enumerate(PAIRS)]
+    generation = generate(lm, prompts, sampler)
+    rollout = make_rollout(lm, generation, slice(2, 8))
+    ends = []
+    for row in range(6):
+        prompt, tokens = generation.prompts[2 + row], generation.tokens[2 + row]
+        assert rollout.ids_BT[row, rollout.prompt_BT[row]].tolist() == prompt
+        assert rollout.ids_BT[row, rollout.completion_BT[row]].tolist() == tokens
+        assert rollout.documents_BT[row].sum() == len(prompt) + 8
+        assert rollout.beyond_BT[row].sum() == 8 - len(tokens)
+        assert (rollout.steps_BT[row, rollout.completion_BT[row]] >= 0).all()
+        ends.append(tokens[-1] == lm.eos_token_id)
+        assert ends[-1] or len(tokens) == 8  # truncated: the whole canvas counts
+    assert any(ends) if eos else not all(ends)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bandit_is_learnt(method, tmp_path):
+    trainer = run(
+        tmp_path,
+        share_of_a,
+        method=method,
+        max_steps=30,
+        num_generations=8,
+        per_device_train_batch_size=32,
+        learning_rate=5e-3,
+    )
+    rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
+    assert sum(rewards[:3]) / 3 < 0.3 and sum(rewards[-3:]) / 3 > 0.6
+
+
+def test_held_out_prompts_are_answered_greedily(tmp_path):
+    def length(completion_ids: list[list[int]], x: list[int], **_: Any) -> list[float]:
+        return [len(ids) + value for ids, value in zip(completion_ids, x, strict=True)]
+
+    held_out = [{"prompt": "ab", "x": 1}, {"prompt": "cdef", "x": 5}]
+    trainer = make("grpo", tmp_path, reward=length, rows=held_out, eval_dataset=held_out, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    tokens = generate(trainer.lm, ["ab", "cdef"], trainer.args.sampler(temperature=0.0, seed=0)).tokens
+    assert trainer.evaluate()["eval_reward"] == pytest.approx((len(tokens[0]) + 1 + len(tokens[1]) + 5) / 2)
+    assert [line["step"] for line in trainer.state.log_history if "eval_reward" in line] == [1, 2, 2]
+
+
+def test_the_name_of_a_task_is_a_reward(tmp_path):
+    task = get_task("sudoku")
+    lm = small_model(task, DemoSettings(hidden=32, layers=1), 0)
+    shared = settings(tmp_path, num_generations=2, max_completion_length=task.max_completion, max_steps=1)
+    trainer = GRPOTrainer(lm, ["sudoku", share_of_a], GRPOConfig(**shared), task.generate("train", 4, 0))
+    trainer.train()
+    assert {"rewards/sudoku", "rewards/share_of_a"} <= trainer.state.log_history[0].keys()
+    with pytest.raises(ConfigError, match="unknown task 'sudoko'.*sudoku"):
+        GRPOTrainer(lm, "sudoko", GRPOConfig(**shared), task.generate("train", 4, 0))
+
+
+def test_batches_that_cannot_hold_whole_groups_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"num_generations: 4 completions a step are not a multiple of 3\. Change per_device_train_batch_size"):
+        make("grpo", tmp_path, num_generations=3)
+    with pytest.raises(ConfigError, match="train_dataset: 1 prompts, but a step needs 2"):
+        make("grpo", tmp_path, rows=PAIRS[:1])
+    with pytest.raises(ConfigError, match="unknown method 'grpo'"):
+        make("grpo", tmp_path, method="grpo")
+    with pytest.raises(DataError, match="row 1: no column 'prompt'"):
+        make("grpo", tmp_path, rows=[PAIRS[0], {"text": "a"}])
+
+
+def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
+    lm = tiny()
+    with torch.no_grad():
+        lm.model.model.norm.weight[0] = torch.nan
+    with pytest.raises(GenerationError, match="NaN"):
+        make("grpo", tmp_path, lm).train()

@@ -1,0 +1,239 @@
+"""The training verbs from their settings to a saved model, and what they say of bad input."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.helpers import REPOSITORY
+from tests.training.conftest import equal, weights
+from unmask.cli import app
+from unmask.config_files import parse_yaml
+from unmask.demo import DemoSettings, small_model
+from unmask.models.load import load
+from unmask.monitor import MetricsLog
+from unmask.tasks import get_task
+
+QUICK = [
+    *("training.max_steps=2", "training.per_device_train_batch_size=4", "training.logging_steps=1", "training.use_cpu=true"),
+    *("data.max_rows=16", "data.eval_rows=4"),
+]
+GRPO = ["training.num_generations=2", "training.max_completion_length=17"]
+PAIR = {"prompt": "1200=", "completion": "34"}
+
+
+def unmask(*args: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model over Sudoku's characters."""
+    path = tmp_path_factory.mktemp("models") / "causal"
+    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
+    architecture = tmp_path / "architecture"
+    shutil.copytree(model, architecture)
+    (architecture / "model.safetensors").unlink()
+    runs = [
+        ("pretrain", architecture, ["--data", text, "model.from_scratch=true"], "causal"),
+        ("convert", tmp_path / "pretrain" / "model", ["--task", "sudoku", "training.max_steps=4"], "bidirectional"),
+        ("sft", tmp_path / "convert" / "model", ["--task", "sudoku"], "bidirectional"),
+        ("dpo", tmp_path / "sft" / "model", ["--task", "sudoku", "lora.r=2"], "bidirectional"),
+        ("grpo", tmp_path / "dpo" / "model", ["--task", "sudoku", *GRPO], "bidirectional"),
+    ]
+    for verb, start, options, attention in runs:
+        output = tmp_path / verb
+        result = unmask(verb, "--model", start, "--output", output, *QUICK, *options)
+        assert result.exit_code == 0, (verb, result.output, result.exception)
+        assert load(output / "model").attention == attention
+        assert parse_yaml((output / "config.yaml").read_text(), "config.yaml")["model"]["path"] == str(start)
+        assert json.loads((output / "manifest.json").read_text())["verb"] == verb
+        assert (output / "evaluation.json").exists() == ("sudoku" in options)
+        folder = output / "stage-3" if verb == "convert" else output
+        assert MetricsLog(folder / "metrics.jsonl").read()[0]["step"] == 1
+    evaluation = json.loads((tmp_path / "grpo" / "evaluation.json").read_text())
+    assert evaluation["rows"] == 4 and len(evaluation["completions"]) == 4
+
+    final = tmp_path / "grpo" / "model"
+    sampler = ["--max-new-tokens", "17"]
+    generated = unmask("generate", final, "--prompt", "1200340021004300=", *sampler, "--json")
+    assert generated.exit_code == 0 and len(json.loads(generated.stdout)["tokens"]) <= 17
+    measured = unmask("evaluate", final, "--task", "sudoku", "--rows", "4", *sampler, "--output", tmp_path / "sudoku.json")
+    assert measured.exit_code == 0 and "solved" in measured.stdout
+    assert json.loads((tmp_path / "sudoku.json").read_text())["rows"] == 4
+    likely = unmask("evaluate", final, "--likelihood", text, "--samples", "2")
+    assert likely.exit_code == 0 and "nats per token" in likely.stdout
+    shown = unmask("inspect", final)
+    assert shown.exit_code == 0 and "bidirectional" in shown.stdout and "LlamaForCausalLM" in shown.stdout
+
+
+def test_a_run_goes_on_where_it_was_and_may_begin_with_resume(model, tmp_path):
+    run = ["sft", "--model", model, "--task", "sudoku", *QUICK, "training.max_steps=4", "training.save_steps=2", "--output"]
+    assert unmask(*run, tmp_path / "straight").exit_code == 0
+    assert unmask(*run, tmp_path / "resumed", "--resume").exit_code == 0
+    shutil.rmtree(tmp_path / "resumed" / "checkpoint-4")
+    shutil.rmtree(tmp_path / "resumed" / "model")
+    assert unmask(*run, tmp_path / "resumed").exit_code == 2
+    assert unmask(*run, tmp_path / "resumed", "--resume").exit_code == 0
+    one, other = (weights(load(tmp_path / name / "model")) for name in ("straight", "resumed"))
+    assert equal(one, other)
+    steps = [line["step"] for line in MetricsLog(tmp_path / "resumed" / "metrics.jsonl").read() if "loss" in line]
+    assert steps == [1, 2, 3, 4, 3, 4]
+
+
+def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "precious.txt").write_text("results")
+    result = unmask("sft", "--model", model, "--task", "sudoku", "--output", output, *QUICK)
+    assert_refused(result, "out", "not empty", "--overwrite")
+    assert [path.name for path in output.iterdir()] == ["precious.txt"]
+    assert (output / "precious.txt").read_text() == "results"
+
+
+def assert_refused(result: Any, *words: str) -> None:
+    """One line that says what, where and the remedy; no traceback; exit code 2."""
+    assert result.exit_code == 2, (result.output, result.exception)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and lines[0] == result.stderr.splitlines()[-1]
+    for word in words:
+        assert word in lines[0]
+    assert "Traceback" not in result.output
+
+
+def lines(*rows: Any) -> str:
+    return "\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("verb", "content", "words"),
+    [
+        ("sft", None, ["rows.jsonl", "no such file", "Check the path"]),
+        ("sft", "\n \n", ["rows.jsonl", "empty", "at least one row"]),
+        ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Mend or remove"]),
+        ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no column 'completion'", "prompt"]),
+        ("sft", lines(PAIR, {**PAIR, "prompt": "1" * 200}), ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "drop the row"]),
+        ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no column 'text'", "story"]),
+        ("pretrain", lines({"text": 12}), ["rows.jsonl, row 0", "12 is not text", "strings"]),
+        ("dpo", lines({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2"}), ["row 1", "no column 'rejected'"]),
+        ("grpo", lines(PAIR, {"prompt": "1" * 120}), ["rows.jsonl, row 1", "138 tokens", "context is 128", "max_completion_length"]),
+        ("grpo", lines(PAIR, {"text": "1"}), ["rows.jsonl, row 1", "no column 'prompt'"]),
+    ],
+)
+def test_bad_data_is_named_and_nothing_is_written(verb, content, words, model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    if content is not None:
+        path.write_text(content)
+    rewards = [*GRPO, 'rewards=["sudoku"]'] if verb == "grpo" else []
+    result = unmask(verb, "--model", model, "--data", path, "--output", tmp_path / "out", *QUICK, *rewards)
+    assert_refused(result, *words)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_an_incomplete_model_is_refused(missing, model, tmp_path):
+    shutil.copytree(model, tmp_path / "broken")
+    for path in (tmp_path / "broken").glob("tokenizer*" if "tokenizer" in missing else missing):
+        path.unlink()
+    word = {"config.json": "config", "tokenizer.json": "tokenizer", "model.safetensors": "weights"}[missing]
+    result = unmask("sft", "--model", tmp_path / "broken", "--task", "sudoku", "--output", tmp_path / "out", *QUICK)
+    assert_refused(result, "broken", word)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("verb", "options", "words"),
+    [
+        ("sft", ["training.learning_rat=1"], ["training.learning_rat", "learning_rate"]),
+        ("sft", ["data.task=sudoko"], ["unknown task 'sudoko'", "sudoku"]),
+        ("sft", ["model.from_scratch=true"], ["model.from_scratch", "Pre-train it first"]),
+        ("grpo", ["training.num_generations=3", "training.max_completion_length=17"], ["num_generations", "4 completions"]),
+        ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["rewards", "nowhere:reward", "package.module:function"]),
+        ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
+        ("convert", ["lora.r=2"], ["adapters", "SFTTrainer"]),
+    ],
+)
+def test_bad_settings_are_named_and_nothing_is_written(verb, options, words, model, tmp_path):
+    task = [] if any("task" in option for option in options) else ["--task", "sudoku"]
+    assert_refused(unmask(verb, "--model", model, *task, "--output", tmp_path / "out", *QUICK, *options), *words)
+    assert not (tmp_path / "out").exists()
+
+
+def test_without_data_there_is_nothing_to_train_on(model, tmp_path):
+    assert_refused(unmask("sft", "--model", model, "--output", tmp_path / "out", *QUICK), "data.train", "--data FILE_OR_ID or --task NAME")
+
+
+def test_a_prompt_longer_than_the_context_is_refused(model):
+    result = unmask("generate", model, "--prompt", "12=", "--prompt", "1" * 120, "--max-new-tokens", "17")
+    assert_refused(result, "prompt 1", "121 prompt tokens and 17 new ones", "context of 128", "max_new_tokens")
+
+
+def test_a_loss_that_explodes_ends_the_run_and_spares_what_was_saved(model, tmp_path):
+    explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.save_steps=1", "training.lr_scheduler_type=constant"]
+    result = unmask("sft", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK, *explode)
+    assert_refused(result, "step ", "the loss is", "learning rate")
+    assert list((tmp_path / "out").glob("checkpoint-*"))
+    assert not (tmp_path / "out" / "model").exists()
+
+
+def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_path):
+    for name in ("train", "held_out"):
+        (tmp_path / f"{name}.jsonl").write_text(lines(PAIR, {**PAIR, "prompt": "3400="}))
+    options = ["--data", tmp_path / "train.jsonl", f"data.eval={tmp_path / 'held_out.jsonl'}", 'rewards=["tests.training.conftest:share_of_a"]']
+    steps = ["training.eval_strategy=steps", "training.eval_steps=1"]
+    result = unmask("grpo", "--model", model, "--output", tmp_path / "out", *QUICK, *GRPO, *options, *steps)
+    assert result.exit_code == 0, (result.output, result.exception)
+    metrics = MetricsLog(tmp_path / "out" / "metrics.jsonl").read()
+    assert [line["step"] for line in metrics if "eval_reward" in line] == [1, 2]
+    assert "rewards/share_of_a" in metrics[0]
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from tests.training.conftest import make, tiny, weights
+
+folder = Path(sys.argv[1])
+for verb in ("sft", "dpo", "grpo"):
+    lm = tiny(dtype=torch.float64)
+    trainer = make(verb, folder, lm, per_device_train_batch_size=int(sys.argv[2]), optim="sgd", learning_rate=1.0)
+    trainer.train()
+    if trainer.is_world_process_zero():
+        torch.save(weights(lm), folder / f"{verb}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": str(Path(sys.executable).parent)}
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    for name, prefix, size in [("one", [], 4), ("two", launch, 2)]:
+        (tmp_path / name).mkdir()
+        command = [sys.executable, *prefix, str(script), str(tmp_path / name), str(size)]
+        subprocess.run(command, env=environment, check=True, timeout=600)
+    for verb in ("sft", "dpo", "grpo"):
+        one, two = (torch.load(tmp_path / name / f"{verb}.pt") for name in ("one", "two"))
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-10 if verb == "sft" else 1e-6)

@@ -1,0 +1,118 @@
+"""SFT learns the completion and its end, from the prompt and what is left of the completion."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import unmask
+from tests.training.conftest import PAIRS, batch, make, tiny
+from unmask.errors import DataError
+from unmask.training.sft import SFTTrainer
+
+
+def parts(trainer: SFTTrainer, *rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
+    """A batch, its completions and its prompts [B, T]."""
+    made = batch(trainer, *rows)
+    real_BT = made["documents"] > 0
+    return made, made["maskable"], real_BT & ~made["maskable"] & ~made["tail"]
+
+
+@pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4)])
+def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_size, tmp_path):
+    trainer = make("sft", tmp_path, tiny(attention, block_size), views=64)
+    rows, completion_BT, prompt_BT = parts(trainer, *range(8))
+    views = trainer.plan(rows)
+    assert torch.equal(views.hidden_BVT, views.scored_BVT)
+    assert torch.equal(views.hidden_BVT.any(1), completion_BT)  # of 64 views each token is hidden in some, and never another
+    assert not (completion_BT & prompt_BT).any()
+    end_BT = completion_BT & (rows["input_ids"] == trainer.lm.eos_token_id)
+    assert torch.equal(end_BT.sum(1), torch.ones(8, dtype=torch.long))
+    assert [len(pair["completion"]) + 1 for pair in PAIRS] == completion_BT.sum(1).tolist()
+
+
+def test_the_canvas_behind_the_end_is_hidden_and_never_scored(tmp_path):
+    trainer = make("sft", tmp_path, canvas_length=9, views=8)
+    rows, completion_BT, prompt_BT = parts(trainer, *range(8))
+    views = trainer.plan(rows)
+    tail_BT = rows["tail"]
+    assert (completion_BT | tail_BT).sum(1).tolist() == [9] * 8
+    assert views.hidden_BVT[tail_BT[:, None].expand_as(views.hidden_BVT)].all()
+    assert not (views.scored_BVT & (tail_BT | prompt_BT)[:, None]).any()
+    assert not (views.hidden_BVT & prompt_BT[:, None]).any()
+
+
+@pytest.mark.parametrize("config", [{}, {"views": 3}, {"canvas_length": 9}, {"schedule": "cosine"}])
+def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
+    lm = tiny(dtype=torch.float64)
+    trainer = make("sft", tmp_path, lm, **config)
+    rows, completion_BT, _ = parts(trainer, 4, 0, 6)
+    views = trainer.plan(rows)
+    total = 0.0
+    for row in range(3):
+        real_T = rows["documents"][row] > 0
+        ids_T = rows["input_ids"][row][real_T]
+        for hidden_T, weight_T in zip(views.hidden_BVT[row, :, real_T], views.weight_BVT[row, :, real_T], strict=True):
+            noisy_T = torch.where(hidden_T, lm.mask_token_id, ids_T)
+            log_prob_T = lm.logits(noisy_T[None])[0].log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
+            total -= (weight_T * log_prob_T)[weight_T > 0].sum().item()
+    loss = trainer.compute_loss(trainer.model, rows).item()
+    assert loss == pytest.approx(total / completion_BT.sum().item(), rel=1e-9)
+
+
+def test_weights_are_one_over_t(tmp_path):
+    """With the linear schedule every hidden token of a row weighs 1/t, where t is the rate at which its row was hidden."""
+    trainer = make("sft", tmp_path, rows=[{"prompt": "a", "completion": "abcdefgh" * 3}] * 400)
+    rows = batch(trainer, *range(400))
+    views = trainer.plan(rows)
+    hidden_B, size_B = views.hidden_BVT.sum((1, 2)).double(), rows["maskable"].sum(1)
+    some = hidden_B > 0
+    weight_B = views.weight_BVT.amax((1, 2)).double()[some]
+    assert torch.equal(views.weight_BVT, torch.where(views.hidden_BVT, views.weight_BVT.amax(2, keepdim=True), 0))
+    assert (weight_B >= 1).all()
+    rate_B = hidden_B[some] / size_B[some]
+    assert torch.corrcoef(torch.stack([rate_B, 1 / weight_B]))[0, 1] > 0.95
+    assert (rate_B - 1 / weight_B).mean().abs() < 0.02
+
+
+def test_a_causal_model_gets_the_next_token_loss(tmp_path):
+    lm = tiny("causal", dtype=torch.float64)
+    trainer = make("sft", tmp_path, lm)
+    rows, completion_BT, _ = parts(trainer, 2, 0, 4)
+    log_prob_BT = lm.logits(rows["input_ids"], rows["documents"]).log_softmax(-1).gather(2, rows["input_ids"][..., None])[..., 0]
+    expected = -log_prob_BT[completion_BT].mean().item()
+    assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_chat_and_plain_rows_are_learnt_alike(tmp_path):
+    chat = [
+        {
+            "prompt": [{"role": "user", "content": pair["prompt"]}],
+            "completion": [{"role": "assistant", "content": pair["completion"]}],
+        }
+        for pair in PAIRS
+    ]
+    assert make("sft", tmp_path, rows=chat).train_dataset == make("sft", tmp_path).train_dataset
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a", "completion": "b" * 40}, r"row 1: 43 tokens, but a row holds 32\. Raise max_length"),
+        ({"prompt": "a", "completion": None}, r"row 1: no column 'completion'"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, r"row 1, .*different kinds"),
+        ({"prompt": [{"role": "user", "content": "b"}], "completion": "b"}, r"row 1, .*different kinds"),
+        ({"prompt": 3, "completion": "b"}, r"row 1, .*a prompt cannot be 3"),
+    ],
+)
+def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
+    with pytest.raises(DataError, match="train_dataset, " + message):
+        make("sft", tmp_path, rows=[PAIRS[0], row])
+
+
+def test_it_learns_to_answer_and_to_stop(tmp_path):
+    rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ba", "completion": "h"}]
+    trainer = make("sft", tmp_path, rows=rows, max_steps=80, per_device_train_batch_size=2, canvas_length=4, views=16)
+    trainer.train()
+    generation = unmask.generate(trainer.lm, ["ab", "ba"], unmask.SamplerConfig(max_new_tokens=4, block_size=1))
+    assert generation.texts == ["cd", "h"]

@@ -1,0 +1,277 @@
+"""The shared trainer: the same training however it is cut up, resumed or checkpointed, and no silent failure."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, make, settings, tiny, weights
+from unmask.diffusion.views import Views
+from unmask.errors import DataError, TrainingError
+from unmask.models.load import load
+from unmask.training.sft import SFTConfig, SFTTrainer
+
+VERBS = ["pretrain", "sft", "dpo", "grpo"]
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+def trained(verb: str, folder: Path, **more: Any) -> dict[str, torch.Tensor]:
+    trainer = make(verb, folder, **more)
+    trainer.train()
+    return weights(trainer.lm)
+
+
+# SGD, since Adam's first step blows rounding up to the size of the learning rate.
+ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0}
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo"])
+def test_accumulated_gradients_are_those_of_the_large_batch(verb, tmp_path):
+    attention = "causal" if verb == "pretrain" else "bidirectional"
+    large, *accumulated = [
+        trained(
+            verb,
+            tmp_path,
+            lm=tiny(attention, dtype=torch.float64),
+            per_device_train_batch_size=8 // pieces,
+            gradient_accumulation_steps=pieces,
+            **ONE_STEP,
+        )
+        for pieces in (1, 2, 4)
+    ]
+    assert not equal(large, weights(tiny(attention, dtype=torch.float64)))
+    for small in accumulated:
+        torch.testing.assert_close(small, large, rtol=0, atol=1e-6 if verb == "dpo" else 1e-12)  # DPO stores float32 scores
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "grpo"])
+def test_chunks_change_nothing_but_rounding(verb, tmp_path):
+    attention = "causal" if verb == "pretrain" else "bidirectional"
+    runs = [trained(verb, tmp_path, lm=tiny(attention, dtype=torch.float64), score_chunk=chunk, **ONE_STEP) for chunk in (None, 1, 3)]
+    for other in runs[1:]:
+        torch.testing.assert_close(other, runs[0], rtol=0, atol=1e-6 if verb == "dpo" else 1e-12)
+
+
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal"])
+def test_a_batch_of_which_nothing_happens_to_be_hidden_is_a_step_like_any_other(attention, tmp_path, monkeypatch):
+    lm = tiny(attention, 2 if attention == "block_causal" else None)
+    start = weights(lm)
+    trainer = make("sft", tmp_path, lm, weight_decay=0.0)
+    plan = trainer.plan
+    monkeypatch.setattr(trainer, "plan", lambda rows: Views(*map(torch.zeros_like, vars(plan(rows)).values())))
+    trainer.train()
+    assert equal(weights(lm), start)
+
+
+def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
+    trainer = make("sft", tmp_path, views=2)
+    before = torch.get_rng_state()
+
+    def masks(*rows: int) -> dict[int, list[list[bool]]]:
+        views = trainer.plan(batch(trainer, *rows))
+        return {row: views.hidden_BVT[at, :, : len(trainer.train_dataset[row]["input_ids"])].tolist() for at, row in enumerate(rows)}
+
+    together = masks(*range(8))
+    assert masks(5, 2) == {row: together[row] for row in (5, 2)}
+    assert masks(3) == {3: together[3]}
+    assert torch.equal(torch.get_rng_state(), before)
+    trainer.state.epoch = 1.75
+    trainer.model.train()
+    second = masks(*range(8))
+    assert second != together
+    trainer.state.epoch = 1.0
+    assert masks(*range(8)) == second
+    trainer.model.eval()
+    assert masks(*range(8)) == together  # evaluations compare: always the masks of epoch 0
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_resumed_run_is_the_same_run_bit_for_bit(verb, tmp_path):
+    run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}  # two steps an epoch: the cut is in the middle of the second
+    run |= {"rows": PAIRS[:4]} if verb == "grpo" else {}
+    straight = make(verb, tmp_path, **run)
+    start = weights(straight.lm)
+    straight.train()
+    resumed = make(verb, tmp_path, **run)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert resumed.state.global_step == 6
+    assert equal(weights(resumed.lm), weights(straight.lm))
+    finished = make(verb, tmp_path, **run | {"max_steps": 3, "lr_scheduler_type": "constant"})
+    finished.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert equal(weights(finished.lm), weights(load(tmp_path / "checkpoint-3")))  # nothing was left to do
+    assert not equal(weights(straight.lm), start)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_loss_that_is_not_finite_ends_the_run_and_spares_earlier_checkpoints(verb, tmp_path):
+    lm = tiny("causal" if verb == "pretrain" else "bidirectional")
+
+    def poison() -> None:
+        with torch.no_grad():
+            lm.model.model.layers[0].mlp.up_proj.weight[0, 0] = torch.nan
+
+    trainer = make(verb, tmp_path, lm, max_steps=6, save_strategy="steps", save_steps=2, callbacks=[Before(3, poison)])
+    with pytest.raises(TrainingError, match=r"step 3: the loss is nan.*learning rate"):
+        trainer.train()
+    assert [path.name for path in sorted(tmp_path.glob("checkpoint-*"))] == ["checkpoint-2"]
+    kept = load(tmp_path / "checkpoint-2")
+    assert kept.settings == lm.settings
+    assert all(weight.isfinite().all() for weight in kept.model.parameters())
+
+
+def test_dropout_holds_in_training_and_never_in_evaluation(tmp_path):
+    trainer = make("sft", tmp_path, tiny(attention_dropout=0.5), eval_dataset=PAIRS[:3])
+    rows = batch(trainer, *range(8))
+    torch.manual_seed(0)
+    trainer.model.train()
+    assert trainer.compute_loss(trainer.model, rows) != trainer.compute_loss(trainer.model, rows)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    assert first["eval_loss"] == second["eval_loss"]
+
+
+def test_evaluation_reports_the_loss_of_the_held_out_rows(tmp_path):
+    trainer = make("sft", tmp_path, eval_dataset=PAIRS[:3], per_device_eval_batch_size=3)
+    rows = trainer.data_collator([trainer.eval_dataset[row] for row in range(3)])
+    trainer.model.eval()
+    with torch.no_grad():
+        expected = trainer.compute_loss(trainer.model, rows).item()
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
+    assert 0 < trainer.state.log_history[-1]["eval_cross_entropy"] < 2 * math.log(len(trainer.lm.tokenizer))
+    assert not any("eval" in name for line in make_history(tmp_path / "b") for name in line)
+
+
+def make_history(folder: Path, **more: Any) -> list[dict[str, float]]:
+    trainer = make("sft", folder, **more)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_metrics_are_kept_beside_the_checkpoints_only_where_these_are_wanted(tmp_path):
+    history = make_history(tmp_path / "kept", save_strategy="steps", log_memory=True)
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line.get("loss")) for line in lines] == [(line["step"], line.get("loss")) for line in history]
+    assert all(0.05 < line["memory_gb"] < 64 for line in lines)
+    assert not any("memory_gb" in line for line in make_history(tmp_path / "none"))
+    assert not (tmp_path / "none").exists() or not list((tmp_path / "none").iterdir())
+
+
+class Recorder:
+    """A progress stage that remembers."""
+
+    def __init__(self) -> None:
+        self.fractions: list[float] = []
+        self.metrics: dict[str, float] = {}
+
+    def update(self, fraction: float, **metrics: float) -> None:
+        self.fractions.append(fraction)
+        self.metrics |= metrics
+
+
+def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
+    progress = Recorder()
+    make("sft", tmp_path, max_steps=4, progress=progress).train()
+    assert progress.fractions == sorted(progress.fractions)
+    assert progress.fractions[-1] == 1.0 and 0.25 in progress.fractions
+    assert set(progress.metrics) == {"loss", "cross_entropy"}
+    assert capsys.readouterr().out == ""
+
+
+def test_float16_falls_back_where_it_cannot_work(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("float16 works on this machine")
+    with pytest.warns(RuntimeWarning, match=r"fp16 was asked for.*float32"):
+        trainer = make("sft", tmp_path, fp16=True)
+    assert not trainer.args.fp16
+    trainer.train()
+    assert equal(weights(trainer.lm), trained("sft", tmp_path))
+
+
+def test_bfloat16_trains_with_weights_in_float32(tmp_path):
+    exact = make_history(tmp_path, max_steps=3)
+    rounded = make_history(tmp_path, max_steps=3, bf16=True)
+    assert [line["loss"] for line in rounded[:3]] == pytest.approx([line["loss"] for line in exact[:3]], rel=0.05)
+    assert rounded[0]["loss"] != exact[0]["loss"]
+
+
+def test_data_workers_give_the_same_run(tmp_path):
+    assert equal(trained("sft", tmp_path, dataloader_num_workers=1), trained("sft", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("verb", "good", "columns"),
+    [
+        ("pretrain", TEXTS, ["text"]),
+        ("sft", PAIRS, ["prompt", "completion"]),
+        ("dpo", PREFERENCES, ["chosen", "rejected"]),
+        ("grpo", PAIRS, ["prompt"]),
+    ],
+)
+def test_a_row_without_a_column_is_named_with_it(verb, good, columns, tmp_path):
+    for column in columns:
+        broken = [dict(row) for row in good]
+        del broken[5][column]
+        with pytest.raises(DataError, match=rf"row 5: no column '{column}'"):
+            make(verb, tmp_path, rows=broken)
+        with pytest.raises(DataError, match=rf"row 5: no column '{column}'"):
+            make(verb, tmp_path, eval_dataset=broken)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_an_empty_data_set_is_refused(verb, tmp_path):
+    with pytest.raises(DataError, match="eval_dataset: the data set is empty"):
+        make(verb, tmp_path, eval_dataset=[])
+    with pytest.raises(DataError, match="train_dataset: the data set is empty"):
+        SFTTrainer(tiny(), SFTConfig(**settings(tmp_path)), [])
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_adapters_alone_are_trained_and_merge_into_a_plain_model(verb, tmp_path):
+    lm = tiny("causal" if verb == "pretrain" else "bidirectional")
+    before = weights(lm)
+    trainer = make(verb, tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), max_steps=4, learning_rate=0.1)
+    trainer.train()
+    after = {name.removeprefix("base_model.model.").replace(".base_layer", ""): value for name, value in weights(trainer.lm).items()}
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert any(value.abs().max() > 0 for name, value in after.items() if "lora_B" in name)
+
+    trainer.save_model(str(tmp_path / "merged"))
+    ids = torch.tensor([[1, 4, 5, 6, trainer.lm.mask_token_id, 7]])
+    trainer.lm.model.eval()
+    with torch.no_grad():
+        merged = load(tmp_path / "merged")
+        expected = trainer.lm.logits(ids)
+        torch.testing.assert_close(merged.logits(ids), expected, atol=1e-5, rtol=1e-5)
+        assert (tiny("causal" if verb == "pretrain" else "bidirectional").logits(ids) - expected).nan_to_num().abs().max() > 1e-3
+    assert merged.settings == lm.settings
+    assert not any("lora" in name for name in merged.model.state_dict())
+
+
+def test_a_resumed_run_of_adapters_is_the_same_run(tmp_path):
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+        return make("sft", tmp_path, peft_config=peft.LoraConfig(**LORA, lora_dropout=0.2), **run)
+
+    straight, resumed = adapted(), adapted()
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_activation_checkpointing_gives_the_same_gradients(lora, tmp_path):
+    def run(**more: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(**LORA, init_lora_weights=False) if lora else None
+        return trained("sft", tmp_path, lm=tiny(dtype=torch.float64), peft_config=config, **ONE_STEP, **more)
+
+    torch.testing.assert_close(run(activation_checkpointing=True), run(), rtol=0, atol=1e-12)
