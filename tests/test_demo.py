@@ -12,7 +12,7 @@ from unmask.errors import TrainingError
 from unmask.evaluation.tasks import evaluate_task
 from unmask.tasks import get_task
 
-TINY = DemoSettings(rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=3, convert=4, sft=2, dpo=2, grpo=2)
+TINY = DemoSettings(rows=64, test_rows=6, hidden=16, layers=1, batch=16, pretrain=5, convert=10, sft=5, dpo=5, grpo=2)
 
 
 @pytest.mark.parametrize("task", ["sudoku", pytest.param("countdown", marks=pytest.mark.slow)])
@@ -47,7 +47,7 @@ def test_no_solution_is_both_trained_on_and_tested(tmp_path):
 
 def test_an_existing_output_is_refused_and_left_alone(tmp_path):
     (tmp_path / "report.html").write_text("mine")
-    with pytest.raises(TrainingError, match="not empty.*--overwrite"):
+    with pytest.raises(TrainingError, match=r"not empty.*--overwrite"):
         run_demo(output=tmp_path, settings=TINY)
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
     assert (tmp_path / "report.html").read_text() == "mine"

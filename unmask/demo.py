@@ -10,7 +10,8 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from unmask.config import SamplerConfig, claim_output
 from unmask.data.characters import character_tokenizer
-from unmask.evaluation.report import Denoising, Report, StageResult, Table, write_report
+from unmask.evaluation.report import Denoising, Report, StageResult, write_report
 from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -69,8 +70,8 @@ class Demo:
         self.task, self.output, self.seed, self.settings = task, output, seed, settings
         self.train = task.generate("train", settings.rows, seed)
         self.test = task.generate("test", settings.test_rows, seed + 1)
-        rng = random.Random(seed)
-        self.demonstrations = [{**row, "completion": task.demonstrate(row, rng, settings.mistakes)} for row in self.train]
+        self.text = answered(task, self.train, settings.text_mistakes, seed)
+        self.demonstrations = answered(task, self.train, settings.mistakes, seed + 2)
         self.lm = small_model(task, settings, seed)
         self.stages: list[StageResult] = []
         self.results: dict[str, TaskResult] = {}
@@ -85,7 +86,7 @@ class Demo:
             "save_strategy": "no",
             "lr_scheduler_type": "cosine",
             "warmup_steps": min(50, steps // 5),
-            "max_length": len(self.train[0]["prompt"]) + self.task.max_completion + 8,
+            "max_length": max(len(row["prompt"]) for row in self.train) + self.task.max_completion + 1,
             "disable_tqdm": True,
             "dataloader_pin_memory": False,
             "seed": self.seed,
@@ -103,23 +104,19 @@ class Demo:
             result = evaluate_task(self.lm, self.task, self.test)
         write_atomic(self.output / name / "evaluation.json", result.to_json())
         self.results[name] = result
-        curves = {metric: [(line["step"], line[metric]) for line in history if metric in line] for metric in ("cross_entropy", "loss", "reward", "accuracy")}
-        shown = {"cross_entropy": "loss"} if curves["cross_entropy"] else {}
-        kept = {shown.get(k, k): v for k, v in curves.items() if v and not (k == "loss" and shown) and not (k == "loss" and curves["reward"])}
-        self.stages.append(
-            StageResult(name=name, description=description, metrics=result.metrics, seconds=time.monotonic() - started, curves=kept)
-        )
+        seconds = time.monotonic() - started
+        self.stages.append(StageResult(name=name, description=description, metrics=result.metrics, seconds=seconds, curves=curves(history)))
 
     def pretrain(self, stage: Stage) -> Any:
-        rows = [{"text": row["prompt"] + row["completion"]} for row in self.demonstrations]
+        rows = [{"text": row["prompt"] + row["completion"]} for row in self.text]
         args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, learning_rate=2e-3, packing=False))
         trainer = PretrainTrainer(self.lm, args, rows, progress=stage)
         trainer.train()
         return trainer.state.log_history
 
     def convert(self, stage: Stage) -> Any:
-        args = ConvertConfig(**self.arguments("convert", self.settings.convert, learning_rate=2e-3))
-        trainer = ConvertTrainer(self.lm, args, self.demonstrations, progress=stage)
+        args = ConvertConfig(**self.arguments("convert", self.settings.convert, learning_rate=2e-3, canvas_length=self.task.max_completion))
+        trainer = ConvertTrainer(self.lm, args, self.text, progress=stage)
         trainer.train()
         self.lm = trainer.lm
         return trainer.log_history
@@ -131,7 +128,7 @@ class Demo:
         return trainer.state.log_history
 
     def dpo(self, stage: Stage) -> Any:
-        rng = random.Random(self.seed + 2)
+        rng = random.Random(self.seed + 3)
         chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
         pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
         arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
@@ -159,14 +156,17 @@ class Demo:
         trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
         length = min(self.task.max_completion, 16) if self.task.name == "sudoku" else self.task.max_completion
         cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
-        frames, revealed = [[""] * length], [{}]
+        frames: list[list[str]] = [[""] * length]
+        revealed: list[dict[int, float]] = [{}]
         for step in range(max(trace.steps) + 1):
             new = {i: float(torch.tensor(trace.log_probs[i]).exp()) for i in range(length) if trace.steps[i] == step}
             if new:
                 frames.append([cell if i in new else old for i, (cell, old) in enumerate(zip(cells, frames[-1], strict=True))])
                 revealed.append(new)
         clues = frozenset(i for i, c in enumerate(row["puzzle"]) if c != "0") if self.task.name == "sudoku" else frozenset()
-        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4 if self.task.name == "sudoku" else None, clues=clues)
+        return Denoising(
+            prompt=row["prompt"], frames=frames, revealed=revealed, columns=4 if self.task.name == "sudoku" else None, clues=clues
+        )
 
 
 DESCRIPTIONS = {
@@ -203,7 +203,7 @@ def run_demo(
 def make_report(demo: Demo) -> Report:
     """What the demonstration shows."""
     names = list(demo.results)
-    comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in zip(names, names[1:], strict=False)]
+    comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in pairwise(names)]
     return Report(
         title=f"Unmask: the whole way on {demo.task.name}",
         subtitle=f"{len(demo.test)} held-out problems; no solution of theirs was trained on.",
@@ -211,11 +211,30 @@ def make_report(demo: Demo) -> Report:
         comparisons=comparisons,
         denoising=demo.denoising(),
         notes=[
-            f"{100 * demo.settings.mistakes:.0f}% of the demonstrations hold a mistake.",
+            f"{100 * demo.settings.text_mistakes:.0f}% of the answers in the text hold a mistake, and {100 * demo.settings.mistakes:.0f}% of "
+            "the demonstrations for SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
         ],
         manifest=run_manifest({"task": demo.task.name, "seed": demo.seed, "settings": vars(demo.settings)}),
     )
+
+
+def answered(task: Task, rows: Rows, mistakes: float, seed: int) -> Rows:
+    """The rows with answers as people write them."""
+    rng = random.Random(seed)
+    return [{**row, "completion": task.demonstrate(row, rng, mistakes)} for row in rows]
+
+
+def curves(history: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
+    """What a stage is watched by: the reward, or the loss (without the 1/t weights, which make it jump)."""
+    logged = {name for line in history for name in line}
+    if "reward" in logged:
+        shown = {"reward": "reward"}
+    elif "cross_entropy" in logged:
+        shown = {"loss": "cross_entropy"}
+    else:
+        shown = {"loss": "loss", "accuracy": "accuracy"}
+    return {label: [(line["step"], line[name]) for line in history if name in line] for label, name in shown.items()}
 
 
 def small_model(task: Task, settings: DemoSettings, seed: int) -> DiffusionLM:

@@ -20,7 +20,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.tasks import get_task
 from unmask.training import grpo
-from unmask.training.grpo import GRPOConfig, GRPOTrainer, GroupSampler, make_rollout
+from unmask.training.grpo import GroupSampler, GRPOConfig, GRPOTrainer, make_rollout
 
 METHODS = ["diffu-grpo", "cj-grpo"]
 
@@ -31,6 +31,10 @@ def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -
     assert isinstance(trainer, GRPOTrainer)
     trainer.train()
     return trainer
+
+
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    return [float(rank) for rank in range(len(completions))]
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, see: Callable[..., None]) -> None:
@@ -54,8 +58,6 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
         calls.append(((loss.ratio_BT - 1).abs().max().item(), loss.kl_BT.abs().max().item()))
 
     spy(monkeypatch, grpo, "clipped_surrogate", see)
-    def ranks(completions: list[str], **_: Any) -> list[float]:
-        return [float(rank) for rank in range(len(completions))]
 
     lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
     run(tmp_path, ranks, lm, num_iterations=2, beta=0.1, gradient_accumulation_steps=2, max_steps=4, method=method)
@@ -101,10 +103,11 @@ def test_each_step_holds_whole_groups_and_each_epoch_each_prompt(repeats):
     assert list(sampler) == first != second
 
 
-def rollouts(folder: Path, *, size: int, accumulation: int, **more: Any) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
+def rollouts(folder: Path, size: int, accumulation: int, **more: Any) -> tuple[dict[Any, Any], dict[str, torch.Tensor]]:
     """Completions by step, prompt and repeat, and the weights at the end."""
     lm = tiny(dtype=torch.float64)
-    trainer = make("grpo", folder, lm, per_device_train_batch_size=size, gradient_accumulation_steps=accumulation, num_generations=4, **more)
+    shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "num_generations": 4}
+    trainer = make("grpo", folder, lm, **shape, **more)
     made: dict[Any, Any] = {}
     sample = trainer.sample
 
@@ -123,16 +126,32 @@ def rollouts(folder: Path, *, size: int, accumulation: int, **more: Any) -> tupl
 @pytest.mark.parametrize("method", METHODS)
 def test_rollouts_and_gradients_do_not_depend_on_how_the_batch_is_cut(method, tmp_path):
     shape = {"max_steps": 2, "optim": "sgd", "learning_rate": 1.0, "method": method}
-    made, trained = rollouts(tmp_path, size=8, accumulation=1, **shape)
+    made, trained = rollouts(tmp_path, 8, 1, **shape)
     assert len(made) == 16 and len({tuple(tokens) for tokens in made.values()}) > 8
     for size, accumulation, more in [(4, 2, {}), (1, 8, {}), (8, 1, {"rollout_batch_size": 3}), (4, 2, {"score_chunk": 1})]:
-        again, other = rollouts(tmp_path, size=size, accumulation=accumulation, **shape, **more)
+        again, other = rollouts(tmp_path, size, accumulation, **shape, **more)
         assert again == made
         torch.testing.assert_close(other, trained, rtol=0, atol=1e-6)  # advantages are float32
 
 
-def test_two_runs_with_two_seeds_differ(tmp_path):
-    assert rollouts(tmp_path, size=8, accumulation=1)[0] != rollouts(tmp_path, size=8, accumulation=1, seed=1)[0]
+def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
+    shape = {"rows": PAIRS[:2], "learning_rate": 0.0, "max_steps": 2}  # the same prompts in both steps
+    made, _ = rollouts(tmp_path, 8, 1, **shape)
+    first, second = ([made[step, sample, repeat] for sample in range(2) for repeat in range(4)] for step in range(2))
+    assert len({tuple(tokens) for tokens in first + second}) > 12
+    assert rollouts(tmp_path, 8, 1, **shape, seed=7)[0] != made
+    trainer = make("grpo", tmp_path, tiny(dtype=torch.float64))
+    rows = [trainer.train_dataset[index] for index in range(8)]
+    together, alone = (trainer.sample(asked, temperature=1.0, seed=0).tokens for asked in (rows, rows[5:]))
+    assert together[5:] == alone
+
+
+@pytest.mark.parametrize("size", [1, 8])
+def test_completions_compete_with_their_own_group(size, tmp_path):
+    shape = {"num_generations": 4, "per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
+    trainer = run(tmp_path, ranks, **shape)
+    advantage_B = torch.cat([experience.advantage_B for experience in trainer.buffer])
+    assert advantage_B.tolist() == [-1.5, -0.5, 0.5, 1.5] * 2
 
 
 def test_a_run_with_inner_iterations_resumes_at_a_rollout_bit_for_bit(tmp_path):
@@ -220,7 +239,8 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
         assert rollout.ids_BT[row, rollout.completion_BT[row]].tolist() == tokens
         assert rollout.documents_BT[row].sum() == len(prompt) + 8
         assert rollout.beyond_BT[row].sum() == 8 - len(tokens)
-        assert (rollout.steps_BT[row, rollout.completion_BT[row]] >= 0).all()
+        traced = [-1] * len(prompt) + generation.trace[2 + row].steps
+        assert rollout.steps_BT[row].tolist() == traced + [-1] * (rollout.steps_BT.shape[1] - len(traced))
         ends.append(tokens[-1] == lm.eos_token_id)
         assert ends[-1] or len(tokens) == 8  # truncated: the whole canvas counts
     assert any(ends) if eos else not all(ends)
@@ -260,12 +280,12 @@ def test_the_name_of_a_task_is_a_reward(tmp_path):
     trainer = GRPOTrainer(lm, ["sudoku", share_of_a], GRPOConfig(**shared), task.generate("train", 4, 0))
     trainer.train()
     assert {"rewards/sudoku", "rewards/share_of_a"} <= trainer.state.log_history[0].keys()
-    with pytest.raises(ConfigError, match="unknown task 'sudoko'.*sudoku"):
+    with pytest.raises(ConfigError, match=r"unknown task 'sudoko'.*sudoku"):
         GRPOTrainer(lm, "sudoko", GRPOConfig(**shared), task.generate("train", 4, 0))
 
 
 def test_batches_that_cannot_hold_whole_groups_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_generations: 4 completions a step are not a multiple of 3\. Change per_device_train_batch_size"):
+    with pytest.raises(ConfigError, match=r"num_generations: 4 completions.* not a multiple of 3\. Change per_device_train_batch_size"):
         make("grpo", tmp_path, num_generations=3)
     with pytest.raises(ConfigError, match="train_dataset: 1 prompts, but a step needs 2"):
         make("grpo", tmp_path, rows=PAIRS[:1])

@@ -199,9 +199,9 @@ def test_a_loss_that_explodes_ends_the_run_and_spares_what_was_saved(model, tmp_
 def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_path):
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(lines(PAIR, {**PAIR, "prompt": "3400="}))
-    options = ["--data", tmp_path / "train.jsonl", f"data.eval={tmp_path / 'held_out.jsonl'}", 'rewards=["tests.training.conftest:share_of_a"]']
-    steps = ["training.eval_strategy=steps", "training.eval_steps=1"]
-    result = unmask("grpo", "--model", model, "--output", tmp_path / "out", *QUICK, *GRPO, *options, *steps)
+    data = ["--data", tmp_path / "train.jsonl", f"data.eval={tmp_path / 'held_out.jsonl'}"]
+    options = ['rewards=["tests.training.conftest:share_of_a"]', "training.eval_strategy=steps", "training.eval_steps=1"]
+    result = unmask("grpo", "--model", model, "--output", tmp_path / "out", *QUICK, *GRPO, *data, *options)
     assert result.exit_code == 0, (result.output, result.exception)
     metrics = MetricsLog(tmp_path / "out" / "metrics.jsonl").read()
     assert [line["step"] for line in metrics if "eval_reward" in line] == [1, 2]

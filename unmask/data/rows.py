@@ -139,8 +139,8 @@ def pair_row(
     tail = max(0, (canvas_length or 0) - len(completion_ids))
     ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * tail
     if len(ids) > max_length:
-        what, remedy = f"{len(ids)} tokens, but a row holds {max_length}", "Raise max_length as far as the model's context goes, or drop the row"
-        raise DataError(what, where=where, remedy=remedy)
+        remedy = "Raise max_length as far as the model's context goes, or drop the row"
+        raise DataError(f"{len(ids)} tokens, but a row holds {max_length}", where=where, remedy=remedy)
     row = _row(ids, [1] * len(ids), [False] * len(prompt_ids) + [True] * len(completion_ids) + [False] * tail, sample_id)
     row["tail"] = [False] * (len(ids) - tail) + [True] * tail
     return row

@@ -47,7 +47,9 @@ def log_likelihood(
         GenerationError: lists of different lengths, a pair longer than the context, nothing to predict the first token from.
     """
     if estimator not in ("elbo", "exact") or samples < 1:
-        raise ConfigError(f"estimator {estimator!r} with {samples} samples", where="log_likelihood", remedy="Use elbo or exact, and samples >= 1")
+        raise ConfigError(
+            f"estimator {estimator!r} with {samples} samples", where="log_likelihood", remedy="Use elbo or exact, and samples >= 1"
+        )
     if len(prompts) != len(completions):
         what = f"{len(prompts)} prompts and {len(completions)} completions"
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")

@@ -45,7 +45,7 @@ def decide(logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tens
     """
     log_probs_NV = logits_NV.log_softmax(-1)
     if log_probs_NV[:, 0].isnan().any():  # a NaN anywhere in a row spoils all of it
-        raise GenerationError("the model's predictions are NaN", where="logits", remedy="Its weights are damaged: load an earlier checkpoint")
+        raise GenerationError("the predictions are NaN", where="model", remedy="Its weights are damaged: load an earlier checkpoint")
     if config.temperature > 0:
         noise_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
         token_N = draw(filtered_probabilities(logits_NV / config.temperature, config.top_k, config.top_p), noise_N)

@@ -40,7 +40,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             for position in range(first, stop):
                 if trace.steps[position - start] < 0:
                     decision = decide(logits_TV[position][None], config, key, step, torch.tensor([position], device=lm.device))
-                    candidates.append((-decision.priority_N.item(), position, decision.token_N.item(), decision.log_prob_N.item()))
+                    candidates.append((-float(decision.priority_N), position, int(decision.token_N), float(decision.log_prob_N)))
             for _, position, token, log_prob in sorted(candidates)[:count]:
                 ids_T[position] = trace.canvas[position - start] = token
                 trace.steps[position - start], trace.log_probs[position - start] = trace.forward_passes, log_prob

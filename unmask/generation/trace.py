@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from unmask.config import SamplerConfig
@@ -110,7 +111,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         size = grid or config.block_size or config.max_new_tokens
         first = start if grid is None else start - start % grid
         edges = [start, *(edge for edge in range(first, stop, size) if edge > start), stop]
-        blocks = list(zip(edges[:-1], edges[1:], strict=True))
+        blocks = list(pairwise(edges))
         requests.append(Request(prompt, key, blocks, step_counts([b - a for a, b in blocks], config.steps)))
     return requests
 

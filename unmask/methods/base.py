@@ -33,7 +33,7 @@ class Rollout:
     steps_BT: Tensor
 
     @property
-    def beyond_BT(self) -> Tensor:
+    def beyond_BT(self) -> Tensor:  # noqa: N802
         """The canvas behind the end of the completion."""
         return (self.documents_BT > 0) & ~self.prompt_BT & ~self.completion_BT
 

@@ -10,6 +10,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,7 @@ class DiffusionLM:
         logit_shift: bool,
     ):
         check_pattern(attention, block_size)
-        self.model: nn.Module = model
+        self.model: Any = model  # the model itself, or a wrapper of it: PEFT, DDP, FSDP
         self.tokenizer = tokenizer
         self.attention: Pattern = attention
         self.block_size = block_size
@@ -226,7 +227,7 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (to mypy every attribute of a module is a tensor)
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -6,7 +6,7 @@ import pathlib
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.errors import ModelError
 from unmask.models.attention import ATTENTION_NAME, Pattern
@@ -46,26 +46,9 @@ def load(
             cannot take a mask, an unknown dtype, or a device that is not there.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
-    where = str(path_or_id)
-    if dtype not in DTYPES:
-        raise ModelError(f"unknown dtype {dtype!r}", where="dtype", remedy=f"Use one of {', '.join(DTYPES)}")
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(where, **source)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a model folder or a hub id"
-        ) from error
-    tokenizer = _tokenizer(where, source)
-    remedy = "Give a causal language model with safetensors weights"
-    try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=DTYPES[dtype], use_safetensors=True, output_loading_info=True, **source
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
-    if info["missing_keys"]:  # transformers would leave them random
-        raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
+    where, source = str(path_or_id), {"revision": revision, "trust_remote_code": trust_remote_code}
+    config, tokenizer = _config(where, source), _tokenizer(where, source)
+    model = _weights(where, config, dtype, source)
     saved = getattr(config, SETTINGS_KEY, None) or {"attention": "causal", "block_size": None, "logit_shift": None}
     same_pattern = attention is None or attention == saved["attention"]
     if block_size is None and same_pattern:
@@ -87,16 +70,9 @@ def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", d
     Raises:
         ModelError: no config or no tokenizer there.
     """
-    where = str(path)
-    try:
-        config = AutoConfig.from_pretrained(where)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot load a model config ({first_line(error)})", where=where, remedy="Give a folder with a config.json"
-        ) from error
-    tokenizer = _tokenizer(where, {})
+    config, tokenizer = _config(str(path), {}), _tokenizer(str(path), {})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype])
+    model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
     return make_diffusion(model.to(resolve_device(device)), tokenizer)
 
 
@@ -157,6 +133,33 @@ def with_pattern(lm: DiffusionLM, attention: Pattern, block_size: int | None = N
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, for one clear message instead of a page."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise ModelError(f"unknown dtype {name!r}", where="dtype", remedy=f"Use one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _config(where: str, source: dict) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(where, **source)
+    except (OSError, ValueError) as error:
+        remedy = "Give a model folder or a hub id"
+        raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy=remedy) from error
+
+
+def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict) -> PreTrainedModel:
+    remedy, torch_dtype = "Give a causal language model with safetensors weights", _dtype(dtype)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **source
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
+    if info["missing_keys"]:  # transformers would leave them random
+        raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
+    return model
 
 
 def _tokenizer(where: str, source: dict) -> PreTrainedTokenizerBase:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unmask.data.rows import Row, column, pair_rows, text_rows
 from unmask.diffusion.schedules import get_schedule
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Views, all_masked_views, complementary_pair, random_views
 from unmask.errors import ConfigError
+from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load, with_pattern
 from unmask.objectives.supervised import weighted_cross_entropy
@@ -58,7 +59,7 @@ class ConvertConfig(StageConfig):
     """Settings of `ConvertTrainer`."""
 
     learning_rate: float = field(default=5e-4, metadata={"help": "The base rate; the stages use 0.5, 1 and 0.3 times this."})
-    attention: str = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
+    attention: Pattern = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
     block_size: int | None = field(default=None, metadata={"help": "The attention block, for block_causal."})
     logit_shift: bool | None = field(default=None, metadata={"help": "Keep predicting token i + 1 at row i; unset: no."})
     schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear or cosine."})
@@ -86,11 +87,13 @@ class StageTrainer(DiffusionTrainer):
         if self.stage.lm_loss == 0:
             return total
         views = all_masked_views(batch["maskable"])
-        loss = weighted_cross_entropy(score(lm.as_causal(), batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk), views)
+        loss = weighted_cross_entropy(
+            score(lm.as_causal(), batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk), views
+        )
         self.record("lm_cross_entropy", loss.cross_entropy)
         return total + self.stage.lm_loss * loss.total
 
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+    def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Weight decay must not move the embedding rows that stage 1 freezes."""
         names = super().get_decay_parameter_names(model)
         if not self.stage.attention_only:
@@ -156,10 +159,10 @@ class ConvertTrainer:
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the converted model."""
         if self.args.should_save:
-            self.lm.save(output_dir or self.args.output_dir)
+            self.lm.save(output_dir or str(self.args.output_dir))
 
     def _run(self, number: int, stage: ConversionStage, first: int, last: int, steps: int, resume: bool) -> None:
-        folder = Path(self.args.output_dir) / f"stage-{number}"
+        folder = Path(str(self.args.output_dir)) / f"stage-{number}"
         args = copy.copy(self.args)
         args.output_dir, args.max_steps, args.learning_rate = str(folder), last - first, self.args.learning_rate * stage.rate
         progress = None if self.progress is None else Portion(self.progress, first / steps, last / steps)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from unmask.data.chat import render_preference
-from unmask.data.rows import Collator, Row, naming, pair_row, require_values
+from unmask.data.rows import Collator, naming, pair_row, require_values
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint

@@ -127,7 +127,7 @@ class GRPOTrainer(DiffusionTrainer):
         self.buffer: list[Experience] = []
 
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Any]:
+    def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Any:
         for index, prompt in enumerate(column(dataset, "prompt", where)):
             with naming(f"{where}, row {index}"):
                 tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
@@ -185,7 +185,9 @@ class GRPOTrainer(DiffusionTrainer):
         lm = self.lm.bind(self.accelerator.unwrap_model(self.model))
         return generate(lm, [row["prompt"] for row in rows], self.args.sampler(temperature=temperature, seed=seed), keys)
 
-    def evaluate(self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """The mean reward of greedy completions, one per prompt."""
         prompts = self.eval_dataset if eval_dataset is None else eval_dataset
         rows = [prompts[i * self.args.num_generations] for i in range(len(prompts))]
@@ -193,7 +195,7 @@ class GRPOTrainer(DiffusionTrainer):
         total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens))
         metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:

@@ -142,4 +142,6 @@ def find_reward(name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"cannot import {name!r} ({error})", where="rewards", remedy="Give a task's name or package.module:function") from error
+        raise ConfigError(
+            f"cannot import {name!r} ({error})", where="rewards", remedy="Give a task's name or package.module:function"
+        ) from error

@@ -53,15 +53,16 @@ class StageConfig(TrainingArguments):
     log_memory: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
     def __post_init__(self) -> None:
-        self.remove_unused_columns = False
-        self.dataloader_pin_memory = self.dataloader_pin_memory and torch.cuda.is_available()  # else there is nothing to pin for, and a warning
-        self.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
-        self.label_names = []
-        if (self.bf16 or self.fp16) and not amp_works(self.bf16):
-            wanted = "bf16" if self.bf16 else "fp16"
+        args: Any = self  # mypy does not read the fields of TrainingArguments
+        args.remove_unused_columns = False
+        args.dataloader_pin_memory &= torch.cuda.is_available()  # else it warns
+        args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
+        args.label_names = []
+        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
+            wanted = "bf16" if args.bf16 else "fp16"
             message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
-            self.bf16 = self.fp16 = False
+            args.bf16 = args.fp16 = False
         super().__post_init__()
 
 
@@ -205,17 +206,17 @@ class DiffusionTrainer(Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         return super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
 
-    def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> Tensor | None:
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         if not batch_samples:
             return None
-        items = sum(self.count_items(batch) for batch in batch_samples).to(device)
+        items = torch.stack([self.count_items(batch) for batch in batch_samples]).sum().to(device)
         return self.accelerator.gather(items).sum().clamp_min(1)
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
         with torch.no_grad(), self.compute_loss_context_manager():
-            loss = self.compute_loss(model, self._prepare_inputs(inputs))
+            loss, _ = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
         return loss.detach(), None, None
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
