@@ -52,6 +52,7 @@ app = typer.Typer(
 
 def main() -> None:
     """The entry point. Of several processes only the first prints; errors of all are shown."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours is the only progress display
     with contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

@@ -211,8 +211,7 @@ def make_report(demo: Demo) -> Report:
         comparisons=comparisons,
         denoising=demo.denoising(),
         notes=[
-            f"{100 * demo.settings.text_mistakes:.0f}% of the answers in the text hold a mistake, and {100 * demo.settings.mistakes:.0f}% of "
-            "the demonstrations for SFT.",
+            f"Answers that hold a mistake: {demo.settings.text_mistakes:.0%} in the text, {demo.settings.mistakes:.0%} in SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
         ],
         manifest=run_manifest({"task": demo.task.name, "seed": demo.seed, "settings": vars(demo.settings)}),

@@ -106,6 +106,7 @@ def test_errors_name_the_row():
         pair_rows(TOKENIZER, [good, {"prompt": "a", "completion": "abcde"}], 40, canvas_length=5)
     with pytest.raises(DataError, match=r"row 0: 12 tokens, but a row holds 11"):
         pair_rows(TOKENIZER, [good], 11, canvas_length=10)
+    assert len(pair_rows(TOKENIZER, [good], 12, canvas_length=10)) == 1
     with pytest.raises(DataError, match="sft, row 3"):
         pair_row(TOKENIZER, [4], [5, EOS], 2, None, sample_id=7, where="sft, row 3")
     with pytest.raises(DataError, match=r"eval_dataset, row 1.*text"):

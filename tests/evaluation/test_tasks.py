@@ -70,3 +70,13 @@ def test_unless_told_otherwise_answers_are_greedy_and_as_long_as_the_task_needs(
     assert evaluate_task(LM, TASK, ROWS).completions == expected.texts
     drawn = evaluate_task(LM, TASK, ROWS, SamplerConfig(max_new_tokens=4, temperature=1.0))
     assert max(map(len, drawn.completions)) <= 4
+
+
+def test_problems_whose_solution_is_not_trained_on_are_reported_apart():
+    task = get_task("sudoku")
+    rows = [*task.generate("train", 3, 0), *task.generate("test", 2, 0)]
+    result = TaskResult("sudoku", [0.0, 0.0, 0.0, 1.0, 0.0], [0.5] * 5, [row["group"] for row in rows], [""] * 5)
+    assert result.metrics["solved"].mean == 0.2
+    assert result.metrics["solved, 2 unseen"].mean == 0.5
+    alone = TaskResult("sudoku", [1.0, 0.0], [0.5] * 2, [row["group"] for row in rows[3:]], [""] * 2)
+    assert set(alone.metrics) == {"solved", "cells"}

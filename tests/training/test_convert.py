@@ -77,6 +77,20 @@ def test_the_shares_add_up_even_where_a_stage_gets_none(steps, tmp_path):
     assert len([line for line in trainer.log_history if "loss" in line]) == steps
 
 
+def test_no_stage_repeats_the_masks_of_another(tmp_path, monkeypatch):
+    seen: dict[float, list[bytes]] = {}
+
+    def plan(trainer: StageTrainer, rows: Any) -> Any:
+        views = original(trainer, rows)
+        seen.setdefault(trainer.stage.rate, []).append(views.hidden_BVT.numpy().tobytes())
+        return views
+
+    original = StageTrainer.plan
+    monkeypatch.setattr(StageTrainer, "plan", plan)
+    converted(tmp_path, rows=[{"text": "abcdefgh" * 3}] * 64, packing=False)
+    assert len(seen) == 3 and len({mask for masks in seen.values() for mask in masks}) == 10
+
+
 def test_epochs_are_shared_out_like_steps(tmp_path):
     trainer = convert(tmp_path, max_steps=-1, num_train_epochs=5.0, packing=False)  # 8 rows in batches of 4
     trainer.train()

@@ -11,7 +11,7 @@ from unmask.config import SamplerConfig
 from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.tasks import Task
+from unmask.tasks import Task, split_of
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,14 @@ class TaskResult:
 
     @property
     def metrics(self) -> dict[str, Interval]:
-        """Shares with their 95% intervals."""
-        return {"solved": cluster_bootstrap_mean(self.solved, self.groups), "cells": cluster_bootstrap_mean(self.values, self.groups)}
+        """Shares with their 95% intervals; rows whose solution is not in the task's training split also apart ("unseen")."""
+        shares = {"solved": cluster_bootstrap_mean(self.solved, self.groups), "cells": cluster_bootstrap_mean(self.values, self.groups)}
+        unseen = [row for row, group in enumerate(self.groups) if split_of(group) == "test"]
+        if 0 < len(unseen) < len(self.groups):
+            groups = [self.groups[row] for row in unseen]
+            for name, values in (("solved", self.solved), ("cells", self.values)):
+                shares[f"{name}, {len(unseen)} unseen"] = cluster_bootstrap_mean([values[row] for row in unseen], groups)
+        return shares
 
     def gain_over(self, before: TaskResult) -> Interval:
         """The paired difference of the solved share against an earlier result on the same rows."""

@@ -165,6 +165,7 @@ class ConvertTrainer:
         folder = Path(str(self.args.output_dir)) / f"stage-{number}"
         args = copy.copy(self.args)
         args.output_dir, args.max_steps, args.learning_rate = str(folder), last - first, self.args.learning_rate * stage.rate
+        args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
         progress = None if self.progress is None else Portion(self.progress, first / steps, last / steps)
         trainer = StageTrainer(self.lm, args, self.train_rows, self.eval_rows, stage=stage, progress=progress, **self.rest)
         with freezing(trainer.lm, stage):

@@ -114,7 +114,7 @@ class DiffusionTrainer(Trainer):
         train_rows, eval_rows = (
             self._checked_rows(lm, args, rows, where) for rows, where in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
-        self.lm = with_adapters(lm, peft_config, args) if peft_config is not None else lm
+        self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         super().__init__(
@@ -257,12 +257,10 @@ class RunCallback(TrainerCallback):
             self.progress.update(state.global_step / max(state.max_steps, 1))
 
 
-def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig, args: TrainingArguments) -> DiffusionLM:
+def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with adapters of PEFT around it; only they are trained."""
     from peft import get_peft_model
 
-    if args.activation_checkpointing:
-        lm.model.enable_input_require_grads()
     return lm.bind(get_peft_model(lm.model, peft_config))
 
 
