@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.errors import ConfigError
 from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate
 
 KINDS = get_args(AdvantageKind)
@@ -61,19 +60,12 @@ def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
         assert torch.equal(value_B[scored_B], advantages(reward_B[scored_B], group_B[scored_B], kind))
 
 
-def test_an_unknown_kind_is_an_error_and_the_mean_is_the_default():
-    reward_B, group_B = flat([[0.0, 1.0], [0.5, 0.25]])
-    assert torch.equal(advantages(reward_B, group_B), advantages(reward_B, group_B, "r-mean"))
-    with pytest.raises(ConfigError, match=r"unknown advantage 'zscore'.*z-score"):
-        advantages(reward_B, group_B, "zscore")
-
-
-log_probs = st.integers(0, 10**6).map(lambda seed: -3 * torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)))
-
-
 def surrogate(log_prob_BT, old_BT, reference_BT=None, advantage=(1.0, -2.0, 0.5), clip_low=0.2, clip_high=0.3, beta=0.1):
     advantage_B = torch.tensor(advantage)
     return clipped_surrogate(log_prob_BT, old_BT, reference_BT, advantage_B, clip_low=clip_low, clip_high=clip_high, beta=beta)
+
+
+log_probs = st.integers(0, 10**6).map(lambda seed: -3 * torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)))
 
 
 @given(log_probs)

@@ -301,3 +301,17 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         lm.model.model.norm.weight[0] = torch.nan
     with pytest.raises(GenerationError, match="NaN"):
         make("grpo", tmp_path, lm).train()
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"advantage": "zscore"}, r"unknown advantage 'zscore'.*z-score"),
+        ({"method": "diffugrpo"}, "unknown method 'diffugrpo'.*diffu-grpo"),
+        ({"policy": "certain"}, "policy.*'certain'"),
+        ({"segments": 0}, "0 segments"),
+    ],
+)
+def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), **setting)

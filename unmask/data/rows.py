@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import render_pair
+from unmask.data.chat import render
 from unmask.errors import DataError
 from unmask.tasks.files import require_names
 
@@ -60,32 +61,21 @@ def text_rows(
     Raises:
         DataError: there is no text, or something that is not text.
     """
-    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    ids, documents, maskable = [], [], []
-    rows: list[Row] = []
     texts = list(texts)
     for index, text in enumerate(texts):
         if not isinstance(text, str):
             raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
+    bos, eos = ([token] if token is not None else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    number = 0
-    for body in encoded:
-        if not body:
-            continue
-        number += 1
-        document = ([bos] if bos is not None else []) + body + ([eos] if eos is not None else [])
-        ids += document
-        documents += [number] * len(document)
-        maskable += [bos is None] + [True] * (len(document) - 1)
-        if not packed:
-            rows.append(_row(ids[:max_length], documents[:max_length], maskable[:max_length], len(rows)))
-            ids, documents, maskable, number = [], [], [], 0
-    if packed:
+    documents = [bos + body + eos for body in encoded if body]
+    rows: list[Row] = []
+    for stream in [documents] if packed else [[document[:max_length]] for document in documents]:
+        ids = list(chain.from_iterable(stream))
+        numbers = [number for number, document in enumerate(stream, start=1) for _ in document]
+        maskable = [index > 0 or not bos for document in stream for index in range(len(document))]
         for start in range(0, len(ids), max_length):
             cut = slice(start, start + max_length)
-            rows.append(_row(ids[cut], documents[cut], maskable[cut], len(rows)))
-    for row in rows:
-        row["maskable"][0] = False
+            rows.append(_row(ids[cut], numbers[cut], [False, *maskable[cut][1:]], len(rows)))
     rows = [row for row in rows if any(row["maskable"])]
     if not rows:
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
@@ -100,10 +90,11 @@ def pair_rows(
     canvas_length: int | None = None,
     where: str = "train_dataset",
 ) -> list[Row]:
-    """Rows of prompt and completion, of which only the completion (with its EOS) is learnt.
+    """Rows of which only the completion (with its EOS) is learnt.
 
     Args:
-        pairs: rows with `prompt` and `completion`, as strings or chat messages.
+        pairs: rows with `prompt` and `completion`, as strings or chat messages; or with `messages` or `text`, all of which is
+            completion.
         max_length: rows that are longer are an error, never cut: a cut answer teaches a false stop.
         canvas_length: lengthen each completion with hidden positions to this many tokens, as the sampler of a
             bidirectional model shows it. They are attended, not learnt.
@@ -115,9 +106,9 @@ def pair_rows(
     rows: list[Row] = []
     for index, pair in enumerate(pairs):
         place = f"{where}, row {index}"
-        require_values(pair, ("prompt", "completion"), place)
+        given = {name: value for name, value in pair.items() if value is not None}
         with naming(place):
-            prompt_ids, completion_ids = render_pair(tokenizer, pair["prompt"], pair["completion"])
+            prompt_ids, completion_ids = render(tokenizer, given)
         rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=place))
     return rows
 
@@ -141,7 +132,8 @@ def pair_row(
     if len(ids) > max_length:
         remedy = "Raise max_length as far as the model's context goes, or drop the row"
         raise DataError(f"{len(ids)} tokens, but a row holds {max_length}", where=where, remedy=remedy)
-    row = _row(ids, [1] * len(ids), [False] * len(prompt_ids) + [True] * len(completion_ids) + [False] * tail, sample_id)
+    maskable = [False] * len(prompt_ids) + [True] * len(completion_ids) + [False] * tail
+    row = _row(ids, [1] * len(ids), [False, *maskable[1:]], sample_id)  # the first token has nothing to follow from
     row["tail"] = [False] * (len(ids) - tail) + [True] * tail
     return row
 

@@ -97,8 +97,10 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         raise GenerationError(
             f"decoding block {config.block_size} for an attention block of {grid}", where="block_size", remedy="Leave it out for this model"
         )
+    if keys is not None and len(keys) != len(encoded):
+        raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
     requests = []
-    for index, (prompt, key) in enumerate(zip(encoded, keys or sequence_keys(encoded), strict=True)):
+    for index, (prompt, key) in enumerate(zip(encoded, sequence_keys(encoded) if keys is None else keys, strict=True)):
         start, stop = len(prompt), len(prompt) + config.max_new_tokens
         if lm.context_length is not None and stop > lm.context_length:
             raise GenerationError(

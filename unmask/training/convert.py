@@ -182,8 +182,8 @@ class ConvertTrainer:
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-    """Rows of prompt and completion, or of text."""
-    if len(dataset) > 0 and "completion" in dataset[0]:
+    """Rows of prompt and completion or of messages, or of text."""
+    if len(dataset) > 0 and not {"completion", "messages"}.isdisjoint(dataset[0]):
         return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=args.canvas_length, where=where)
     return text_rows(lm.tokenizer, column(dataset, args.text_column, where), row_length(lm, args), packed=args.packing, where=where)
 

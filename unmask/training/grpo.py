@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from unmask.errors import ConfigError, DataError
 from unmask.generation.sampler import Generation, generate
 from unmask.methods import Rollout, get_method
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
-from unmask.objectives.policy import advantages, clipped_surrogate
+from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.trainer import DiffusionTrainer, StageConfig
 
@@ -41,7 +41,7 @@ class GRPOConfig(StageConfig):
     beta: float = field(default=0.0, metadata={"help": "Weight of the KL to the model as given; 0: no reference is kept."})
     epsilon: float = field(default=0.5, metadata={"help": "Clip range of the ratio below 1."})
     epsilon_high: float | None = field(default=None, metadata={"help": "Clip range above 1; unset: epsilon."})
-    advantage: str = field(default="r-mean", metadata={"help": "r-mean, z-score or leave-one-out."})
+    advantage: AdvantageKind = field(default="r-mean", metadata={"help": "r-mean, z-score or leave-one-out."})
     temperature: float = field(default=1.0, metadata={"help": "Of sampling, and of the log-probabilities that are trained."})
     max_completion_length: int = field(default=128, metadata={"help": "Tokens of the canvas behind the prompt."})
     steps: int | None = field(default=None, metadata={"help": "Denoising steps of a rollout; unset: one token per step."})
@@ -51,6 +51,16 @@ class GRPOConfig(StageConfig):
     segments: int | None = field(default=None, metadata={"help": "cj-grpo: merge the steps into this many views; unset: a view per step."})
     reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward function; unset: all 1."})
     rollout_batch_size: int = field(default=256, metadata={"help": "Sequences per forward pass of a rollout."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        get_method(self.method)
+        if self.advantage not in get_args(AdvantageKind):
+            what, remedy = f"unknown advantage {self.advantage!r}", f"Use one of {', '.join(get_args(AdvantageKind))}"
+            raise ConfigError(what, where="advantage", remedy=remedy)
+        if self.segments is not None and self.segments < 1:
+            raise ConfigError(f"{self.segments} segments", where="segments", remedy="Give at least 1, or leave it out")
+        self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
 
     def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
         """How rollouts are sampled."""

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -57,7 +58,8 @@ class Rewards:
     def _call(self, index: int, arguments: Mapping[str, Any], count: int) -> list[float]:
         values = self.functions[index](**arguments)
         if inspect.isawaitable(values):
-            values = asyncio.run(_wait(values))
+            with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+                values = thread.submit(asyncio.run, _wait(values)).result()
         if not isinstance(values, Sequence) or len(values) != count:
             what = f"returned {values!r:.60} for {count} completions"
             raise TrainingError(what, where=f"reward function {self.names[index]}", remedy="Return one float or None per completion")

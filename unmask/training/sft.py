@@ -27,7 +27,7 @@ class SFTConfig(StageConfig):
 
 
 class SFTTrainer(DiffusionTrainer):
-    """Fine-tunes any model on prompts and completions (standard or conversational, in TRL's formats).
+    """Fine-tunes any model on prompts and completions, `messages` or `text` (standard or conversational, in TRL's formats).
 
     The loss is sum(CE / t) / completion tokens (LLaDA, Nie et al. 2025, eq. 5); a causal model gets plain next-token loss.
     EOS is learnt, padding never.
