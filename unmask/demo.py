@@ -51,7 +51,7 @@ class DemoSettings:
     rows: int = 20_000
     test_rows: int = 800
     text_mistakes: float = 0.4
-    mistakes: float = 0.45
+    mistakes: float = 0.46
     hidden: int = 128
     layers: int = 4
     batch: int = 128
@@ -131,7 +131,7 @@ class Demo:
         rng = random.Random(self.seed + 3)
         chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
         pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
-        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=1e-5, canvas_length=self.task.max_completion)
+        arguments = self.arguments("dpo", self.settings.dpo, learning_rate=4e-6, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
         trainer = DPOTrainer(self.lm, args, pairs, progress=stage)
         trainer.train()
