@@ -48,10 +48,10 @@ def test_all_is_learnt_but_bos_and_what_nothing_stands_before(texts, max_length,
     rows = text_rows(tokenizer, texts, max_length, packed=packed)
     assert [row["sample_id"] for row in rows] == sorted({row["sample_id"] for row in rows})
     for row in rows:
-        assert {len(row[name]) for name in ("input_ids", "documents", "maskable", "tail")} == {len(row["input_ids"])}
+        assert {len(row[name]) for name in ("input_ids", "documents", "maskable")} == {len(row["input_ids"])}
         assert len(row["input_ids"]) <= max_length
         assert row["maskable"] == [at > 0 and token != BOS for at, token in enumerate(row["input_ids"])]
-        assert any(row["maskable"]) and not any(row["tail"])
+        assert any(row["maskable"])
         assert row["documents"][0] == 1 and PAD not in row["input_ids"]
 
 
@@ -76,16 +76,14 @@ pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda bot
 
 
 @given(pairs, st.none() | st.integers(10, 14))
-def test_of_a_pair_the_completion_is_learnt_and_the_tail_is_hidden(pairs, canvas_length):
+def test_of_a_pair_the_completion_is_learnt_and_the_canvas_filled_with_eos(pairs, canvas_length):
     rows = pair_rows(TOKENIZER, pairs, 40, canvas_length=canvas_length)
     for index, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
         prompt, completion = ids_of(pair["prompt"])[:-1], ids_of(pair["completion"])[1:]
-        tail = max(0, canvas_length - len(completion)) if canvas_length else 0
-        parts = [len(prompt), len(completion), tail]
-        assert row["input_ids"] == prompt + completion + [EOS] * tail
-        assert row["maskable"] == [part == 1 for part, size in enumerate(parts) for _ in range(size)]
-        assert row["tail"] == [part == 2 for part, size in enumerate(parts) for _ in range(size)]
-        assert row["documents"] == [1] * sum(parts)
+        canvas = completion + [EOS] * (max(0, canvas_length - len(completion)) if canvas_length else 0)
+        assert row["input_ids"] == prompt + canvas
+        assert row["maskable"] == [False] * len(prompt) + [True] * len(canvas)
+        assert row["documents"] == [1] * len(prompt + canvas)
         assert row["sample_id"] == index
 
 
@@ -131,11 +129,11 @@ def test_batches_are_padded_with_nobodys_document(texts, max_length):
     rows = text_rows(TOKENIZER, texts, max_length, packed=False)
     batch = Collator(PAD)(rows)
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
-    kinds = {"input_ids": torch.long, "documents": torch.long, "maskable": torch.bool, "tail": torch.bool}
+    kinds = {"input_ids": torch.long, "documents": torch.long, "maskable": torch.bool}
     assert {name: batch[name].dtype for name in kinds} == kinds
     assert all(batch[name].shape == shape for name in kinds)
     assert batch["sample_id"].tolist() == [row["sample_id"] for row in rows]
     padding_BT = batch["documents"] == 0
     assert (~padding_BT).sum(1).tolist() == [len(row["input_ids"]) for row in rows]
-    assert (batch["input_ids"][padding_BT] == PAD).all() and not (batch["maskable"] | batch["tail"])[padding_BT].any()
+    assert (batch["input_ids"][padding_BT] == PAD).all() and not batch["maskable"][padding_BT].any()
     assert batch["input_ids"][~padding_BT].tolist() == [token for row in rows for token in row["input_ids"]]

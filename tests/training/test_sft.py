@@ -15,7 +15,7 @@ def parts(trainer: SFTTrainer, *rows: int) -> tuple[dict[str, torch.Tensor], tor
     """A batch, its completions and its prompts [B, T]."""
     made = batch(trainer, *rows)
     real_BT = made["documents"] > 0
-    return made, made["maskable"], real_BT & ~made["maskable"] & ~made["tail"]
+    return made, made["maskable"], real_BT & ~made["maskable"]
 
 
 @pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4)])
@@ -31,14 +31,14 @@ def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_s
     assert [len(pair["completion"]) + 1 for pair in PAIRS] == completion_BT.sum(1).tolist()
 
 
-def test_the_canvas_behind_the_end_is_hidden_and_never_scored(tmp_path):
+def test_a_canvas_is_filled_with_eos_that_is_learnt(tmp_path):
     trainer = make("sft", tmp_path, canvas_length=9, views=8)
-    rows, completion_BT, prompt_BT = parts(trainer, *range(8))
+    rows, canvas_BT, prompt_BT = parts(trainer, *range(8))
     views = trainer.plan(rows)
-    tail_BT = rows["tail"]
-    assert (completion_BT | tail_BT).sum(1).tolist() == [9] * 8
-    assert views.hidden_BVT[tail_BT[:, None].expand_as(views.hidden_BVT)].all()
-    assert not (views.scored_BVT & (tail_BT | prompt_BT)[:, None]).any()
+    assert canvas_BT.sum(1).tolist() == [9] * 8
+    ends = [9 - len(pair["completion"]) for pair in PAIRS]
+    assert (canvas_BT & (rows["input_ids"] == trainer.lm.eos_token_id)).sum(1).tolist() == ends
+    assert torch.equal(views.hidden_BVT, views.scored_BVT)
     assert not (views.hidden_BVT & prompt_BT[:, None]).any()
 
 
@@ -112,7 +112,7 @@ def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
 
 def test_it_learns_to_answer_and_to_stop(tmp_path):
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ba", "completion": "h"}]
-    trainer = make("sft", tmp_path, rows=rows, max_steps=80, per_device_train_batch_size=2, canvas_length=4, views=16)
+    trainer = make("sft", tmp_path, rows=rows, max_steps=200, per_device_train_batch_size=2, canvas_length=4, views=16)
     trainer.train()
-    generation = unmask.generate(trainer.lm, ["ab", "ba"], unmask.SamplerConfig(max_new_tokens=4, block_size=1))
+    generation = unmask.generate(trainer.lm, ["ab", "ba"], unmask.SamplerConfig(max_new_tokens=4))
     assert generation.texts == ["cd", "h"]

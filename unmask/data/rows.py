@@ -1,7 +1,7 @@
 """Token rows for training: text or prompt and completion, packed or not, and the batches made of them.
 
 A row is a dict: `input_ids`, `documents` (numbered from 1, so that packed documents do not see one another), `maskable`
-(the tokens that are learnt), `tail` (canvas positions behind the end: hidden, attended, never learnt) and `sample_id`.
+(the tokens that are learnt) and `sample_id`.
 
 Shapes: B batch, T tokens.
 """
@@ -96,8 +96,8 @@ def pair_rows(
         pairs: rows with `prompt` and `completion`, as strings or chat messages; or with `messages` or `text`, all of which is
             completion.
         max_length: rows that are longer are an error, never cut: a cut answer teaches a false stop.
-        canvas_length: lengthen each completion with hidden positions to this many tokens, as the sampler of a
-            bidirectional model shows it. They are attended, not learnt.
+        canvas_length: fill each completion with EOS to this many tokens, all of them learnt, as the sampler of a bidirectional
+            model has to fill its whole canvas (LLaDA, Nie et al. 2025).
         where: what errors call the pairs.
 
     Raises:
@@ -107,6 +107,8 @@ def pair_rows(
     for index, pair in enumerate(pairs):
         place = f"{where}, row {index}"
         given = {name: value for name, value in pair.items() if value is not None}
+        if given.keys().isdisjoint(("messages", "text")):
+            require_names(given, ("prompt", "completion"), place)
         with naming(place):
             prompt_ids, completion_ids = render(tokenizer, given)
         rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=place))
@@ -127,26 +129,18 @@ def pair_row(
     if canvas_length is not None and len(completion_ids) > canvas_length:
         what = f"{len(completion_ids)} completion tokens, but canvas_length is {canvas_length}"
         raise DataError(what, where=where, remedy="Raise canvas_length")
-    tail = max(0, (canvas_length or 0) - len(completion_ids))
-    ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * tail
+    filling = max(0, (canvas_length or 0) - len(completion_ids))
+    ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * filling
     if len(ids) > max_length:
         remedy = "Raise max_length as far as the model's context goes, or drop the row"
         raise DataError(f"{len(ids)} tokens, but a row holds {max_length}", where=where, remedy=remedy)
-    maskable = [False] * len(prompt_ids) + [True] * len(completion_ids) + [False] * tail
-    row = _row(ids, [1] * len(ids), [False, *maskable[1:]], sample_id)  # the first token has nothing to follow from
-    row["tail"] = [False] * (len(ids) - tail) + [True] * tail
-    return row
+    maskable = [index >= max(1, len(prompt_ids)) for index in range(len(ids))]  # the first token has nothing to follow from
+    return _row(ids, [1] * len(ids), maskable, sample_id)
 
 
 def _row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
     first = documents[0] - 1
-    return {
-        "input_ids": list(ids),
-        "documents": [d - first for d in documents],
-        "maskable": list(maskable),
-        "tail": [False] * len(ids),
-        "sample_id": sample_id,
-    }
+    return {"input_ids": list(ids), "documents": [d - first for d in documents], "maskable": list(maskable), "sample_id": sample_id}
 
 
 def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bool = False) -> Tensor:
@@ -160,7 +154,7 @@ class Collator:
     """Batches of rows, padded on the right with document 0. Noise is drawn in the step, not here, so that resumes are exact."""
 
     def __init__(self, pad_token_id: int):
-        self.fills = {"input_ids": pad_token_id, "documents": 0, "maskable": False, "tail": False}
+        self.fills = {"input_ids": pad_token_id, "documents": 0, "maskable": False}
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         batch = {name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()}

@@ -142,11 +142,12 @@ class Sudoku(Task):
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
         """As people do it: the more cells are empty, the likelier the grid is handed in with the last third of them left empty.
 
-        The chance rises evenly from 0 at `min_empty` cells to twice the mistake rate at `max_empty`.
+        The chance rises evenly with the number of empty cells: of a rate of 0.4 from 0 to 0.8, of a rate of 0.6 from 0.2 to 1.
         """
         empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
         effort = (len(empty) - self.min_empty) / max(1, self.max_empty - self.min_empty)
-        if rng.random() >= 2 * mistake_rate * effort:
+        chance = 2 * mistake_rate * effort if mistake_rate <= 0.5 else 1 - 2 * (1 - mistake_rate) * (1 - effort)
+        if rng.random() >= chance:
             return row["completion"]
         left = set(empty[-max(1, len(empty) // 3) :])
         return "".join("0" if cell in left else digit for cell, digit in enumerate(row["completion"]))

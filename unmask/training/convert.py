@@ -26,7 +26,6 @@ from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load, with_pattern
 from unmask.objectives.supervised import weighted_cross_entropy
-from unmask.training.sft import with_tail
 from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig, row_length
 
 
@@ -80,7 +79,7 @@ class StageTrainer(DiffusionTrainer):
     def plan(self, batch: Batch) -> Views:
         schedule = get_schedule(self.args.schedule)
         plan = complementary_pair if self.args.complementary else random_views
-        return with_tail(plan(self.groups(batch), self.draw(batch), schedule, low=self.args.min_time), batch)
+        return plan(self.groups(batch), self.draw(batch), schedule, low=self.args.min_time)
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         total = super().micro_loss(lm, batch)

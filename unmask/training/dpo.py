@@ -23,7 +23,6 @@ from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
 from unmask.objectives.preference import dpo
-from unmask.training.sft import with_tail
 from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
 
 REFERENCE_FILE = "reference_scores.safetensors"
@@ -100,7 +99,7 @@ class DPOTrainer(DiffusionTrainer):
     def _plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.attention == "causal" and self.lm.logit_shift:
             return all_masked_views(batch["maskable"])
-        return with_tail(exact_count_views(self.groups(batch), draw, views=self.args.samples), batch)
+        return exact_count_views(self.groups(batch), draw, views=self.args.samples)
 
     def _bounds(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """The estimated log-likelihood bound of every response [B]."""

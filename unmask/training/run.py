@@ -38,6 +38,8 @@ class Verb:
     trainer: Callable[..., Any]
     config: type[StageConfig]
     task_rows: Callable[[Task, Rows, int], Rows]
+    canvas: str | None = None
+    """The setting that a task's longest completion is the default of."""
 
 
 def as_text(task: Task, rows: Rows, seed: int) -> Rows:
@@ -59,9 +61,9 @@ def as_preferences(task: Task, rows: Rows, seed: int) -> Rows:
 VERBS = {
     "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
     "convert": Verb(ConvertTrainer, ConvertConfig, as_text),
-    "sft": Verb(SFTTrainer, SFTConfig, as_pairs),
-    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences),
-    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs),
+    "sft": Verb(SFTTrainer, SFTConfig, as_pairs, "canvas_length"),
+    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length"),
+    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length"),
 }
 
 
@@ -75,8 +77,9 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
     """
     kind = VERBS[verb]
-    args = build_training_args(kind.config, dict(config.training), output_dir=config.output_dir)
     task = get_task(config.data.task) if config.data.task else None
+    defaults = {kind.canvas: task.max_completion} if task and kind.canvas else {}
+    args = build_training_args(kind.config, defaults | dict(config.training), output_dir=config.output_dir)
     train, held_out = read_data(config, kind, task)
     lm = load_model(config, verb)
     progress = Progress([(verb, 1.0)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.data.rows import Row, pair_rows
@@ -22,7 +22,7 @@ class SFTConfig(StageConfig):
     min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
     canvas_length: int | None = field(
         default=None,
-        metadata={"help": "Show completions in a canvas of this many tokens, hidden behind their end, as bidirectional sampling does."},
+        metadata={"help": "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas."},
     )
 
 
@@ -30,7 +30,7 @@ class SFTTrainer(DiffusionTrainer):
     """Fine-tunes any model on prompts and completions, `messages` or `text` (standard or conversational, in TRL's formats).
 
     The loss is sum(CE / t) / completion tokens (LLaDA, Nie et al. 2025, eq. 5); a causal model gets plain next-token loss.
-    EOS is learnt, padding never.
+    EOS is learnt, padding never; with a `canvas_length` the canvas behind a completion is EOS too.
     """
 
     @classmethod
@@ -40,12 +40,6 @@ class SFTTrainer(DiffusionTrainer):
     def plan(self, batch: Batch) -> Views:
         if self.lm.attention == "causal" and self.lm.logit_shift:
             return all_masked_views(batch["maskable"])
-        views = random_views(
+        return random_views(
             self.groups(batch), self.draw(batch), get_schedule(self.args.schedule), views=self.args.views, low=self.args.min_time
         )
-        return with_tail(views, batch)
-
-
-def with_tail(views: Views, batch: Batch) -> Views:
-    """The canvas behind the end of a completion stays hidden in every view, as when the model samples."""
-    return replace(views, hidden_BVT=views.hidden_BVT | batch["tail"][:, None])
