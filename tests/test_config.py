@@ -22,7 +22,6 @@ from unmask.config import (
     build_training_args,
     claim_output,
     resolve,
-    save_config,
     to_yaml,
 )
 from unmask.config_files import RECIPES, Layer, Layers, did_you_mean, dump_yaml, parse_yaml, read_layers, recipe_path
@@ -362,13 +361,6 @@ def test_training_arguments_are_known_by_their_own_names(tmp_path: Path) -> None
 
 
 # The output folder
-
-
-def test_the_saved_config_repeats_the_run_but_overwrites_nothing(tmp_path: Path) -> None:
-    config = RunConfig(**RUN | {"output_dir": str(tmp_path / "a" / "ü"), "overwrite": True, "training": {"seed": 3}})
-    save_config(config)
-    again = resolve(read_layers(config_files=[tmp_path / "a" / "ü" / "config.yaml"]))
-    assert again == RunConfig(**config.model_dump() | {"overwrite": False})
 
 
 def test_an_output_folder_in_use_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

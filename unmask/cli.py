@@ -179,7 +179,7 @@ def load_model(model: ModelConfig) -> DiffusionLM:
     return unmask.load(model.path, **model.model_dump(exclude={"path", "from_scratch"}))
 
 
-@app.command(epilog="Example: unmask generate runs/sft --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
+@app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
 @spread_configs
 def generate(
     model: ModelConfig,
@@ -199,7 +199,7 @@ def generate(
         typer.echo(json.dumps(line, ensure_ascii=False) if as_json else text)
 
 
-@app.command(epilog="Example: unmask evaluate runs/sft --task sudoku --rows 200 --output sudoku.json")
+@app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")
 @spread_configs
 def evaluate(
     model: ModelConfig,
@@ -250,14 +250,15 @@ def _evaluate_likelihood(
 ) -> dict[str, Any]:
     """The first token of a document is given, the others are scored, up to the model's context."""
     import unmask
+    from unmask.data.rows import column
     from unmask.data.sources import load_rows
 
-    texts = load_rows(path, max_rows=rows)["text"]
+    texts = column(load_rows(path, max_rows=rows), "text", path)
     lm = load_model(model)
-    documents = [ids[: lm.context_length] for ids in lm.tokenizer(list(texts)).input_ids if len(ids) > 1]
+    documents = [ids[: lm.context_length] for ids in lm.tokenizer(texts).input_ids if len(ids) > 1]
     if not documents:
         raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
-    estimator = estimator or ("exact" if lm.attention == "causal" else "elbo")
+    estimator = estimator or ("exact" if lm.autoregressive else "elbo")
     log_probs = unmask.log_likelihood(
         lm, [ids[:1] for ids in documents], [ids[1:] for ids in documents], estimator=estimator, samples=samples, seed=seed
     )

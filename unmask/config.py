@@ -171,13 +171,6 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump())
 
 
-def save_config(config: RunConfig) -> None:
-    """Write the resolved config to `<output_dir>/config.yaml`; the leave to overwrite was given for this run and is not kept."""
-    folder = Path(config.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(to_yaml(config.model_copy(update={"overwrite": False})), encoding="utf-8")
-
-
 def claim_output(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
     """Make sure that a run may write into `path`: it is absent or empty, or the user asked for it. Nothing is created or deleted.
 

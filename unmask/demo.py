@@ -6,7 +6,6 @@ what preferences and rewards can mend (docs/demo.md).
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,7 @@ from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.monitor import Progress, Stage, peak_memory_bytes, run_manifest, write_atomic
+from unmask.monitor import Progress, Stage, peak_memory_bytes, write_atomic, write_manifest
 from unmask.tasks import Task, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
@@ -87,8 +86,6 @@ class Demo:
             "lr_scheduler_type": "cosine",
             "warmup_steps": min(50, steps // 5),
             "max_length": max(len(row["prompt"]) for row in self.train) + self.task.max_completion + 1,
-            "disable_tqdm": True,
-            "dataloader_pin_memory": False,
             "seed": self.seed,
             "use_cpu": True,
             **more,
@@ -154,7 +151,8 @@ class Demo:
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
         trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
-        length = min(self.task.max_completion, 16) if self.task.name == "sudoku" else self.task.max_completion
+        puzzle = row.get("puzzle")  # of a Sudoku: drawn as a grid
+        length = len(puzzle) if puzzle else self.task.max_completion
         cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
         frames: list[list[str]] = [[""] * length]
         revealed: list[dict[int, float]] = [{}]
@@ -163,10 +161,8 @@ class Demo:
             if new:
                 frames.append([cell if i in new else old for i, (cell, old) in enumerate(zip(cells, frames[-1], strict=True))])
                 revealed.append(new)
-        clues = frozenset(i for i, c in enumerate(row["puzzle"]) if c != "0") if self.task.name == "sudoku" else frozenset()
-        return Denoising(
-            prompt=row["prompt"], frames=frames, revealed=revealed, columns=4 if self.task.name == "sudoku" else None, clues=clues
-        )
+        clues = frozenset(i for i, cell in enumerate(puzzle or "") if cell != "0")
+        return Denoising(prompt=row["prompt"], frames=frames, revealed=revealed, columns=4 if puzzle else None, clues=clues)
 
 
 DESCRIPTIONS = {
@@ -194,13 +190,13 @@ def run_demo(
     with Progress(plan) as progress:
         for name, description in DESCRIPTIONS.items():
             demo.run(name, description, progress, getattr(demo, name))
-    report = make_report(demo)
-    write_atomic(output / "manifest.json", json.dumps(report.manifest, indent=2) + "\n")
+    manifest = write_manifest(output / "manifest.json", {"task": task, "seed": seed, "settings": vars(settings)})
+    report = make_report(demo, manifest)
     write_report(report, output / "report.html")
     return report
 
 
-def make_report(demo: Demo) -> Report:
+def make_report(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     """What the demonstration shows."""
     names = list(demo.results)
     comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in pairwise(names)]
@@ -214,7 +210,7 @@ def make_report(demo: Demo) -> Report:
             f"Answers that hold a mistake: {demo.settings.text_mistakes:.0%} in the text, {demo.settings.mistakes:.0%} in SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
         ],
-        manifest=run_manifest({"task": demo.task.name, "seed": demo.seed, "settings": vars(demo.settings)}),
+        manifest=manifest,
     )
 
 

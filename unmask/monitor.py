@@ -238,10 +238,10 @@ def _version(package: str) -> str | None:
 
 
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """What it takes to repeat a run: versions (None: not installed), machine, date, seed, command line, config.
+    """What it takes to repeat a run: versions (None: not installed), machine, date, command line, config.
 
     Args:
-        config: the resolved configuration; `seed` is taken from its top level.
+        config: the resolved configuration.
         extra: further entries, such as data hashes or timings.
 
     Returns: a dictionary of JSON types only.
@@ -251,7 +251,6 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
         "unmask": _version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
-        "seed": _plain(config.get("seed")),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": cores,

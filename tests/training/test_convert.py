@@ -139,7 +139,7 @@ def test_the_converted_model_has_its_pattern_and_survives_saving(pattern, tmp_pa
 def test_complementary_views_learn_every_token_in_each_step(tmp_path):
     trainer = stage_trainer(tmp_path, TEXTS, attention="block_causal", block_size=4, complementary=True)
     rows = trainer.data_collator(list(trainer.train_dataset))
-    views = trainer.plan(rows)
+    views = trainer.plan(rows, trainer.draw(rows))
     assert views.count == 2
     assert torch.equal(views.scored_BVT.sum(1), rows["maskable"].long())
 
@@ -147,7 +147,7 @@ def test_complementary_views_learn_every_token_in_each_step(tmp_path):
 def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
     trainer = stage_trainer(tmp_path, PAIRS, canvas_length=8)
     rows = trainer.data_collator(list(trainer.train_dataset))
-    views = trainer.plan(rows)
+    views = trainer.plan(rows, trainer.draw(rows))
     assert rows["maskable"].sum(1).tolist() == [8] * len(PAIRS)
     assert not (views.hidden_BVT[:, 0] & ~rows["maskable"]).any()
     converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=3)

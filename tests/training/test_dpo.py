@@ -52,10 +52,10 @@ def test_the_stored_scores_are_those_of_a_frozen_copy_to_the_end_of_training(tmp
     trainer.model.train()
     trainer.state.epoch = 0.0
     rows = batch(trainer, *range(8))
-    views = trainer.plan(rows)
+    draw = trainer.draw(rows)
     with torch.no_grad():
-        bounds = trainer._bounds(frozen, rows, views).view(2, -1).T
-        assert not torch.allclose(trainer._bounds(trainer.lm, rows, views).view(2, -1).T, stored[0], atol=1e-2)
+        bounds = trainer._bounds(frozen, rows, draw).view(2, -1).T
+        assert not torch.allclose(trainer._bounds(trainer.lm, rows, draw).view(2, -1).T, stored[0], atol=1e-2)
     torch.testing.assert_close(stored[0], bounds, atol=1e-5, rtol=0)
     assert trainer.reference["eval"].shape == (1, 3, 2)
     assert abs(trainer.evaluate()["eval_loss"] - math.log(2)) > 1e-3
@@ -102,7 +102,7 @@ def test_chosen_and_rejected_are_hidden_apart(tmp_path):
     same = [{"prompt": "ab", "chosen": "abcdefgh", "rejected": "hgfedcba"}] * 4
     trainer = make("dpo", tmp_path, rows=same, samples=4)
     rows = batch(trainer, *range(4))
-    hidden_BVT = trainer.plan(rows).hidden_BVT
+    hidden_BVT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT
     assert len({tuple(row.flatten().tolist()) for row in hidden_BVT}) == 8
     assert torch.equal(rows["pair"], torch.arange(4))
     assert rows["input_ids"][:4].equal(rows["input_ids"][:1].expand(4, -1))

@@ -22,7 +22,7 @@ def parts(trainer: SFTTrainer, *rows: int) -> tuple[dict[str, torch.Tensor], tor
 def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_size, tmp_path):
     trainer = make("sft", tmp_path, tiny(attention, block_size), views=64)
     rows, completion_BT, prompt_BT = parts(trainer, *range(8))
-    views = trainer.plan(rows)
+    views = trainer.plan(rows, trainer.draw(rows))
     assert torch.equal(views.hidden_BVT, views.scored_BVT)
     assert torch.equal(views.hidden_BVT.any(1), completion_BT)  # of 64 views each token is hidden in some, and never another
     assert not (completion_BT & prompt_BT).any()
@@ -34,7 +34,7 @@ def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_s
 def test_a_canvas_is_filled_with_eos_that_is_learnt(tmp_path):
     trainer = make("sft", tmp_path, canvas_length=9, views=8)
     rows, canvas_BT, prompt_BT = parts(trainer, *range(8))
-    views = trainer.plan(rows)
+    views = trainer.plan(rows, trainer.draw(rows))
     assert canvas_BT.sum(1).tolist() == [9] * 8
     ends = [9 - len(pair["completion"]) for pair in PAIRS]
     assert (canvas_BT & (rows["input_ids"] == trainer.lm.eos_token_id)).sum(1).tolist() == ends
@@ -47,7 +47,7 @@ def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
     lm = tiny(dtype=torch.float64)
     trainer = make("sft", tmp_path, lm, **config)
     rows, completion_BT, _ = parts(trainer, 4, 0, 6)
-    views = trainer.plan(rows)
+    views = trainer.plan(rows, trainer.draw(rows))
     total = 0.0
     for row in range(3):
         real_T = rows["documents"][row] > 0
@@ -64,7 +64,7 @@ def test_weights_are_one_over_t(tmp_path):
     """With the linear schedule every hidden token of a row weighs 1/t, where t is the rate at which its row was hidden."""
     trainer = make("sft", tmp_path, rows=[{"prompt": "a", "completion": "abcdefgh" * 3}] * 400)
     rows = batch(trainer, *range(400))
-    views = trainer.plan(rows)
+    views = trainer.plan(rows, trainer.draw(rows))
     hidden_B, size_B = views.hidden_BVT.sum((1, 2)).double(), rows["maskable"].sum(1)
     some = hidden_B > 0
     weight_B = views.weight_BVT.amax((1, 2)).double()[some]

@@ -75,7 +75,8 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
     before = torch.get_rng_state()
 
     def masks(*rows: int) -> dict[int, list[list[bool]]]:
-        views = trainer.plan(batch(trainer, *rows))
+        made = batch(trainer, *rows)
+        views = trainer.plan(made, trainer.draw(made))
         return {row: views.hidden_BVT[at, :, : len(trainer.train_dataset[row]["input_ids"])].tolist() for at, row in enumerate(rows)}
 
     together = masks(*range(8))

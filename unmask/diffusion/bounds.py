@@ -45,7 +45,7 @@ def exact_log_likelihood(
     Raises:
         GenerationError: a group has more than 12 maskable tokens.
     """
-    if lm.attention == "causal" and lm.logit_shift:
+    if lm.autoregressive:
         views = all_masked_views(maskable_BT)
         return score(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)

@@ -28,7 +28,7 @@ def score(
         chunk: noised rows per forward pass; None: all at once. The result does not depend on it but for rounding.
     """
     batch, count, length = views.hidden_BVT.shape
-    out_BVT = torch.zeros(batch, count, length, dtype=torch.float64 if ids_are_double(lm) else torch.float32, device=ids_BT.device)
+    out_BVT = torch.zeros(batch, count, length, dtype=lm.score_dtype, device=ids_BT.device)
     row_R = torch.arange(batch * count, device=ids_BT.device) // count
     pieces, places = [], []
     for rows_R in torch.arange(batch * count, device=ids_BT.device).split(chunk or batch * count):
@@ -50,7 +50,7 @@ def score(
 
 def hidden_logits(lm: DiffusionLM, clean_BT: Tensor, attention_mask_BT: Tensor | None, hidden_BT: Tensor, rows_BT: Tensor) -> Tensor:
     """Logits [N, vocabulary] at the chosen rows, given the tokens that are not hidden (and, by blocks, the clean past)."""
-    if lm.attention == "causal" and lm.logit_shift:
+    if lm.autoregressive:
         return lm.logits(clean_BT, attention_mask_BT, rows_BT)
     noisy_BT = torch.where(hidden_BT, lm.mask_token_id, clean_BT)
     if lm.attention == "bidirectional":
@@ -73,8 +73,3 @@ def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor
     starts_BT = torch.ones_like(maskable_BT)
     starts_BT[:, 1:] = (block_BT[:, 1:] != block_BT[:, :-1]) | (layout.document_BT[:, 1:] != layout.document_BT[:, :-1])
     return torch.where(maskable_BT, starts_BT.long().cumsum(1) - 1, -1)
-
-
-def ids_are_double(lm: DiffusionLM) -> bool:
-    """Whether the model computes in float64 (proofs and golden tests)."""
-    return next(lm.model.parameters()).dtype == torch.float64

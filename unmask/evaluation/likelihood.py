@@ -63,7 +63,7 @@ def log_likelihood(
         for start in range(0, len(pairs), rows):
             chosen = by_length[start : start + rows]
             out_B[chosen] = _score(lm, [pairs[i] for i in chosen], estimator, samples, seed).double().cpu()
-    return out_B if next(lm.model.parameters()).dtype == torch.float64 else out_B.float()
+    return out_B.to(lm.score_dtype)
 
 
 def _score(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator: str, samples: int, seed: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from unmask.config import SamplerConfig
@@ -31,7 +32,7 @@ class TaskResult:
     groups: list[str]
     completions: list[str]
 
-    @property
+    @cached_property
     def metrics(self) -> dict[str, Interval]:
         """Shares with their 95% intervals; rows whose solution is not in the task's training split also apart ("unseen")."""
         shares = {"solved": cluster_bootstrap_mean(self.solved, self.groups), "cells": cluster_bootstrap_mean(self.values, self.groups)}
@@ -53,8 +54,11 @@ class TaskResult:
 
 
 def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> TaskResult:
-    """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions."""
-    sampler = sampler or SamplerConfig(max_new_tokens=task.max_completion, batch_size=256)
+    """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
+
+    The task gives the length of the canvas, whatever the sampler says.
+    """
+    sampler = (sampler or SamplerConfig(batch_size=256)).model_copy(update={"max_new_tokens": task.max_completion})
     texts = generate(lm, [row["prompt"] for row in rows], sampler).texts
     verdicts = [task.verify(text, row) for text, row in zip(texts, rows, strict=True)]
     return TaskResult(task.name, [float(v.solved) for v in verdicts], [v.value for v in verdicts], [row["group"] for row in rows], texts)

@@ -97,6 +97,16 @@ class DiffusionLM:
         return next(self.model.parameters()).device
 
     @property
+    def autoregressive(self) -> bool:
+        """Whether every row predicts the next token from the clean ones before it: one pass scores a whole sequence."""
+        return self.attention == "causal" and self.logit_shift
+
+    @property
+    def score_dtype(self) -> torch.dtype:
+        """Of logits and scores: float32, or float64 for a float64 model (proofs and golden tests)."""
+        return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
+
+    @property
     def eos_token_id(self) -> int | None:
         return self.tokenizer.eos_token_id
 
@@ -191,13 +201,15 @@ class DiffusionLM:
             self._rows.index_N = None
         assert index_N is None or out.logits.shape[:2] == (1, len(index_N)), "the output head is not the one that the rows were asked of"
         logits = out.logits if index_N is None else out.logits[0]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logits = logits.to(self.score_dtype)
         logits[..., self.mask_token_id] = -torch.inf
         return logits
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write config, tokenizer and weights (safetensors only); `unmask.load` gives the same model back, bit for bit."""
-        setattr(self.config, SETTINGS_KEY, self.settings)
+        """Write config, tokenizer and weights (safetensors only); `unmask.load` gives the same model back, bit for bit.
+
+        Of a model with adapters only these are written; merge them first (as the trainers do)."""
+        setattr(self.model.config, SETTINGS_KEY, self.settings)
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
 

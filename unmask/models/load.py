@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -64,13 +65,15 @@ def load(
     )
 
 
-def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", device: str = "cpu") -> DiffusionLM:
+def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", device: str = "cpu", **source: Any) -> DiffusionLM:
     """A causal model with new random weights, of the architecture and with the tokenizer found at `path`.
+
+    `source`: `revision` and `trust_remote_code`, as in `load`.
 
     Raises:
         ModelError: no config or no tokenizer there.
     """
-    config, tokenizer = _config(str(path), {}), _tokenizer(str(path), {})
+    config, tokenizer = _config(str(path), source), _tokenizer(str(path), source)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
     return make_diffusion(model.to(resolve_device(device)), tokenizer)

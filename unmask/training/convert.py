@@ -19,14 +19,12 @@ from torch import Tensor
 
 from unmask.data.rows import Row, column, pair_rows, text_rows
 from unmask.diffusion.schedules import get_schedule
-from unmask.diffusion.score import score
-from unmask.diffusion.views import Views, all_masked_views, complementary_pair, random_views
+from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
 from unmask.errors import ConfigError
 from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load, with_pattern
-from unmask.objectives.supervised import weighted_cross_entropy
-from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig, row_length
+from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig, row_length, steps_per_epoch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,21 +74,17 @@ class StageTrainer(DiffusionTrainer):
         self.stage = stage
         super().__init__(*arguments, **rest)
 
-    def plan(self, batch: Batch) -> Views:
+    def plan(self, batch: Batch, draw: Draw) -> Views:
         schedule = get_schedule(self.args.schedule)
         plan = complementary_pair if self.args.complementary else random_views
-        return plan(self.groups(batch), self.draw(batch), schedule, low=self.args.min_time)
+        return plan(self.groups(batch), draw, schedule, low=self.args.min_time)
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         total = super().micro_loss(lm, batch)
         if self.stage.lm_loss == 0:
             return total
         views = all_masked_views(batch["maskable"])
-        loss = weighted_cross_entropy(
-            score(lm.as_causal(), batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk), views
-        )
-        self.record("lm_cross_entropy", loss.cross_entropy)
-        return total + self.stage.lm_loss * loss.total
+        return total + self.stage.lm_loss * self.cross_entropy(lm.as_causal(), batch, views, "lm_cross_entropy")
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Weight decay must not move the embedding rows that stage 1 freezes."""
@@ -153,7 +147,7 @@ class ConvertTrainer:
             if last > first:
                 self._run(number, stage, first, last, steps, resume_from_checkpoint)
             first = last
-        self.lm.model.requires_grad_(True).eval()
+        self.lm.model.eval()
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the converted model."""
@@ -176,8 +170,7 @@ class ConvertTrainer:
     def _steps(self) -> int:
         if self.args.max_steps > 0:
             return self.args.max_steps
-        a_step = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return math.ceil(math.ceil(len(self.train_rows) / a_step) * self.args.num_train_epochs)
+        return math.ceil(steps_per_epoch(self.args, self.train_rows) * self.args.num_train_epochs)
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from unmask.data.chat import render_preference
 from unmask.data.rows import Collator, naming, pair_row, require_values
-from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
 from unmask.objectives.preference import dpo
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, canvas, row_length, steps_per_epoch
 
 REFERENCE_FILE = "reference_scores.safetensors"
 
@@ -57,8 +56,8 @@ class DPOTrainer(DiffusionTrainer):
     def __init__(self, model: DiffusionLM | str | Path, args: DPOConfig, *datasets: Any, **rest: Any):
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", PairCollator(0)), **rest)
         disable_dropout(self.lm.model)
-        epochs = math.ceil(args.max_steps / max(1, self._steps_per_epoch())) if args.max_steps > 0 else math.ceil(args.num_train_epochs)
-        self.reference = {"train": self._reference_scores(self.train_dataset, epochs, "train")}
+        epochs = args.max_steps / steps_per_epoch(args, self.train_dataset) if args.max_steps > 0 else args.num_train_epochs
+        self.reference = {"train": self._reference_scores(self.train_dataset, math.ceil(epochs), "train")}
         if self.eval_dataset is not None:
             self.reference["eval"] = self._reference_scores(self.eval_dataset, 1, "eval")
 
@@ -72,19 +71,21 @@ class DPOTrainer(DiffusionTrainer):
                 prompt, chosen, rejected = render_preference(lm.tokenizer, example)
             # The two responses of a pair get masks of their own: two sample ids.
             sides = [
-                pair_row(lm.tokenizer, prompt, side, row_length(lm, args), args.canvas_length, sample_id=2 * index + k, where=place)
+                pair_row(lm.tokenizer, prompt, side, row_length(lm, args), canvas(lm, args), sample_id=2 * index + k, where=place)
                 for k, side in enumerate((chosen, rejected))
             ]
             pairs.append({"chosen": sides[0], "rejected": sides[1], "pair": index})
         return pairs
 
-    def plan(self, batch: Batch) -> Views:
-        return self._plan(batch, self.draw(batch))
+    def plan(self, batch: Batch, draw: Draw) -> Views:
+        if self.lm.autoregressive:
+            return all_masked_views(batch["maskable"])
+        return exact_count_views(self.groups(batch), draw, views=self.args.samples)
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
-        chosen_P, rejected_P = self._bounds(lm, batch, self.plan(batch)).chunk(2)
-        split, epoch = ("train", self.draw(batch).iteration) if self.model.training else ("eval", 0)
-        stored = self.reference[split][epoch % len(self.reference[split])].to(chosen_P.device)[batch["pair"]]
+        draw = self.draw(batch)
+        chosen_P, rejected_P = self._bounds(lm, batch, draw).chunk(2)
+        stored = self.reference["train" if self.model.training else "eval"][draw.iteration].to(chosen_P.device)[batch["pair"]]
         loss = dpo(chosen_P, rejected_P, stored[:, 0], stored[:, 1], beta=self.args.beta)
         pairs = len(loss.loss_P)
         self.record("margin", loss.margin_P.mean(), pairs)
@@ -96,18 +97,10 @@ class DPOTrainer(DiffusionTrainer):
     def count_items(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["pair"]), device=batch["pair"].device)
 
-    def _plan(self, batch: Batch, draw: Draw) -> Views:
-        if self.lm.attention == "causal" and self.lm.logit_shift:
-            return all_masked_views(batch["maskable"])
-        return exact_count_views(self.groups(batch), draw, views=self.args.samples)
-
-    def _bounds(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
+    def _bounds(self, lm: DiffusionLM, batch: Batch, draw: Draw) -> Tensor:
         """The estimated log-likelihood bound of every response [B]."""
-        log_prob_BVT = score(lm, batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk)
-        return (views.weight_BVT * log_prob_BVT).sum((1, 2))
-
-    def _steps_per_epoch(self) -> int:
-        return math.ceil(len(self.get_train_dataloader()) / self.args.gradient_accumulation_steps)
+        views = self.plan(batch, draw)
+        return (views.weight_BVT * self.scores(lm, batch, views)).sum((1, 2))
 
     @torch.no_grad()
     def _reference_scores(self, pairs: Sequence[Mapping[str, Any]], epochs: int, split: str) -> Tensor:
@@ -121,14 +114,15 @@ class DPOTrainer(DiffusionTrainer):
                 return stored[key]
         scores = torch.zeros(epochs, len(pairs), 2)
         size = self.args.train_batch_size
-        with evaluating(self.lm):
+        with evaluating(self.lm), self.accelerator.autocast():
             for start in range(0, len(pairs), size):
                 batch = self._prepare_inputs(self.data_collator(pairs[start : start + size]))
                 for epoch in range(epochs):
-                    views = self._plan(batch, Draw(self.args.seed, batch["sample_id"], epoch))
-                    bounds = self._bounds(self.lm, batch, views).view(2, -1).T
-                    scores[epoch, start : start + size] = bounds.cpu()
+                    bounds = self._bounds(self.lm, batch, Draw(self.args.seed, batch["sample_id"], epoch))
+                    scores[epoch, start : start + size] = bounds.view(2, -1).T.cpu()
         if self.args.should_save:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({key: scores}, path)
+            unfinished = path.with_suffix(".unfinished")
+            save_file({key: scores}, unfinished)
+            unfinished.replace(path)
         return scores

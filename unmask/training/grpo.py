@@ -5,6 +5,7 @@ Shapes: B completions, V views, T positions, F reward functions. A rollout batch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,8 @@ from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogat
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.trainer import DiffusionTrainer, StageConfig
 
+Update = dict[str, Any]  # a micro-batch of completions with the views and scores of one inner iteration
+
 
 @dataclass(kw_only=True)
 class GRPOConfig(StageConfig):
@@ -37,7 +40,9 @@ class GRPOConfig(StageConfig):
     lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "How the learning rate goes."})
     method: str = field(default="diffu-grpo", metadata={"help": "diffu-grpo, or cj-grpo (trajectory replay)."})
     num_generations: int = field(default=8, metadata={"help": "Completions per prompt: the group."})
-    num_iterations: int = field(default=1, metadata={"help": "Updates per rollout batch (mu), each with masks of its own."})
+    num_iterations: int = field(
+        default=1, metadata={"help": "Updates per rollout batch (mu), each with masks of its own; save_steps is rounded up to a multiple."}
+    )
     beta: float = field(default=0.0, metadata={"help": "Weight of the KL to the model as given; 0: no reference is kept."})
     epsilon: float = field(default=0.5, metadata={"help": "Clip range of the ratio below 1."})
     epsilon_high: float | None = field(default=None, metadata={"help": "Clip range above 1; unset: epsilon."})
@@ -60,6 +65,10 @@ class GRPOConfig(StageConfig):
             raise ConfigError(what, where="advantage", remedy=remedy)
         if self.segments is not None and self.segments < 1:
             raise ConfigError(f"{self.segments} segments", where="segments", remedy="Give at least 1, or leave it out")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature {self.temperature}", where="temperature", remedy="Explore with a temperature above 0")
+        if self.save_steps >= 1:  # a checkpoint amid the updates of a rollout could not be resumed exactly
+            self.save_steps: float = math.ceil(self.save_steps / self.num_iterations) * self.num_iterations
         self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
 
     def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
@@ -74,26 +83,6 @@ class GRPOConfig(StageConfig):
             batch_size=self.rollout_batch_size,
             trace=True,
         )
-
-
-@dataclass(frozen=True)
-class Experience:
-    """A micro-batch of completions with all that its updates need."""
-
-    rollout: Rollout
-    advantage_B: Tensor
-    views: list[Views]
-    old: list[Tensor | None]
-    reference: list[Tensor | None]
-
-    def at(self, iteration: int) -> Mapping[str, Any]:
-        return {
-            "rollout": self.rollout,
-            "advantage": self.advantage_B,
-            "views": self.views[iteration],
-            "old": self.old[iteration],
-            "reference": self.reference[iteration],
-        }
 
 
 class GRPOTrainer(DiffusionTrainer):
@@ -134,7 +123,7 @@ class GRPOTrainer(DiffusionTrainer):
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
         disable_dropout(self.lm.model)
         self.reference = self.lm.frozen_copy() if args.beta > 0 else None
-        self.buffer: list[Experience] = []
+        self.buffer: list[list[Update]] = []
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Any:
@@ -169,11 +158,11 @@ class GRPOTrainer(DiffusionTrainer):
         if micro_batches and (iteration == 0 or not self.buffer):
             self.model.train()  # so that the rewards count as training metrics
             self.buffer = self.experience(micro_batches)
-        batches = [micro_batch.at(iteration) for micro_batch in self.buffer[: len(micro_batches)]]
+        batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
         return batches, self._get_num_items_in_batch(batches, device)
 
     @torch.no_grad()
-    def experience(self, micro_batches: Sequence[Sequence[Mapping[str, Any]]]) -> list[Experience]:
+    def experience(self, micro_batches: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Update]]:
         """Sample, reward and score the completions of one optimizer step."""
         rows = [row for micro_batch in micro_batches for row in micro_batch]
         step = self.state.global_step // self.args.num_iterations
@@ -192,15 +181,14 @@ class GRPOTrainer(DiffusionTrainer):
     def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, seed: int) -> Generation:
         """Completions of the rows' prompts. A completion depends on (seed, sample, repeat) alone."""
         keys = [sequence_key([row["sample_id"]], row["repeat"]) for row in rows]
-        lm = self.lm.bind(self.accelerator.unwrap_model(self.model))
-        return generate(lm, [row["prompt"] for row in rows], self.args.sampler(temperature=temperature, seed=seed), keys)
+        return generate(self.lm, [row["prompt"] for row in rows], self.args.sampler(temperature=temperature, seed=seed), keys)
 
     def evaluate(
         self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The mean reward of greedy completions, one per prompt."""
-        prompts = self.eval_dataset if eval_dataset is None else eval_dataset
-        rows = [prompts[i * self.args.num_generations] for i in range(len(prompts))]
+        prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
+        rows = [prompts[i] for i in range(0, len(prompts), self.args.num_generations)]
         generation = self.sample(rows, temperature=0.0, seed=self.args.seed)
         total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens))
         metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
@@ -210,7 +198,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return GroupSampler(
-            len(train_dataset if train_dataset is not None else self.train_dataset),
+            len(train_dataset if train_dataset is not None else self.train_dataset) // self.args.num_generations,
             prompts=self.prompts_per_step,
             group=self.args.num_generations,
             repeats=self.args.num_iterations,
@@ -224,17 +212,17 @@ class GRPOTrainer(DiffusionTrainer):
         )
         return (views.weight_BVT * log_prob_BVT).sum(1)
 
-    def _score_rollout(self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, step: int) -> Experience:
+    def _score_rollout(self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, step: int) -> list[Update]:
         key_B = torch.tensor([sequence_key([row["sample_id"], step], row["repeat"]) for row in rows], device=self.lm.device)
-        several = self.args.num_iterations > 1  # of one update, the policy itself is the old policy
-        views, old, reference = [], [], []
-        with evaluating(self.lm):
+        updates: list[Update] = []
+        with evaluating(self.lm), self.accelerator.autocast():
             for iteration in range(self.args.num_iterations):
-                planned = self.method.plan(rollout, Draw(self.args.seed, key_B, iteration), self.args)
-                views.append(planned)
-                old.append(self._log_probs(self.lm, rollout, planned) if several else None)
-                reference.append(self._log_probs(self.reference, rollout, planned) if self.reference is not None else None)
-        return Experience(rollout, advantage_B, views, old, reference)
+                views = self.method.plan(rollout, Draw(self.args.seed, key_B, iteration), self.args)
+                # Of a single update the policy itself is the old policy.
+                old = self._log_probs(self.lm, rollout, views) if self.args.num_iterations > 1 else None
+                reference = self._log_probs(self.reference, rollout, views) if self.reference is not None else None
+                updates.append({"rollout": rollout, "advantage": advantage_B, "views": views, "old": old, "reference": reference})
+        return updates
 
     def _advantages(self, reward_B: Tensor, group_B: Tensor) -> Tensor:
         """Advantages of this process's completions; groups may lie on several."""
@@ -283,7 +271,7 @@ class PromptRows(torch.utils.data.Dataset):
         self.rows, self.group = rows, group
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.rows) * self.group
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         sample_id, repeat = divmod(index, self.group)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.data.rows import Row, column, text_rows
-from unmask.diffusion.views import Views, all_masked_views
+from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
@@ -35,9 +35,9 @@ class PretrainTrainer(DiffusionTrainer):
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: PretrainConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-        if not (lm.attention == "causal" and lm.logit_shift):
+        if not lm.autoregressive:
             raise ModelError(f"pre-training needs a causal model, not {lm}", where="model", remedy="Use ConvertTrainer or SFTTrainer")
         return text_rows(lm.tokenizer, column(dataset, args.text_column, where), row_length(lm, args), packed=args.packing, where=where)
 
-    def plan(self, batch: Batch) -> Views:
+    def plan(self, batch: Batch, draw: Draw) -> Views:
         return all_masked_views(batch["maskable"])

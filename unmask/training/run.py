@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import random
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unmask.config import DataConfig, RunConfig, build_training_args, save_config
+from unmask.config import DataConfig, RunConfig, build_training_args, to_yaml
 from unmask.data.sources import load_rows
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.tasks import evaluate_task
@@ -60,7 +62,7 @@ def as_preferences(task: Task, rows: Rows, seed: int) -> Rows:
 
 VERBS = {
     "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
-    "convert": Verb(ConvertTrainer, ConvertConfig, as_text),
+    "convert": Verb(ConvertTrainer, ConvertConfig, as_pairs, "canvas_length"),
     "sft": Verb(SFTTrainer, SFTConfig, as_pairs, "canvas_length"),
     "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length"),
     "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length"),
@@ -82,24 +84,32 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     args = build_training_args(kind.config, defaults | dict(config.training), output_dir=config.output_dir)
     train, held_out = read_data(config, kind, task)
     lm = load_model(config, verb)
-    progress = Progress([(verb, 1.0)])
     rest: dict[str, Any] = {"peft_config": config.lora.to_peft()} if config.lora else {}
     if verb == "grpo":
         rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
-    with progress, progress.stage(verb) as stage:
-        args.disable_tqdm = True
+    output = Path(config.output_dir)
+    with Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO()) as progress, progress.stage(verb) as stage:
         with naming_files(config.data):
             trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
-        save_config(config)
+        if args.should_save:
+            if config.overwrite and not resume:
+                forget_earlier_run(output)
+            write_atomic(output / "config.yaml", to_yaml(config.model_copy(update={"overwrite": False})))
         trainer.train(resume_from_checkpoint=resume)
-    output = Path(config.output_dir)
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
-        write_manifest(output / "manifest.json", config.model_dump(), verb=verb)
+        write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if task is not None and args.should_save:
-        problems = task.generate("test", config.data.eval_rows, config.data.seed)
-        result = evaluate_task(trainer.lm, task, problems, config.sampler.model_copy(update={"max_new_tokens": task.max_completion}))
-        write_atomic(output / "evaluation.json", result.to_json() + "\n")
+        rows = config.data.eval_rows
+        problems = task.read(config.data.eval)[:rows] if config.data.eval else task.generate("test", rows, config.data.seed)
+        write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, problems, config.sampler).to_json() + "\n")
+
+
+def forget_earlier_run(output: Path) -> None:
+    """Remove the checkpoints and metrics of an earlier run that is overwritten: a later resume must not find them."""
+    for folder in [*output.glob("checkpoint-*"), *output.glob("stage-*")]:
+        shutil.rmtree(folder)
+    (output / "metrics.jsonl").unlink(missing_ok=True)
 
 
 def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, Rows | None]:
@@ -115,7 +125,7 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, R
     return train, held_out
 
 
-@contextmanager
+@contextlib.contextmanager
 def naming_files(data: DataConfig) -> Iterator[None]:
     """Errors about rows then name the files that these came from."""
     try:
@@ -133,14 +143,15 @@ def load_model(config: RunConfig, verb: str) -> DiffusionLM:
     if config.model.from_scratch:
         if verb != "pretrain":
             raise ConfigError(f"{verb} of a model without training", where="model.from_scratch", remedy="Pre-train it first")
-        return initialise(config.model.path, seed=config.data.seed, dtype=config.model.dtype, device=config.model.device)
+        kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code")}
+        return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)
 
 
 def find_reward(name: str) -> Any:
     """A reward function: the name of a task, or `package.module:function`."""
     if ":" not in name:
-        return get_task(name).name
+        return name  # of a task
     module, _, function = name.partition(":")
     try:
         return getattr(importlib.import_module(module), function)

@@ -8,9 +8,9 @@ from typing import Any
 
 from unmask.data.rows import Row, pair_rows
 from unmask.diffusion.schedules import get_schedule
-from unmask.diffusion.views import Views, all_masked_views, random_views
+from unmask.diffusion.views import Draw, Views, all_masked_views, random_views
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, row_length
+from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, canvas, row_length
 
 
 @dataclass(kw_only=True)
@@ -35,11 +35,9 @@ class SFTTrainer(DiffusionTrainer):
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-        return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=args.canvas_length, where=where)
+        return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=canvas(lm, args), where=where)
 
-    def plan(self, batch: Batch) -> Views:
-        if self.lm.attention == "causal" and self.lm.logit_shift:
+    def plan(self, batch: Batch, draw: Draw) -> Views:
+        if self.lm.autoregressive:
             return all_masked_views(batch["maskable"])
-        return random_views(
-            self.groups(batch), self.draw(batch), get_schedule(self.args.schedule), views=self.args.views, low=self.args.min_time
-        )
+        return random_views(self.groups(batch), draw, get_schedule(self.args.schedule), views=self.args.views, low=self.args.min_time)

@@ -14,15 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_callback import PrinterCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import DataError, TrainingError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import load
 from unmask.monitor import MetricsLog, peak_memory_bytes
@@ -71,6 +72,16 @@ def row_length(lm: DiffusionLM, args: StageConfig) -> int:
     return min(args.max_length, lm.context_length or args.max_length)
 
 
+def canvas(lm: DiffusionLM, args: Any) -> int | None:
+    """`canvas_length`; a causal model has no canvas to fill."""
+    return None if lm.autoregressive else args.canvas_length
+
+
+def steps_per_epoch(args: TrainingArguments, rows: Sequence[Any]) -> int:
+    """Optimizer steps that go through the rows once."""
+    return math.ceil(len(rows) / (args.train_batch_size * args.gradient_accumulation_steps * args.world_size))
+
+
 def amp_works(bf16: bool) -> bool:
     """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that has it, or a CPU."""
     if torch.cuda.is_available():
@@ -114,6 +125,9 @@ class DiffusionTrainer(Trainer):
         train_rows, eval_rows = (
             self._checked_rows(lm, args, rows, where) for rows, where in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
+        if args.n_gpu > 1:
+            raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
+        set_seed(args.seed)  # new adapters follow from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -127,8 +141,8 @@ class DiffusionTrainer(Trainer):
             callbacks=[*(callbacks or []), RunCallback(progress)],
             **trainer_arguments,
         )
-        if progress is not None:
-            self.remove_callback(PrinterCallback)
+        for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
+            self.remove_callback(other)
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
 
@@ -137,17 +151,23 @@ class DiffusionTrainer(Trainer):
         """The user's rows as the collator reads them."""
         return dataset
 
-    def plan(self, batch: Batch) -> Views:
+    def plan(self, batch: Batch, draw: Draw) -> Views:
         """What to hide, score and weigh in this batch."""
         raise AssertionError(f"{type(self).__name__} overrides neither plan nor micro_loss")
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         """The summed loss of a micro-batch: the weighted cross-entropy of its views."""
-        views = self.plan(batch)
-        log_prob_BVT = score(lm, batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk)
-        loss = weighted_cross_entropy(log_prob_BVT, views)
-        self.record("cross_entropy", loss.cross_entropy)
+        return self.cross_entropy(lm, batch, self.plan(batch, self.draw(batch)), "cross_entropy")
+
+    def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views, name: str) -> Tensor:
+        """The weighted cross-entropy of views, summed; its plain mean is logged under a name."""
+        loss = weighted_cross_entropy(self.scores(lm, batch, views), views)
+        self.record(name, loss.cross_entropy, float(views.scored_BVT.sum()))
         return loss.total
+
+    def scores(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
+        """Log-probabilities of the tokens that the views score [B, V, T]."""
+        return score(lm, batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk)
 
     def count_items(self, batch: Batch) -> Tensor:
         """What the loss is divided by: the maskable tokens."""
@@ -193,8 +213,11 @@ class DiffusionTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | tuple[Tensor, None]:
-        items = num_items_in_batch if num_items_in_batch is not None else self.count_items(inputs)
-        loss = self.micro_loss(self.lm.bind(model), inputs) / items * self.accelerator.num_processes
+        loss = self.micro_loss(self.lm.bind(model), inputs)
+        if num_items_in_batch is None:  # evaluation: every batch by itself
+            loss = loss / self.count_items(inputs).clamp_min(1)
+        else:  # DDP takes the mean over the ranks
+            loss = loss / num_items_in_batch * self.accelerator.num_processes
         if not torch.isfinite(loss):
             raise TrainingError(
                 f"the loss is {loss.item()}",
@@ -221,9 +244,12 @@ class DiffusionTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        for name in [n for n in self._sums if n.startswith("eval_") == bool(prefix)]:
-            total, count = self._sums.pop(name)
-            logs[name] = total / count
+        mine = {name: self._sums.pop(name) for name in list(self._sums) if name.startswith("eval_") == bool(prefix)}
+        ranks = gather_object([mine])  # names may differ between ranks
+        for name in dict.fromkeys(name for sums in ranks for name in sums):
+            total, count = map(sum, zip(*(sums[name] for sums in ranks if name in sums), strict=True))
+            if count > 0:
+                logs[name] = total / count
         if self.args.log_memory:
             logs["memory_gb"] = peak_memory_bytes() / 1e9
         super().log(logs, start_time)
@@ -246,7 +272,7 @@ class RunCallback(TrainerCallback):
         self.progress = progress
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if state.is_world_process_zero and logs and args.output_dir and args.save_strategy != "no":
+        if state.is_world_process_zero and logs and args.output_dir:
             MetricsLog(Path(args.output_dir) / "metrics.jsonl").write({"step": state.global_step, **logs})
         if self.progress is not None and logs:
             shown = {k: v for k, v in logs.items() if k in ("loss", "cross_entropy", "reward", "margin", "accuracy") and math.isfinite(v)}
