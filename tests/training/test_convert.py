@@ -80,8 +80,8 @@ def test_the_shares_add_up_even_where_a_stage_gets_none(steps, tmp_path):
 def test_no_stage_repeats_the_masks_of_another(tmp_path, monkeypatch):
     seen: dict[float, list[bytes]] = {}
 
-    def plan(trainer: StageTrainer, rows: Any) -> Any:
-        views = original(trainer, rows)
+    def plan(trainer: StageTrainer, rows: Any, draw: Any) -> Any:
+        views = original(trainer, rows, draw)
         seen.setdefault(trainer.stage.rate, []).append(views.hidden_BVT.numpy().tobytes())
         return views
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.training.conftest import PREFERENCES, batch, make, tiny
 from unmask.errors import DataError
-from unmask.training import dpo
+from unmask.training import trainer as trainer_module
 from unmask.training.dpo import REFERENCE_FILE
 
 
@@ -68,8 +68,8 @@ def test_scores_are_kept_for_the_same_weights_rows_and_masks_only(tmp_path, monk
         scored.append(1)
         return original(*arguments, **more)
 
-    original = dpo.score
-    monkeypatch.setattr(dpo, "score", counting)
+    original = trainer_module.score
+    monkeypatch.setattr(trainer_module, "score", counting)
 
     def passes(lm: Any = None, **more: Any) -> int:
         scored.clear()

@@ -150,7 +150,7 @@ def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
 def test_completions_compete_with_their_own_group(size, tmp_path):
     shape = {"num_generations": 4, "per_device_train_batch_size": size, "gradient_accumulation_steps": 8 // size, "max_steps": 1}
     trainer = run(tmp_path, ranks, **shape)
-    advantage_B = torch.cat([experience.advantage_B for experience in trainer.buffer])
+    advantage_B = torch.cat([updates[0]["advantage"] for updates in trainer.buffer])
     assert advantage_B.tolist() == [-1.5, -0.5, 0.5, 1.5] * 2
 
 
@@ -215,10 +215,10 @@ def test_completions_without_a_reward_teach_nothing(tmp_path):
     trainer = run(tmp_path, sometimes, rows=rows, num_generations=4, per_device_train_batch_size=8, max_steps=1)
     line = trainer.state.log_history[0]
     assert line["unscored"] == 0.5 and line["reward"] in (1.5, 5.5)  # of the first four completions, or of the last
-    [experience] = trainer.buffer
-    silent_B = experience.rollout.ids_BT[:, 1] == trainer.lm.tokenizer.convert_tokens_to_ids("a")
+    [[update]] = trainer.buffer
+    silent_B = update["rollout"].ids_BT[:, 1] == trainer.lm.tokenizer.convert_tokens_to_ids("a")
     assert silent_B.sum() == 4
-    assert (experience.advantage_B[silent_B] == 0).all() and (experience.advantage_B[~silent_B] != 0).any()
+    assert (update["advantage"][silent_B] == 0).all() and (update["advantage"][~silent_B] != 0).any()
 
 
 @pytest.mark.parametrize("eos", [True, False])
