@@ -105,3 +105,17 @@ def test_errors_of_the_users_code_are_not_hidden():
 
     with pytest.raises(KeyError, match="mine"):
         Rewards(broken)(ROWS, TEXTS, IDS)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions, **_: ["a" for _ in completions], r"completion 0: returned 'a'"),
+        (lambda completions, **_: [1.0, float("nan")], r"completion 1: returned nan"),
+        (lambda completions, **_: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_reward_that_misbehaves_is_named(function, message):
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(TrainingError, match=rf"^reward function <lambda>.*{message}"):
+        Rewards(function)(rows, ["x", "y"], [[1], [2]])

@@ -13,7 +13,7 @@ import torch
 
 from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, make, settings, tiny, weights
 from unmask.diffusion.views import Views
-from unmask.errors import DataError, TrainingError
+from unmask.errors import DataError, ModelError, TrainingError
 from unmask.models.load import load
 from unmask.training.sft import SFTConfig, SFTTrainer
 
@@ -277,3 +277,29 @@ def test_activation_checkpointing_gives_the_same_gradients(lora, reentrant, tmp_
 
     checkpointed = run(activation_checkpointing=True, activation_checkpointing_kwargs={"use_reentrant": reentrant})
     torch.testing.assert_close(checkpointed, run(), rtol=0, atol=1e-12)
+
+
+def test_an_earlier_run_is_not_overwritten(tmp_path):
+    make("sft", tmp_path, max_steps=2, save_strategy="steps", save_steps=1).train()
+    before = (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes()
+    with pytest.raises(TrainingError, match=r"checkpoint-2: holds a checkpoint of an earlier run\. Resume"):
+        make("sft", tmp_path, max_steps=4, save_strategy="steps", save_steps=1).train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").read_bytes() == before
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights_change(tmp_path):
+    lm = tiny()
+    trainer = make("sft", tmp_path, lm, max_steps=2)
+    start = weights(lm)
+    next(iter(lm.model.parameters())).register_hook(lambda gradient: gradient * float("nan"))
+    with pytest.raises(TrainingError, match=r"step 0: the gradient norm is nan"):
+        trainer.train()
+    assert equal(weights(lm), start)
+
+
+def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
+    lm = tiny()
+    trainer = SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS, processing_class=lm.tokenizer)
+    assert trainer.lm.attention == "causal" and trainer.lm.model is lm.model
+    with pytest.raises(ModelError, match="with its tokenizer as processing_class"):
+        SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS)

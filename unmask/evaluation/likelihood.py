@@ -14,6 +14,7 @@ from unmask.diffusion.bounds import elbo, exact_log_likelihood
 from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, GenerationError
+from unmask.generation.trace import check_ids
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
 ROWS_PER_PASS = 128
@@ -55,6 +56,7 @@ def log_likelihood(
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
     pairs = [(encode_prompt(lm.tokenizer, p), _completion_ids(lm, c)) for p, c in zip(prompts, completions, strict=True)]
     for index, (prompt, completion) in enumerate(pairs):
+        check_ids(lm, [*prompt, *completion], f"pair {index}")
         _check(lm, index, len(prompt), len(completion))
     by_length = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
     out_B = torch.zeros(len(pairs), dtype=torch.float64)

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from unmask.config import SamplerConfig
-from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference
+from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference, wilson_interval
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tasks import Task, split_of
@@ -35,12 +35,12 @@ class TaskResult:
     @cached_property
     def metrics(self) -> dict[str, Interval]:
         """Shares with their 95% intervals; rows whose solution is not in the task's training split also apart ("unseen")."""
-        shares = {"solved": cluster_bootstrap_mean(self.solved, self.groups), "cells": cluster_bootstrap_mean(self.values, self.groups)}
+        shares = {"solved": share(self.solved, self.groups), "cells": share(self.values, self.groups)}
         unseen = [row for row, group in enumerate(self.groups) if split_of(group) == "test"]
         if 0 < len(unseen) < len(self.groups):
             groups = [self.groups[row] for row in unseen]
             for name, values in (("solved", self.solved), ("cells", self.values)):
-                shares[f"{name}, {len(unseen)} unseen"] = cluster_bootstrap_mean([values[row] for row in unseen], groups)
+                shares[f"{name}, {len(unseen)} unseen"] = share([values[row] for row in unseen], groups)
         return shares
 
     def gain_over(self, before: TaskResult) -> Interval:
@@ -51,6 +51,14 @@ class TaskResult:
     def to_json(self) -> str:
         shares = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in self.metrics.items()}
         return json.dumps({"task": self.task, "rows": len(self.solved), "metrics": shares, "completions": self.completions}, indent=1)
+
+
+def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
+    """A mean with its interval over groups; where all rows agree there is nothing to resample, and Wilson's interval tells."""
+    if set(values) in ({0.0}, {1.0}):
+        count = len(set(groups))
+        return wilson_interval(int(values[0]) * count, count)
+    return cluster_bootstrap_mean(values, groups)
 
 
 def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> TaskResult:

@@ -108,6 +108,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
                 where=f"prompt {index}",
                 remedy="Shorten the prompt or lower max_new_tokens",
             )
+        check_ids(lm, prompt, f"prompt {index}")
         if lm.logit_shift and not prompt:
             raise GenerationError("the prompt is empty", where=f"prompt {index}", remedy="Give at least one token (such as BOS)")
         size = grid or config.block_size or config.max_new_tokens
@@ -116,6 +117,14 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         blocks = list(pairwise(edges))
         requests.append(Request(prompt, key, blocks, step_counts([b - a for a, b in blocks], config.steps)))
     return requests
+
+
+def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
+    """Raise GenerationError for an id that the model has no embedding for."""
+    rows = lm.model.get_input_embeddings().num_embeddings
+    for token in ids:
+        if not 0 <= token < rows:
+            raise GenerationError(f"token id {token} is outside the vocabulary of {rows}", where=where, remedy="Use this model's tokenizer")
 
 
 def step_counts(sizes: list[int], steps: int | None) -> list[list[int]]:

@@ -128,6 +128,24 @@ def make_diffusion(
     )
 
 
+def as_diffusion_lm(
+    model: DiffusionLM | PreTrainedModel | str | pathlib.Path, tokenizer: PreTrainedTokenizerBase | None = None
+) -> DiffusionLM:
+    """A DiffusionLM as it is; a path or hub id, loaded; or a model of transformers with its tokenizer, read as causal.
+
+    Raises:
+        ModelError: a model of transformers without a tokenizer, or nothing of these.
+    """
+    if isinstance(model, DiffusionLM):
+        return model
+    if isinstance(model, str | pathlib.Path):
+        return load(model)
+    if isinstance(model, PreTrainedModel) and tokenizer is not None:
+        return make_diffusion(model, tokenizer)
+    remedy = "Give a DiffusionLM, a path, or a model of transformers with its tokenizer as processing_class"
+    raise ModelError(f"cannot use a {type(model).__name__}", where="model", remedy=remedy)
+
+
 def with_pattern(lm: DiffusionLM, attention: Pattern, block_size: int | None = None, logit_shift: bool | None = None) -> DiffusionLM:
     """The same weights under another pattern (conversion starts here). `logit_shift` defaults as in `load`."""
     return make_diffusion(lm.model, lm.tokenizer, attention=attention, block_size=block_size, logit_shift=logit_shift)
@@ -145,6 +163,12 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _config(where: str, source: dict) -> PretrainedConfig:
+    folder = pathlib.Path(where)
+    if not folder.exists() and where.startswith(("/", ".", "~")):
+        raise ModelError("no such folder", where=where, remedy="Check the path")
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        remedy = "Load what save_model wrote, in which adapters are merged, or resume the run that wrote the checkpoint"
+        raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     try:
         return AutoConfig.from_pretrained(where, **source)
     except (OSError, ValueError) as error:

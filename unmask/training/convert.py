@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.rows import Row, column, pair_rows, text_rows
 from unmask.diffusion.schedules import get_schedule
@@ -23,7 +24,7 @@ from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_
 from unmask.errors import ConfigError
 from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import load, with_pattern
+from unmask.models.load import as_diffusion_lm, with_pattern
 from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig, row_length, steps_per_epoch
 
 
@@ -118,13 +119,14 @@ class ConvertTrainer:
 
     def __init__(
         self,
-        model: DiffusionLM | str | Path,
+        model: DiffusionLM | PreTrainedModel | str | Path,
         args: ConvertConfig,
         train_dataset: Sequence[Mapping[str, Any]],
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
         *,
         stages: Sequence[ConversionStage] = STAGES,
         progress: Progress | None = None,
+        processing_class: PreTrainedTokenizerBase | None = None,
         **rest: Any,
     ):
         if args.attention == "causal":
@@ -132,7 +134,7 @@ class ConvertTrainer:
         if rest.get("peft_config") is not None:
             remedy = "Convert the weights themselves; then train adapters with SFTTrainer"
             raise ConfigError("conversion with adapters, which its stages would freeze", where="peft_config", remedy=remedy)
-        lm = model if isinstance(model, DiffusionLM) else load(model)
+        lm = as_diffusion_lm(model, processing_class)
         self.lm = with_pattern(lm, args.attention, args.block_size, args.logit_shift)
         self.args, self.stages, self.progress, self.rest = args, stages, progress, rest
         self.train_rows = conversion_rows(self.lm, args, train_dataset, "train_dataset")

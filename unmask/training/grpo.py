@@ -14,6 +14,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 
 from unmask.config import SamplerConfig
 from unmask.data.chat import encode_prompt
@@ -102,13 +103,14 @@ class GRPOTrainer(DiffusionTrainer):
 
     def __init__(
         self,
-        model: DiffusionLM | str | Path,
+        model: DiffusionLM | PreTrainedModel | str | Path,
         reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
-        args: GRPOConfig,
+        args: GRPOConfig | None = None,
         train_dataset: Sequence[Mapping[str, Any]] | None = None,
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
         **rest: Any,
     ):
+        args = args or GRPOConfig()
         self.rewards = Rewards(reward_funcs, args.reward_weights)
         self.method = get_method(args.method)
         completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size

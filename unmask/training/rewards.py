@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -56,13 +57,20 @@ class Rewards:
         return torch.where(reward_BF.isnan().all(1), torch.nan, total_B)
 
     def _call(self, index: int, arguments: Mapping[str, Any], count: int) -> list[float]:
-        values = self.functions[index](**arguments)
-        if inspect.isawaitable(values):
-            with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
-                values = thread.submit(asyncio.run, _wait(values)).result()
+        where = f"reward function {self.names[index]}"
+        try:
+            values = self.functions[index](**arguments)
+            if inspect.isawaitable(values):
+                with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
+                    values = thread.submit(asyncio.run, _wait(values)).result()
+        except Exception as error:  # user code
+            raise TrainingError(f"raised {type(error).__name__}: {error}", where=where, remedy="Mend it, or return None") from error
         if not isinstance(values, Sequence) or len(values) != count:
             what = f"returned {values!r:.60} for {count} completions"
-            raise TrainingError(what, where=f"reward function {self.names[index]}", remedy="Return one float or None per completion")
+            raise TrainingError(what, where=where, remedy="Return one float or None per completion")
+        for row, value in enumerate(values):
+            if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
+                raise TrainingError(f"returned {value!r:.40}", where=f"{where}, completion {row}", remedy="Return a finite number, or None")
         return [math.nan if value is None else float(value) for value in values]
 
 

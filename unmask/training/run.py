@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 import io
 import random
@@ -11,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from transformers import TrainingArguments
 
 from unmask.config import DataConfig, RunConfig, build_training_args, to_yaml
 from unmask.data.sources import load_rows
@@ -69,6 +72,26 @@ VERBS = {
 }
 
 
+def resolved(verb: str, config: RunConfig) -> RunConfig:
+    """The config with the verb's own settings filled in; those of TrainingArguments stay out unless they are set or the verb changes them.
+
+    Raises:
+        ConfigError: a setting that the verb does not have, or a value that it refuses.
+    """
+    args = training_arguments(verb, config)
+    stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    own = [f.name for f in dataclasses.fields(args) if f.name != "output_dir" and (f.name not in stock or f.default != stock[f.name])]
+    return config.model_copy(update={"training": {name: getattr(args, name) for name in own} | config.training})
+
+
+def training_arguments(verb: str, config: RunConfig) -> Any:
+    """The verb's arguments; a task gives the length of the canvas where the config does not."""
+    kind = VERBS[verb]
+    task = get_task(config.data.task) if config.data.task else None
+    defaults = {kind.canvas: task.max_completion} if task and kind.canvas else {}
+    return build_training_args(kind.config, defaults | config.training, output_dir=config.output_dir)
+
+
 def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     """Run `unmask VERB`.
 
@@ -79,9 +102,8 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
     """
     kind = VERBS[verb]
+    args = training_arguments(verb, config)
     task = get_task(config.data.task) if config.data.task else None
-    defaults = {kind.canvas: task.max_completion} if task and kind.canvas else {}
-    args = build_training_args(kind.config, defaults | dict(config.training), output_dir=config.output_dir)
     train, held_out = read_data(config, kind, task)
     lm = load_model(config, verb)
     rest: dict[str, Any] = {"peft_config": config.lora.to_peft()} if config.lora else {}
@@ -94,7 +116,7 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         if args.should_save:
             if config.overwrite and not resume:
                 forget_earlier_run(output)
-            write_atomic(output / "config.yaml", to_yaml(config.model_copy(update={"overwrite": False})))
+            write_atomic(output / "config.yaml", to_yaml(resolved(verb, config).model_copy(update={"overwrite": False})))
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
@@ -25,7 +25,7 @@ from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.load import load
+from unmask.models.load import as_diffusion_lm
 from unmask.monitor import MetricsLog, peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import peft
 
 Batch = dict[str, Tensor]
+NOT_FINITE = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
 
 
 class Progress(Protocol):
@@ -64,6 +65,9 @@ class StageConfig(TrainingArguments):
             message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             args.bf16 = args.fp16 = False
+        args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
+        if args.learning_rate < 0:
+            raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
         super().__post_init__()
 
 
@@ -96,7 +100,7 @@ class DiffusionTrainer(Trainer):
     items (maskable tokens) of the whole accumulated batch over all ranks, so that gradient accumulation changes nothing.
 
     Args:
-        model: a DiffusionLM, or a path or id to load.
+        model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as `processing_class`.
         args: the stage's config.
         train_dataset: rows as the stage describes them.
         eval_dataset: the same, held out.
@@ -110,18 +114,19 @@ class DiffusionTrainer(Trainer):
 
     def __init__(
         self,
-        model: DiffusionLM | str | Path,
+        model: DiffusionLM | PreTrainedModel | str | Path,
         args: StageConfig,
         train_dataset: Sequence[Any] | None = None,
         eval_dataset: Sequence[Any] | None = None,
         *,
+        processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: peft.PeftConfig | None = None,
         progress: Progress | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         **trainer_arguments: Any,
     ):
-        lm = model if isinstance(model, DiffusionLM) else load(model)
+        lm = as_diffusion_lm(model, processing_class)
         train_rows, eval_rows = (
             self._checked_rows(lm, args, rows, where) for rows, where in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
@@ -202,10 +207,15 @@ class DiffusionTrainer(Trainer):
         return cls.make_rows(lm, args, dataset, where)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but that True is no error where there is no checkpoint yet."""
+        """As in transformers.Trainer, but that True is no error where there is no checkpoint yet, and that the checkpoints of an
+        earlier run are not overwritten."""
+        folder = Path(str(self.args.output_dir))
+        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
         if resume_from_checkpoint is True:
-            folder = str(self.args.output_dir)
-            resume_from_checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+            resume_from_checkpoint = last
+        elif last is not None and not resume_from_checkpoint and self.state.global_step == 0:
+            remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
+            raise TrainingError("holds a checkpoint of an earlier run", where=last, remedy=remedy)
         return super().train(resume_from_checkpoint, **rest)
 
     # What transformers.Trainer calls.
@@ -219,11 +229,7 @@ class DiffusionTrainer(Trainer):
         else:  # DDP takes the mean over the ranks
             loss = loss / num_items_in_batch * self.accelerator.num_processes
         if not torch.isfinite(loss):
-            raise TrainingError(
-                f"the loss is {loss.item()}",
-                where=f"step {self.state.global_step}",
-                remedy="Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact",
-            )
+            raise TrainingError(f"the loss is {loss.item()}", where=f"step {self.state.global_step}", remedy=NOT_FINITE)
         return (loss, None) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
@@ -234,6 +240,12 @@ class DiffusionTrainer(Trainer):
             return None
         items = torch.stack([self.count_items(batch) for batch in batch_samples]).sum().to(device)
         return self.accelerator.gather(items).sum().clamp_min(1)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.accelerator.scaler is None and norm is not None and not math.isfinite(norm):  # a float16 scaler skips such steps itself
+            raise TrainingError(f"the gradient norm is {float(norm)}", where=f"step {self.state.global_step}", remedy=NOT_FINITE)
+        return norm
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
