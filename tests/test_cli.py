@@ -111,14 +111,18 @@ def test_recipes_files_environment_and_overrides_apply_in_this_order(stages: lis
     assert training["adam_beta2"] == 0.95  # the recipe's
 
 
-def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(stages: list[Any], tmp_path: Path) -> None:
+def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "in_use").touch()
     result = run("dpo", *REQUIRED, str(tmp_path), "lora.r=4", "--print-config")
     assert result.exit_code == 0
     printed = RunConfig(**parse_yaml(result.stdout, "stdout"))
-    assert printed == RunConfig(model={"path": "m"}, lora={"r": 4}, output_dir=str(tmp_path))
+    expected = RunConfig(model={"path": "m"}, lora={"r": 4}, output_dir=str(tmp_path))
+    assert printed.model_copy(update={"training": {}}) == expected
+    assert printed.training["beta"] == 0.2 and printed.training["learning_rate"] == 5e-6  # the verb's own defaults
     assert "trust_remote_code: false" in result.stdout  # defaults included
-    assert not stages
+    assert [path.name for path in tmp_path.iterdir()] == ["in_use"]
+    refused = run("dpo", *REQUIRED, str(tmp_path), "training.bta=1", "--print-config")
+    assert refused.exit_code == 2 and "Did you mean 'beta'" in refused.stderr
 
 
 def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], tmp_path: Path) -> None:

@@ -111,13 +111,16 @@ def train(
         overrides=overrides or [],
     )
     settings = resolve(layers)
-    from unmask.training.run import resolved, run_stage
-
     if print_config:
+        from unmask.training.run import resolved, training_arguments
+
         with layers.naming_sources():
-            typer.echo(to_yaml(resolved(str(ctx.info_name), settings)), nl=False)
+            typer.echo(to_yaml(resolved(settings, training_arguments(str(ctx.info_name), settings))), nl=False)
         return
     claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
+
+    from unmask.training.run import run_stage
+
     with layers.naming_sources():
         run_stage(str(ctx.info_name), settings, resume)
 

@@ -99,14 +99,6 @@ def test_a_wrong_return_value_names_the_function(returned):
         Rewards([right, wrong])(ROWS, TEXTS, IDS)
 
 
-def test_errors_of_the_users_code_are_not_hidden():
-    def broken(**_):
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        Rewards(broken)(ROWS, TEXTS, IDS)
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [

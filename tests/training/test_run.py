@@ -191,7 +191,7 @@ def test_a_prompt_longer_than_the_context_is_refused(model):
 def test_a_loss_that_explodes_ends_the_run_and_spares_what_was_saved(model, tmp_path):
     explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.save_steps=1", "training.lr_scheduler_type=constant"]
     result = unmask("sft", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK, *explode)
-    assert_refused(result, "step ", "the loss is", "learning rate")
+    assert_refused(result, "step ", " is nan", "learning rate")
     assert list((tmp_path / "out").glob("checkpoint-*"))
     assert not (tmp_path / "out" / "model").exists()
 

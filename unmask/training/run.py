@@ -72,24 +72,24 @@ VERBS = {
 }
 
 
-def resolved(verb: str, config: RunConfig) -> RunConfig:
-    """The config with the verb's own settings filled in; those of TrainingArguments stay out unless they are set or the verb changes them.
+def training_arguments(verb: str, config: RunConfig) -> Any:
+    """The verb's arguments; a task gives the length of the canvas where the config does not.
 
     Raises:
         ConfigError: a setting that the verb does not have, or a value that it refuses.
     """
-    args = training_arguments(verb, config)
-    stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    own = [f.name for f in dataclasses.fields(args) if f.name != "output_dir" and (f.name not in stock or f.default != stock[f.name])]
-    return config.model_copy(update={"training": {name: getattr(args, name) for name in own} | config.training})
-
-
-def training_arguments(verb: str, config: RunConfig) -> Any:
-    """The verb's arguments; a task gives the length of the canvas where the config does not."""
     kind = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
     defaults = {kind.canvas: task.max_completion} if task and kind.canvas else {}
     return build_training_args(kind.config, defaults | config.training, output_dir=config.output_dir)
+
+
+def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
+    """The config with the verb's own settings filled in; those of TrainingArguments stay out unless set, or other than there."""
+    stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    own = [f.name for f in dataclasses.fields(args) if f.name != "output_dir" and (f.name not in stock or f.default != stock[f.name])]
+    values = args.to_dict()
+    return config.model_copy(update={"training": {name: values[name] for name in own} | config.training})
 
 
 def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
@@ -116,7 +116,7 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         if args.should_save:
             if config.overwrite and not resume:
                 forget_earlier_run(output)
-            write_atomic(output / "config.yaml", to_yaml(resolved(verb, config).model_copy(update={"overwrite": False})))
+            write_atomic(output / "config.yaml", to_yaml(resolved(config, args).model_copy(update={"overwrite": False})))
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
