@@ -10,6 +10,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from transformers import TrainingArguments
 
 from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, make, settings, tiny, weights
 from unmask.diffusion.views import Views
@@ -303,3 +304,14 @@ def test_a_model_of_transformers_comes_with_its_tokenizer(tmp_path):
     assert trainer.lm.attention == "causal" and trainer.lm.model is lm.model
     with pytest.raises(ModelError, match="with its tokenizer as processing_class"):
         SFTTrainer(lm.model, SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=32), PAIRS)
+
+
+def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_path, monkeypatch):
+    here = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    assert not here.dataloader_pin_memory and not here.accelerator_config.non_blocking
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it would look for the GPU
+    there = SFTConfig(output_dir=str(tmp_path))
+    assert there.dataloader_pin_memory and there.accelerator_config == {"non_blocking": True}
+    assert SFTConfig(output_dir=str(tmp_path), accelerator_config={"non_blocking": False}).accelerator_config == {"non_blocking": False}
+    assert SFTConfig(output_dir=str(tmp_path), use_cpu=True).accelerator_config is None

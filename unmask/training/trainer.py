@@ -57,7 +57,9 @@ class StageConfig(TrainingArguments):
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
         args.remove_unused_columns = False
-        args.dataloader_pin_memory &= torch.cuda.is_available()  # else it warns
+        args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
+        if args.dataloader_pin_memory and args.accelerator_config is None:
+            args.accelerator_config = {"non_blocking": True}  # from pinned memory batches are copied while the GPU computes
         args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
         args.label_names = []
         if (args.bf16 or args.fp16) and not amp_works(args.bf16):
