@@ -221,6 +221,8 @@ for verb in ("sft", "dpo", "grpo"):
     trainer.train()
     if trainer.is_world_process_zero():
         torch.save(weights(lm), folder / f"{verb}.pt")
+trainer.accelerator.wait_for_everyone()
+trainer.accelerator.end_training()
 """
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.config import DataConfig, RunConfig, build_training_args, to_yaml
@@ -125,6 +126,10 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         rows = config.data.eval_rows
         problems = task.read(config.data.eval)[:rows] if config.data.eval else task.generate("test", rows, config.data.seed)
         write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, problems, config.sampler).to_json() + "\n")
+    # A process that leaves while others still talk to it aborts.
+    processes = PartialState()
+    processes.wait_for_everyone()
+    processes.destroy_process_group()
 
 
 def forget_earlier_run(output: Path) -> None:
