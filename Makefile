@@ -16,8 +16,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -e '.[train,dev]' -c constraints.txt
 	touch $@
 
-demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html
-	$(BIN)/unmask demo --overwrite
+demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
+	$(BIN)/unmask demo $(ARGS)
 
 test: $(INSTALLED)  ## the fast tests
 	$(BIN)/python -m pytest
