@@ -150,7 +150,7 @@ def read_layers(
     Raises:
         ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`.
     """
-    layers = [Layer(f"recipe {name}", _read_file(recipe_path(name))) for name in recipes]
+    layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
     layers += [Layer(str(path), _read_file(Path(path))) for path in config_files]
     for name, text in sorted((environ or {}).items()):
         if name.startswith(PREFIX) and name not in NOT_SETTINGS:
@@ -177,6 +177,15 @@ def recipe_path(name: str) -> Path:
     if name not in recipes:
         raise ConfigError(f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes))
     return recipes[name]
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return _read_file(recipe_path(name))
 
 
 def _read_file(path: Path) -> dict[str, Any]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests import toy
-from unmask.diffusion.score import noise_groups, score, token_log_probs
+from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
+from unmask.models.head import token_log_probs
 
 PROMPT, LENGTH = 2, 5
 TOTAL = PROMPT + LENGTH

@@ -42,7 +42,7 @@ def test_causal_decoding_is_that_of_transformers(family, generate):
 def test_it_costs_a_forward_pass_a_step(attention, block_size, steps, monkeypatch):
     lm, seen = tiny("phi", attention, block_size), []
     logits = lm.logits
-    monkeypatch.setattr(lm, "logits", lambda ids_BT, *rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, *rest))[1])
+    monkeypatch.setattr(lm, "logits", lambda ids_BT, **rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, **rest))[1])
     config = SamplerConfig(max_new_tokens=7, steps=steps, temperature=1.0, stop_at_eos=False)
     generation = reference.generate(lm, PROMPTS, config)
     assert len(seen) == sum(generation.forward_passes) and {batch for batch, _ in seen} == {1}

@@ -22,7 +22,7 @@ from unmask.models.attention import (
     unmask_attention,
     unpadded_mask,
 )
-from unmask.models.diffusion_lm import disable_dropout
+from unmask.models.diffusion_lm import Reading, disable_dropout
 
 BLOCK = 3
 BLOCKS = {"causal": None, "block_causal": BLOCK, "bidirectional": None}
@@ -102,10 +102,10 @@ def test_windows_narrow_what_a_causal_model_sees_and_nothing_else():
     whole = DOCUMENTS["whole"]
     assert not reach("mistral", whole, "causal")[10, 0]
     assert reach("llama", whole, "causal")[10, 0] and reach("mistral", whole, "block_causal")[10, 0]
-    allowed = unpadded_mask("block_causal", BLOCK, 11, False, torch.device("cpu"))
-    assert torch.equal(allowed.within(2), allowed.allowed_BQK)
-    narrow = unpadded_mask("causal", None, 11, False, torch.device("cpu"))
-    assert narrow.within(2)[0, 0].sum() == 21 and narrow.within(None)[0, 0].sum() == 66
+    allowed = unpadded_mask("block_causal", BLOCK, 11, 0, torch.device("cpu"))
+    assert torch.equal(allowed.within(2).allowed_BQK, allowed.allowed_BQK)
+    narrow = unpadded_mask("causal", None, 11, 0, torch.device("cpu"))
+    assert narrow.within(2).allowed_BQK[0, 0].sum() == 21 and narrow.within(None).allowed_BQK[0, 0].sum() == 66
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.sampled_from(PATTERNS))
@@ -116,7 +116,7 @@ def test_masks_follow_the_definition(lengths, pattern):
     layout = Layout.of(torch.tensor([documents]))
     size = len(documents)
     assert torch.equal(make_mask(pattern, BLOCKS[pattern], layout, layout).allowed_BQK[0, 0], table(sees, documents, pattern, size))
-    double = layout.with_noised_copy()
+    double = layout.with_noised_copies()
     allowed = make_mask(pattern, BLOCKS[pattern], double, double).allowed_BQK[0, 0]
     assert torch.equal(allowed, table(sees_with_copy, documents, pattern, 2 * size))
     last = make_mask(pattern, BLOCKS[pattern], layout.last(1), layout).allowed_BQK[0, 0]
@@ -151,7 +151,7 @@ def test_a_causal_model_with_a_cache_is_the_whole_pass(name):
         for stop in range(1, 10):
             keys = Layout.of(documents[:, :stop])
             query = keys.last(1)
-            pieces.append(lm.forward(ids[:, stop - 1 : stop], query, make_mask("causal", None, query, keys), cache=cache))
+            pieces.append(lm.forward(Reading(ids[:, stop - 1 : stop], query, make_mask("causal", None, query, keys)), cache))
         expected = lm.logits(ids, documents)
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=5e-6)
 
@@ -168,9 +168,9 @@ def test_block_causal_with_a_cache_of_clean_blocks_is_the_whole_pass(name):
         queries = keys.last(BLOCK)
         mask = make_mask("block_causal", BLOCK, queries, keys)
         with torch.no_grad():
-            block = lm.forward(noisy[:, start:stop], queries, mask, cache=cache)
+            block = lm.forward(Reading(noisy[:, start:stop], queries, mask), cache)
             cache.crop(start - stop)  # the noised block leaves; the clean one takes its place
-            lm.forward(clean[:, start:stop], queries, mask, cache=cache)
+            lm.forward(Reading(clean[:, start:stop], queries, mask), cache)
             expected = lm.logits(torch.cat([clean[:, :start], noisy[:, start:stop]], 1), documents[:, :stop])[:, start:]
         torch.testing.assert_close(block, expected, rtol=0, atol=5e-6)
 
@@ -212,7 +212,7 @@ def test_no_model_runs_without_a_mask(name):
 @pytest.mark.parametrize("extra", ["s_aux", "position_bias"])
 def test_what_the_attention_function_would_have_to_ignore_is_an_error(extra):
     heads = torch.zeros(1, 2, 3, 4)
-    mask = unpadded_mask("causal", None, 3, False, torch.device("cpu"))
+    mask = unpadded_mask("causal", None, 3, 0, torch.device("cpu"))
     with pytest.raises(ModelError, match="Linear: attention sinks"):
         unmask_attention(torch.nn.Linear(1, 1), heads, heads, heads, None, unmask_mask=mask, **{extra: torch.zeros(2)})
 
@@ -221,7 +221,7 @@ def test_a_soft_cap_that_never_bites_changes_nothing():
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 6, 8, dtype=torch.float64, generator=generator)
     key, value = torch.randn(2, 2, 2, 6, 8, dtype=torch.float64, generator=generator)
-    mask = unpadded_mask("block_causal", 2, 6, False, torch.device("cpu"))
+    mask = unpadded_mask("block_causal", 2, 6, 0, torch.device("cpu"))
     plain, _ = unmask_attention(None, query, key, value, None, unmask_mask=mask)
     capped, _ = unmask_attention(None, query, key, value, None, unmask_mask=mask, softcap=1e6)
     torch.testing.assert_close(capped, plain, rtol=0, atol=1e-6)  # its softmax is in float32
@@ -254,7 +254,7 @@ def test_masks_are_made_once_per_pattern_and_length():
         lm.logits(random_ids(2, length))
     assert mask_cache_stats() == {"hits": 2, "misses": 2, "hit_rate": 0.5, "size": 2}
     rows = torch.ones(2, 5, dtype=torch.bool)
-    lm.noised_logits(random_ids(2, 5), random_ids(2, 5), None, rows)  # twice the width: another mask
+    lm.forward(lm.noised(random_ids(2, 5), rows[:, None], None, rows[:, None]))  # twice the width: another mask
     lm.as_causal().logits(random_ids(2, 5))
     assert mask_cache_stats() == {"hits": 2, "misses": 4, "hit_rate": 1 / 3, "size": 4}
     lm.logits(random_ids(2, 5), torch.tensor([[1] * 5, [0] + [1] * 4]))  # padding differs from batch to batch: not kept
@@ -266,4 +266,4 @@ def test_masks_are_made_once_per_pattern_and_length():
 def test_positions_begin_anew_in_every_document():
     layout = Layout.of(torch.tensor([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]]))
     assert layout.position_BT.tolist() == [[0, 1, 0, 1, 2, 0, 1, 0], list(range(8))]
-    assert not layout.noisy_BT.any()
+    assert not layout.copy_BT.any()

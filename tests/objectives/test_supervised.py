@@ -1,4 +1,4 @@
-"""The supervised loss is the weighted sum that the views ask for; what is logged beside it has no weights and no gradient."""
+"""The supervised loss is the weighted sum that the views ask for."""
 
 from __future__ import annotations
 
@@ -25,19 +25,16 @@ def test_the_loss_and_its_gradient(seed):
     log_prob_BVT, views = a_case(seed)
     loss = weighted_cross_entropy(log_prob_BVT, views)
     cells = [(b, v, t) for b in range(2) for v in range(3) for t in range(4) if views.scored_BVT[b, v, t]]
-    assert loss.total.item() == pytest.approx(-sum(views.weight_BVT[cell].item() * log_prob_BVT[cell].item() for cell in cells))
-    mean = -sum(log_prob_BVT[cell].item() for cell in cells) / max(1, len(cells))
-    assert loss.cross_entropy.item() == pytest.approx(mean)
-    assert not loss.cross_entropy.requires_grad
-    loss.total.backward()
+    assert loss.item() == pytest.approx(-sum(views.weight_BVT[cell].item() * log_prob_BVT[cell].item() for cell in cells))
+    loss.backward()
     torch.testing.assert_close(log_prob_BVT.grad, -views.weight_BVT.double())
 
 
 @given(st.integers(0, 10**6))
 def test_losses_of_single_views_and_rows_add_up(seed):
     log_prob_BVT, views = a_case(seed)
-    whole = weighted_cross_entropy(log_prob_BVT, views).total
-    by_view = [weighted_cross_entropy(log_prob_BVT[:, v : v + 1], views.one(v)).total for v in range(3)]
+    whole = weighted_cross_entropy(log_prob_BVT, views)
+    by_view = [weighted_cross_entropy(log_prob_BVT[:, v : v + 1], views.one(v)) for v in range(3)]
     by_row = [weighted_cross_entropy(log_prob_BVT[b : b + 1], views.rows(slice(b, b + 1))).total for b in range(2)]
     torch.testing.assert_close(sum(by_view), whole)
     torch.testing.assert_close(sum(by_row), whole)
@@ -46,4 +43,4 @@ def test_losses_of_single_views_and_rows_add_up(seed):
 def test_nothing_scored_is_no_loss():
     nothing_BVT = torch.zeros(2, 1, 3, dtype=torch.bool)
     loss = weighted_cross_entropy(torch.zeros(2, 1, 3), Views(nothing_BVT, nothing_BVT, nothing_BVT.float()))
-    assert loss.total == 0 and loss.cross_entropy == 0
+    assert loss == 0

@@ -14,11 +14,12 @@ from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, 
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.training.convert import STAGES, ConversionStage, ConvertConfig, ConvertTrainer, StageTrainer
+from unmask.training.convert import ConvertConfig, ConvertTrainer, StageTrainer
+from unmask.training.stages import STAGES, ConversionStage
 
 
 def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
-    taken = {name: more.pop(name) for name in ("stages", "eval_dataset", "progress", "peft_config", "callbacks") if name in more}
+    taken = {name: more.pop(name) for name in ("eval_dataset", "progress", "peft_config", "callbacks") if name in more}
     return ConvertTrainer(lm or tiny("causal"), ConvertConfig(**settings(folder, max_steps=10) | more), rows or TEXTS, **taken)
 
 
@@ -31,7 +32,7 @@ def converted(folder: Path, lm: DiffusionLM | None = None, **more: Any) -> dict[
 def stage_trainer(folder: Path, rows: Any, **more: Any) -> StageTrainer:
     """The trainer of the second stage."""
     whole = convert(folder, rows=rows, **more)
-    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=STAGES[1])
+    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=STAGES[1], teacher=None, done=(1, 10))
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -191,7 +192,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"attention: conversion to causal attention.*bidirectional or block_causal"):
         convert(tmp_path, attention="causal")
     with pytest.raises(ConfigError, match="block_size"):
-        convert(tmp_path, attention="block_causal")
+        convert(tmp_path, attention="bidirectional", block_size=4)
     for empty in ([], [{"text": ""}]):
         with pytest.raises(DataError, match="train_dataset: no text to train on"):
             ConvertTrainer(tiny("causal"), ConvertConfig(**settings(tmp_path)), empty)

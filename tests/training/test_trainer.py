@@ -66,7 +66,9 @@ def test_a_batch_of_which_nothing_happens_to_be_hidden_is_a_step_like_any_other(
     start = weights(lm)
     trainer = make("sft", tmp_path, lm, weight_decay=0.0)
     plan = trainer.plan
-    monkeypatch.setattr(trainer, "plan", lambda rows, draw: Views(*map(torch.zeros_like, vars(plan(rows, draw)).values())))
+    monkeypatch.setattr(
+        trainer, "plan", lambda rows, draw: Views(*(torch.zeros_like(part) for part in list(vars(plan(rows, draw)).values())[:3]))
+    )
     trainer.train()
     assert equal(weights(lm), start)
 

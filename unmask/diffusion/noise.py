@@ -29,6 +29,7 @@ class Stream(IntEnum):
     MASK = 2
     TIME = 3
     PROMPT = 4
+    ROLLOUT = 5
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

@@ -1,7 +1,8 @@
-"""Noise schedules: alpha(t) is the share of tokens still visible at time t, from alpha(0) = 1 to alpha(1) = 0.
+"""Noise: how much of a text is hidden at time t, which times are drawn, and what a hidden token then weighs.
 
-The weight -alpha'(t) / (1 - alpha(t)) of a masked token's log-probability makes the expected weighted sum over t ~ U(0, 1)
-equal to the ELBO for every schedule (Shi et al. 2024, "Simplified and generalized masked diffusion", eq. 4).
+alpha(t) is the share of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. The weight -alpha'(t) / (1 - alpha(t)) of a
+hidden token's log-probability makes the expected weighted sum over t ~ U(0, 1) equal to the ELBO for every schedule (Shi et
+al. 2024, "Simplified and generalized masked diffusion", eq. 4).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from unmask.errors import ConfigError
+
+Weighting = Literal["elbo", "1/t", "uniform", "cart"]
 
 
 @dataclass(frozen=True)
@@ -21,26 +25,83 @@ class Schedule:
     """A noise schedule.
 
     Attributes:
-        name: as in a config.
         mask_rate: 1 - alpha(t), the probability that a token is hidden at time t.
         weight: -alpha'(t) / (1 - alpha(t)).
     """
 
-    name: str
     mask_rate: Callable[[Tensor], Tensor]
     weight: Callable[[Tensor], Tensor]
 
 
+SIGMA_MIN, SIGMA_MAX = 1e-4, 20.0
+
+
+def _sigma(t: Tensor) -> Tensor:
+    return SIGMA_MIN ** (1 - t) * SIGMA_MAX**t
+
+
 SCHEDULES = {
     # alpha = 1 - t
-    "linear": Schedule("linear", lambda t: t, lambda t: 1 / t),
+    "linear": Schedule(lambda t: t, lambda t: 1 / t),
     # alpha = 1 - cos(pi/2 (1 - t))
-    "cosine": Schedule(
-        "cosine",
-        lambda t: torch.cos(math.pi / 2 * (1 - t)),
-        lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t)),
+    "cosine": Schedule(lambda t: torch.cos(math.pi / 2 * (1 - t)), lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))),
+    # alpha = exp(-sigma), sigma = SIGMA_MIN^(1 - t) SIGMA_MAX^t (Lou et al. 2024, SEDD): hides SIGMA_MIN of the tokens at 0, not none
+    "geometric": Schedule(
+        lambda t: -torch.expm1(-_sigma(t)), lambda t: math.log(SIGMA_MAX / SIGMA_MIN) * _sigma(t) / torch.expm1(_sigma(t))
     ),
 }
+
+
+@dataclass(frozen=True)
+class Noise:
+    """A schedule, the times that are drawn, and the weight of a hidden token.
+
+    Attributes:
+        schedule: alpha(t).
+        low, high: times are drawn from this band; `low` keeps the weights bounded.
+        timesteps: times are the multiples of 1 / timesteps in the band; None: any.
+        weighting: "elbo": -alpha'(t) / (1 - alpha(t)), or its difference quotient for discrete times (Austin et al. 2021);
+            "1/t"; "uniform": 1; "cart": by how much visible text is near (`unmask.diffusion.views.cart_weights`).
+    """
+
+    schedule: Schedule
+    low: float = 1e-3
+    high: float = 1.0
+    timesteps: int | None = None
+    weighting: Weighting = "elbo"
+
+    def time(self, uniform: Tensor) -> Tensor:
+        """Times from numbers in [0, 1)."""
+        if self.timesteps is None:
+            return self.low + (self.high - self.low) * uniform
+        first, last = self._steps()
+        return (first + (uniform * (last - first + 1)).floor()) / self.timesteps
+
+    def weight(self, time: Tensor) -> Tensor:
+        """What a token that is hidden at this time weighs; "cart" comes later, with the text."""
+        if self.weighting == "1/t":
+            return 1 / time
+        if self.weighting != "elbo":
+            return torch.ones_like(time)
+        if self.timesteps is None:
+            return self.schedule.weight(time)
+        rate = self.schedule.mask_rate(time)
+        return (rate - self.schedule.mask_rate(time - 1 / self.timesteps)) * self.timesteps / rate
+
+    def _steps(self) -> tuple[int, int]:
+        assert self.timesteps is not None
+        return max(1, math.ceil(self.low * self.timesteps - 1e-9)), math.floor(self.high * self.timesteps + 1e-9)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low <= self.high <= 1:
+            what = f"times from {self.low} to {self.high}"
+            raise ConfigError(what, where="min_time, max_time", remedy="Use 0 <= min_time <= max_time <= 1")
+        if self.weighting not in get_args(Weighting):
+            what = f"unknown weighting {self.weighting!r}"
+            raise ConfigError(what, where="weighting", remedy=f"Use one of {', '.join(get_args(Weighting))}")
+        if self.timesteps is not None and (self.timesteps < 1 or self._steps()[0] > self._steps()[1]):
+            what = f"no multiple of 1/{self.timesteps} lies between {self.low} and {self.high}"
+            raise ConfigError(what, where="num_timesteps", remedy="Use more timesteps, or a wider band")
 
 
 def get_schedule(name: str) -> Schedule:

@@ -5,12 +5,15 @@ Shapes: B batch, V views, T tokens, N scored rows.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Views
-from unmask.models.attention import Layout, blocks
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.attention import Layout, runs
+from unmask.models.diffusion_lm import DiffusionLM, Reading
 
 
 def score(
@@ -20,56 +23,69 @@ def score(
 
     Args:
         lm: a causal model is scored by one clean pass (its conditionals do not depend on what is hidden), a block-causal
-            one in the layout `[x_t ; x_0]`, a bidirectional one on the noised row itself.
+            one in the layout `[x_t ; ... ; x_0]`, a bidirectional one on the noised row itself.
         ids_BT: the clean tokens.
         attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
-        views: what is hidden and scored.
+        views: what is hidden and scored. A causal view takes a pass of its own, but for a model whose clean half is causal.
         temperature: the logits are divided by it.
         chunk: noised rows per forward pass; None: all at once. The result does not depend on it but for rounding.
     """
+    if views.causal and not (lm.causal_context and views.count > 1):
+        noised, causal = views.apart()
+        scored = [(lm, noised), (lm.as_causal(), replace(causal, causal=False))][noised.count == 0 :]
+        return torch.cat([score(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in scored], 1)
     batch, count, length = views.hidden_BVT.shape
-    out_BVT = torch.zeros(batch, count, length, dtype=lm.score_dtype, device=ids_BT.device)
-    row_R = torch.arange(batch * count, device=ids_BT.device) // count
-    pieces, places = [], []
-    for rows_R in torch.arange(batch * count, device=ids_BT.device).split(chunk or batch * count):
-        scored_RT = views.scored_BVT.flatten(0, 1)[rows_R]
+    number_BVT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
+    places, pieces = [], []
+    for rows, copies in _pieces(batch, count - views.causal, chunk):
+        scored_BVT, clean_BT = views.scored_BVT[rows, copies], ids_BT[rows]
+        beside_BT = views.scored_BVT[rows, -1] if views.causal and copies.start == 0 else None
         # With gradients every pass is made: a loss of 0 has them too, and all ranks must make the same passes.
-        if not (scored_RT.any() or torch.is_grad_enabled()):
+        if not (scored_BVT.any() or beside_BT is not None or torch.is_grad_enabled()):
             continue
-        hidden_RT = views.hidden_BVT.flatten(0, 1)[rows_R]
-        clean_RT = ids_BT[row_R[rows_R]]
-        padding_RT = None if attention_mask_BT is None else attention_mask_BT[row_R[rows_R]]
-        logits_NV = hidden_logits(lm, clean_RT, padding_RT, hidden_RT, scored_RT)
-        pieces.append(token_log_probs(logits_NV, clean_RT[scored_RT], temperature))
-        row_N, column_N = scored_RT.nonzero(as_tuple=True)
-        places.append(rows_R[row_N] * length + column_N)
+        padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
+        reading = read(lm, clean_BT, padding_BT, views.hidden_BVT[rows, copies], scored_BVT, beside_BT)
+        target_N, place_N = clean_BT[:, None].expand_as(scored_BVT)[scored_BVT], number_BVT[rows, copies][scored_BVT]
+        if beside_BT is not None:
+            target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BVT[rows, -1][beside_BT]])
+        pieces.append(lm.log_probs(reading, target_N, temperature))
+        places.append(place_N)
+    out_BVT = torch.zeros(batch, count, length, dtype=lm.score_dtype, device=ids_BT.device)
     if not pieces:
         return out_BVT
     return out_BVT.flatten().index_put((torch.cat(places),), torch.cat(pieces)).view_as(out_BVT)
 
 
-def hidden_logits(lm: DiffusionLM, clean_BT: Tensor, attention_mask_BT: Tensor | None, hidden_BT: Tensor, rows_BT: Tensor) -> Tensor:
-    """Logits [N, vocabulary] at the chosen rows, given the tokens that are not hidden (and, by blocks, the clean past)."""
+def read(
+    lm: DiffusionLM,
+    clean_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    hidden_BVT: Tensor,
+    rows_BVT: Tensor,
+    clean_rows_BT: Tensor | None = None,
+) -> Reading:
+    """What a model has to read to predict the chosen rows from the tokens that are not hidden (and, by blocks, the clean past)."""
+    copies = hidden_BVT.shape[1]
+    if not (lm.autoregressive or lm.attention == "bidirectional"):
+        return lm.noised(clean_BT, hidden_BVT, attention_mask_BT, rows_BVT, clean_rows_BT)
+    hidden_RT, rows_RT = hidden_BVT.flatten(0, 1), rows_BVT.flatten(0, 1)
+    clean_RT = clean_BT.repeat_interleave(copies, 0)
+    padding_RT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(copies, 0)
     if lm.autoregressive:
-        return lm.logits(clean_BT, attention_mask_BT, rows_BT)
-    noisy_BT = torch.where(hidden_BT, lm.mask_token_id, clean_BT)
-    if lm.attention == "bidirectional":
-        return lm.logits(noisy_BT, attention_mask_BT, rows_BT)
-    return lm.noised_logits(noisy_BT, clean_BT, attention_mask_BT, rows_BT)
+        return lm.single(clean_RT, padding_RT, rows_RT)
+    return lm.single(torch.where(hidden_RT, lm.mask_token_id, clean_RT), padding_RT, rows_RT, hidden_RT)
 
 
-def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the target ids, [N]."""
-    if temperature != 1.0:
-        logits_NV = logits_NV / temperature
-    return logits_NV.gather(1, target_N[:, None]).squeeze(1) - logits_NV.logsumexp(1)
+def _pieces(batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:
+    """Rows and copies of one forward pass each: at most `chunk` of them together."""
+    chunk = chunk or batch * count
+    rows, copies = max(1, chunk // count), min(chunk, count)
+    for first in range(0, batch, rows):
+        for copy in range(0, count, copies):
+            yield slice(first, first + rows), slice(copy, min(copy + copies, count))
 
 
 def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
     """The group [B, T] of tokens that are noised together: a document, or one attention block of it; -1 not maskable."""
     document_BT = torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
-    layout = Layout.of(document_BT)
-    block_BT = blocks(layout, lm.attention, lm.block_size)
-    starts_BT = torch.ones_like(maskable_BT)
-    starts_BT[:, 1:] = (block_BT[:, 1:] != block_BT[:, :-1]) | (layout.document_BT[:, 1:] != layout.document_BT[:, :-1])
-    return torch.where(maskable_BT, starts_BT.long().cumsum(1) - 1, -1)
+    return torch.where(maskable_BT, runs(Layout.of(document_BT), lm.attention, lm.block_size), -1)

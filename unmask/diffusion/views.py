@@ -12,13 +12,18 @@ Shapes: B batch, V views, T tokens. L is the number of maskable tokens in a grou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from unmask.diffusion.noise import Stream, uniform
-from unmask.diffusion.schedules import Schedule
+from unmask.diffusion.schedules import Noise
+from unmask.errors import ConfigError
+
+PLASTIC = 1.32471795724474602596
+CART_CUT = 1e-6  # of a geometric distribution's tail
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,14 @@ class Views:
         hidden_BVT: True where the model sees the mask token.
         scored_BVT: True where the log-probability of the real token is asked for.
         weight_BVT: float32, 0 where not scored.
+        causal: whether the last view hides nothing and is read by the same weights as a causal model: each token is scored
+            from those before it.
     """
 
     hidden_BVT: Tensor
     scored_BVT: Tensor
     weight_BVT: Tensor
+    causal: bool = False
 
     @property
     def count(self) -> int:
@@ -48,6 +56,22 @@ class Views:
         """The views of some sequences of the batch."""
         return Views(self.hidden_BVT[index], self.scored_BVT[index], self.weight_BVT[index])
 
+    def beside_causal(self, scored_BT: Tensor, weight: float) -> Views:
+        """These views and a causal one."""
+        scored_B1T = scored_BT[:, None]
+        parts = zip(
+            (self.hidden_BVT, self.scored_BVT, self.weight_BVT),
+            (torch.zeros_like(scored_B1T), scored_B1T, weight * scored_B1T),
+            strict=True,
+        )
+        return Views(*(torch.cat(pair, 1) for pair in parts), causal=True)
+
+    def apart(self) -> tuple[Views, Views]:
+        """The noised views, and the causal one."""
+        parts = [(part_BVT[:, :-1], part_BVT[:, -1:]) for part_BVT in (self.hidden_BVT, self.scored_BVT, self.weight_BVT)]
+        noised, causal = zip(*parts, strict=True)
+        return Views(*noised), Views(*causal, causal=True)
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -57,11 +81,14 @@ class Draw:
         seed: of the run.
         key_B: int64, one per sequence: a sample id or a hash of its tokens.
         iteration: tells apart plans for the same sequence (epochs, inner updates).
+        order_B: how many sequences training visits before each of these. Then times are spread evenly over successive
+            sequences and their groups, however these are cut into batches, instead of being drawn independently.
     """
 
     seed: int
     key_B: Tensor
     iteration: int = 0
+    order_B: Tensor | None = None
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         """[B, V, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
@@ -71,29 +98,61 @@ class Draw:
         )
 
 
-def random_views(group_BT: Tensor, draw: Draw, schedule: Schedule, *, views: int = 1, low: float = 1e-3, high: float = 1.0) -> Views:
-    """Time t ~ U(low, high) per group, stratified over the views; each token is hidden independently with 1 - alpha(t).
+def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) -> Views:
+    """A time per group, stratified over the views; each token is hidden independently with probability 1 - alpha(t).
 
     Args:
         group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
         draw: the source of randomness.
-        schedule: alpha(t) and its weight.
+        noise: alpha(t), the times, and the weights.
         views: number of views.
-        low, high: the range of t; `low` keeps the weight 1/t bounded.
     """
-    time_BVT = low + (high - low) * _stratified(draw, group_BT, views)
-    hidden_BVT = (draw.uniform(_columns(group_BT), views, Stream.MASK) < schedule.mask_rate(time_BVT)) & (group_BT >= 0)[:, None]
-    return _weighted(hidden_BVT, schedule.weight(time_BVT) / views)
+    time_BVT = noise.time(_stratified(draw, group_BT, views))
+    hidden_BVT = (draw.uniform(_columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BVT)) & (group_BT >= 0)[:, None]
+    return _weighted(hidden_BVT, noise.weight(time_BVT) / views)
 
 
-def complementary_pair(group_BT: Tensor, draw: Draw, schedule: Schedule, *, low: float = 1e-3) -> Views:
-    """Two views, each hiding what the other shows, so that every token is learnt from in each step."""
-    time_BVT = low + (1 - 2 * low) * _stratified(draw, group_BT, 1)
-    rate_BVT, weight_BVT = schedule.mask_rate(time_BVT), schedule.weight(time_BVT)
+def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
+    """Two views, each hiding what the other shows, so that every token is learnt from in each step.
+
+    The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the schedule has
+    this rate, and the change of variables: -alpha'(t) / alpha(t) for the ELBO.
+    """
+    if noise.timesteps is not None:
+        what = "a complementary pair has no discrete times: the complement's lie between them"
+        raise ConfigError(what, where="num_timesteps", remedy="Leave out num_timesteps, or complementary")
+    noise = replace(noise, high=min(noise.high, 1 - noise.low))
+    time_BVT = noise.time(_stratified(draw, group_BT, 1))
+    rate_BVT, weight_BVT = noise.schedule.mask_rate(time_BVT), noise.weight(time_BVT)
     first_BVT = draw.uniform(_columns(group_BT), 1, Stream.MASK) < rate_BVT
-    # The complement hides at the rate alpha(t), so that its weight is -alpha'(t) / alpha(t).
     hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
-    return _weighted(hidden_BVT, torch.cat([weight_BVT, weight_BVT * rate_BVT / (1 - rate_BVT)], 1) / 2)
+    other_BVT = weight_BVT if noise.weighting in ("uniform", "cart") else weight_BVT * rate_BVT / (1 - rate_BVT)
+    return _weighted(hidden_BVT, torch.cat([weight_BVT, other_BVT], 1) / 2)
+
+
+def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float) -> Views:
+    """Views in which a hidden token weighs the more, the more visible text is near (CART: Dream 7B, Ye et al. 2025, eq. 7).
+
+    Half the sum over the visible tokens at distance d of the geometric distribution p (1 - p)^(d - 1), times what it weighed.
+    Visible is what is not hidden in the token's own run, and all of the document's earlier runs (the clean blocks).
+
+    Args:
+        views: with weights that do not depend on the text.
+        run_BT: `unmask.models.attention.runs`: the block or document of every token.
+        document_BT: packed documents are numbered.
+        p: how fast the influence of a token falls with its distance.
+    """
+    hidden_BVT, length = views.hidden_BVT, run_BT.shape[1]
+    near_BVT = torch.zeros_like(views.weight_BVT)
+    reach = min(length - 1, math.ceil(math.log(CART_CUT) / math.log1p(-p)))
+    for distance in range(1, reach + 1):
+        share = p / 2 * (1 - p) ** (distance - 1)
+        same_BT = document_BT[:, distance:] == document_BT[:, :-distance]
+        together_BT = same_BT & (run_BT[:, distance:] == run_BT[:, :-distance])
+        before_BVT, after_BVT = ~hidden_BVT[..., :-distance], ~hidden_BVT[..., distance:]
+        near_BVT[..., distance:] += share * (same_BT[:, None] & (before_BVT | ~together_BT[:, None]))
+        near_BVT[..., :-distance] += share * (together_BT[:, None] & after_BVT)
+    return replace(views, weight_BVT=views.weight_BVT * near_BVT)
 
 
 def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
@@ -150,7 +209,13 @@ def _columns(like_BT: Tensor) -> Tensor:
 def _stratified(draw: Draw, group_BT: Tensor, views: int) -> Tensor:
     """One uniform per group and view, view v in [v/V, (v+1)/V)."""
     view_1V1 = torch.arange(views, device=group_BT.device)[None, :, None]
-    return (view_1V1 + draw.uniform(group_BT.clamp_min(0), views, Stream.TIME)) / max(views, 1)
+    if draw.order_B is None:
+        within_BVT = draw.uniform(group_BT.clamp_min(0), views, Stream.TIME)
+    else:  # R2, the additive recurrence of lowest discrepancy in two dimensions (Roberts 2018), shifted at random
+        shift_1V1 = uniform(draw.seed, torch.zeros_like(view_1V1), stream=Stream.TIME, view=view_1V1)
+        place_BT = draw.order_B[:, None].double() / PLASTIC + group_BT.clamp_min(0).double() / PLASTIC**2
+        within_BVT = (shift_1V1 + place_BT[:, None]) % 1.0
+    return (view_1V1 + within_BVT) / max(views, 1)
 
 
 def _weighted(hidden_BVT: Tensor, weight_BVT: Tensor) -> Views:

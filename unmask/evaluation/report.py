@@ -197,7 +197,8 @@ def _round_numbers(low: float, high: float) -> list[float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    return [10.0**power for power in range(math.ceil(low), math.floor(high) + 1)]
+    first, last = math.ceil(low), math.floor(high)
+    return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 6))]
 
 
 # --- denoising -------------------------------------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
         visible = request.length if lm.attention == "bidirectional" else stop
         for count in counts:
             step = torch.tensor([trace.forward_passes], device=lm.device)
-            logits_TV = lm.logits(ids_T[None, :visible])[0]
+            hidden_1T = torch.tensor([[False] * start + [step < 0 for step in trace.steps]], device=lm.device)
+            logits_TV = lm.logits(ids_T[None, :visible], hidden_BT=hidden_1T[:, :visible])[0]
             candidates = []
             for position in range(first, stop):
                 if trace.steps[position - start] < 0:

@@ -81,7 +81,7 @@ class _Batch:
         hidden_BT = self.hidden_BT[row_B, :width]
         rows_BT = hidden_BT & (self.position_T[:width] >= start_B[:, None]) & (self.position_T[:width] < stop_B[:, None])
         padding_BT = None if self.padding_BT is None else self.padding_BT[row_B, :width]
-        logits_NV = self.lm.logits(self.ids_BT[row_B, :width], padding_BT, rows_BT)
+        logits_NV = self.lm.logits(self.ids_BT[row_B, :width], padding_BT, rows_BT, hidden_BT)
         batch_N, position_N = rows_BT.nonzero(as_tuple=True)
         step_B = torch.tensor([self.done[row] for row in row_B.tolist()], device=row_B.device)
         decision = decide(logits_NV, self.config, self.key_B[row_B][batch_N], step_B[batch_N], position_N)

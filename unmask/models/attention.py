@@ -10,8 +10,8 @@ Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Literal
+from functools import cached_property, lru_cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from unmask.errors import ConfigError, ModelError
 Pattern = Literal["causal", "block_causal", "bidirectional"]
 PATTERNS = ("causal", "block_causal", "bidirectional")
 ATTENTION_NAME = "unmask"
+TILE = 64  # queries and keys, on a CPU: SDPA is called for the tiles of a mask in which anything is visible
+WORTH_TILING = 0.8  # of the whole mask; with less to save one call is faster
 
 
 @dataclass(frozen=True)
@@ -32,12 +34,12 @@ class Layout:
     Attributes:
         document_BT: number of the document that a token belongs to; 0 is padding.
         position_BT: position within the document, from 0. The block grid is anchored here, so left padding moves nothing.
-        noisy_BT: True for the noised copy in a clean-and-noised row `[x_t ; x_0]`; all False otherwise.
+        copy_BT: 0 for clean tokens, 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`.
     """
 
     document_BT: Tensor
     position_BT: Tensor
-    noisy_BT: Tensor
+    copy_BT: Tensor
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Layout:
@@ -47,24 +49,32 @@ class Layout:
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
         starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
         position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
-        return cls(document_BT, position_BT, torch.zeros_like(starts_BT))
+        return cls(document_BT, position_BT, torch.zeros_like(document_BT))
 
     @classmethod
     def full(cls, length: int, device: torch.device) -> Layout:
         """One row of one document without padding."""
         return cls.of(torch.ones(1, length, dtype=torch.long, device=device))
 
-    def with_noised_copy(self) -> Layout:
-        """The layout `[x_t ; x_0]`: a noised copy before the clean tokens, at the same positions."""
-        return Layout(
-            torch.cat([self.document_BT, self.document_BT], 1),
-            torch.cat([self.position_BT, self.position_BT], 1),
-            torch.cat([torch.ones_like(self.noisy_BT), self.noisy_BT], 1),
-        )
+    def with_noised_copies(self, count: int = 1) -> Layout:
+        """The layout `[x_t ; ... ; x_0]`: noised copies before the clean tokens, all at the same positions."""
+        copies = [torch.full_like(self.copy_BT, number) for number in range(1, count + 1)]
+        repeats = (1, count + 1)
+        return Layout(self.document_BT.repeat(repeats), self.position_BT.repeat(repeats), torch.cat([*copies, self.copy_BT], 1))
 
     def last(self, count: int) -> Layout:
         """The layout of the last `count` tokens (the queries beside a key-value cache)."""
-        return Layout(self.document_BT[:, -count:], self.position_BT[:, -count:], self.noisy_BT[:, -count:])
+        return Layout(self.document_BT[:, -count:], self.position_BT[:, -count:], self.copy_BT[:, -count:])
+
+
+@dataclass(frozen=True)
+class Band:
+    """Queries that see the same tiles of keys."""
+
+    rows: slice
+    queries: slice
+    tiles: tuple[int, ...]
+    allowed_BQK: Tensor
 
 
 @dataclass(frozen=True)
@@ -78,17 +88,51 @@ class AttentionMask:
 
     allowed_BQK: Tensor
     positions: tuple[Tensor, Tensor] | None
-    _windowed: dict[int, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
-    def within(self, window: int | None) -> Tensor:
-        """The boolean mask for a layer with this sliding window (None: no window)."""
+    def within(self, window: int | None) -> AttentionMask:
+        """The mask for a layer with this sliding window (None: no window)."""
         if window is None or self.positions is None:
-            return self.allowed_BQK
+            return self
         if window not in self._windowed:
             query_BQ, key_BK = self.positions
             near_BQK = query_BQ[:, :, None] - key_BK[:, None, :] < window
-            self._windowed[window] = self.allowed_BQK & near_BQK[:, None]
+            self._windowed[window] = AttentionMask(self.allowed_BQK & near_BQK[:, None], None)
         return self._windowed[window]
+
+    def annealed(self, seen: float, key: int) -> AttentionMask:
+        """The mask with every key after its query left out but for a random share; `key` says which."""
+        device, (queries, keys) = self.allowed_BQK.device, self.allowed_BQK.shape[2:]
+        noise_QK = torch.rand(queries, keys, generator=torch.Generator(device).manual_seed(key), device=device)
+        return AttentionMask(
+            self.allowed_BQK & (torch.ones_like(noise_QK, dtype=torch.bool).tril(keys - queries) | (noise_QK < seen)), None
+        )
+
+    @cached_property
+    def bands(self) -> list[Band] | None:
+        """The mask without its empty tiles: what SDPA need not compute, such as later blocks and other documents.
+
+        None where it is nearly full, or on a GPU (which has kernels for sparse masks).
+        """
+        rows, _, queries, keys = self.allowed_BQK.shape
+        if self.allowed_BQK.device.type != "cpu" or queries <= TILE:
+            return None
+        padded_BQK = F.pad(self.allowed_BQK[:, 0], (0, -keys % TILE, 0, -queries % TILE))
+        seen_BIJ = padded_BQK.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(4).any(2)
+        together = seen_BIJ.any(0, keepdim=True)
+        apart = rows > 1 and seen_BIJ.sum() < WORTH_TILING * rows * together.sum()
+        seen_RIJ = seen_BIJ if apart else together
+        if seen_RIJ.float().mean() > WORTH_TILING:
+            return None
+        bands = []
+        for row, seen_IJ in enumerate(seen_RIJ):
+            for index, seen_J in enumerate(seen_IJ):
+                tiles = seen_J.nonzero().flatten().tolist()
+                at = slice(index * TILE, (index + 1) * TILE)
+                of = slice(row, row + 1) if apart else slice(None)
+                columns_K = torch.cat([torch.arange(j * TILE, min((j + 1) * TILE, keys)) for j in tiles])
+                bands.append(Band(of, at, tuple(tiles), self.allowed_BQK[of, :, at, columns_K]))
+        return bands
 
 
 def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
@@ -98,30 +142,41 @@ def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
     return layout.position_BT // (block_size or 1)
 
 
-def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: Layout) -> AttentionMask:
+def runs(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
+    """The number [B, T] of the run of tokens of one document, copy and block that a token belongs to, from 0."""
+    keys = (layout.document_BT, layout.copy_BT, blocks(layout, pattern, block_size))
+    changed_BT = torch.stack([key_BT[:, 1:] != key_BT[:, :-1] for key_BT in keys]).any(0)
+    return F.pad(changed_BT.long().cumsum(1), (1, 0))
+
+
+def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
-    Clean tokens see the clean tokens of their own and earlier blocks; noised tokens see the noised tokens of their own
-    block and the clean ones of earlier blocks; nobody sees another document or the padding (padding sees itself only,
-    so that no row is empty).
+    Clean tokens see the clean tokens of their own and earlier blocks (with `causal_context` only what stands before them);
+    noised tokens see the noised tokens of their own copy and block and the clean ones of earlier blocks; nobody sees another
+    document or the padding (padding sees itself only, so that no row is empty).
     """
     query_BQ1, key_B1K = blocks(queries, pattern, block_size)[:, :, None], blocks(keys, pattern, block_size)[:, None, :]
-    noisy_query_BQ1, noisy_key_B1K = queries.noisy_BT[:, :, None], keys.noisy_BT[:, None, :]
-    same_kind_BQK = noisy_query_BQ1 == noisy_key_B1K
-    earlier_clean_BQK = ~noisy_key_B1K & (key_B1K < query_BQ1)
+    copy_BQ1, copy_B1K = queries.copy_BT[:, :, None], keys.copy_BT[:, None, :]
+    together_BQK = (copy_BQ1 == copy_B1K) & (key_B1K == query_BQ1)
+    if causal_context:
+        together_BQK &= (copy_BQ1 > 0) | (keys.position_BT[:, None, :] <= queries.position_BT[:, :, None])
+    earlier_clean_BQK = (copy_B1K == 0) & (key_B1K < query_BQ1)
     real_BQK = (queries.document_BT[:, :, None] == keys.document_BT[:, None, :]) & (keys.document_BT[:, None, :] > 0)
     count, total = queries.document_BT.shape[1], keys.document_BT.shape[1]
     itself_QK = torch.eye(total, dtype=torch.bool, device=real_BQK.device)[total - count :]
-    allowed_BQK = real_BQK & (earlier_clean_BQK | (same_kind_BQK & (key_B1K == query_BQ1))) | itself_QK
+    allowed_BQK = real_BQK & (earlier_clean_BQK | together_BQK) | itself_QK
     return AttentionMask(allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None)
 
 
 @lru_cache(maxsize=64)
-def unpadded_mask(pattern: Pattern, block_size: int | None, length: int, noised_copy: bool, device: torch.device) -> AttentionMask:
+def unpadded_mask(
+    pattern: Pattern, block_size: int | None, length: int, copies: int, device: torch.device, causal_context: bool = False
+) -> AttentionMask:
     """The mask of rows without padding: depends on pattern, length and device alone, so it is made once."""
     layout = Layout.full(length, device)
-    layout = layout.with_noised_copy() if noised_copy else layout
-    return make_mask(pattern, block_size, layout, layout)
+    layout = layout.with_noised_copies(copies) if copies else layout
+    return make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
 
 
 def mask_cache_stats() -> dict[str, float]:
@@ -136,8 +191,8 @@ def clear_mask_cache() -> None:
     unpadded_mask.cache_clear()
 
 
-def check_pattern(pattern: str, block_size: int | None) -> None:
-    """Raise ConfigError unless the pattern exists and has a block size exactly when it needs one."""
+def check_pattern(pattern: str, block_size: int | None, causal_context: bool = False) -> None:
+    """Raise ConfigError unless the pattern exists and has a block size, or a causal context, only where these mean something."""
     if pattern not in PATTERNS:
         raise ConfigError(f"unknown attention pattern {pattern!r}", where="attention", remedy=f"Use one of {', '.join(PATTERNS)}")
     if pattern == "block_causal" and (block_size is None or block_size < 1):
@@ -148,6 +203,9 @@ def check_pattern(pattern: str, block_size: int | None) -> None:
         raise ConfigError(
             f"block_size {block_size} with {pattern} attention", where="block_size", remedy="Leave it out, or use attention='block_causal'"
         )
+    if causal_context and pattern != "block_causal":
+        remedy = "Leave it out, or use attention='block_causal'"
+        raise ConfigError(f"a causal context with {pattern} attention", where="causal_context", remedy=remedy)
 
 
 def unmask_attention(
@@ -182,19 +240,30 @@ def unmask_attention(
         )
     if s_aux is not None or position_bias is not None:
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
-    allowed_BQK = unmask_mask.within(sliding_window)
+    mask = unmask_mask.within(sliding_window)
     groups = query_BHQD.shape[1] // key_BHKD.shape[1]
     if softcap is None:
-        out_BHQD = F.scaled_dot_product_attention(
-            query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1
-        )
+        out_BHQD = _sdpa(query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1)
         return out_BHQD.transpose(1, 2).contiguous(), None
     key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
     scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
     score_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
-    weight_BHQK = score_BHQK.masked_fill(~allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
+    weight_BHQK = score_BHQK.masked_fill(~mask.allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
     weight_BHQK = F.dropout(weight_BHQK, dropout)
     return (weight_BHQK @ value_BHKD).transpose(1, 2).contiguous(), None
+
+
+def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
+    """SDPA band by band: nothing is computed where nobody sees anything."""
+    if mask.bands is None:
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+    keys, values = key_BHKD.split(TILE, 2), value_BHKD.split(TILE, 2)
+    rows: dict[int | None, list[Tensor]] = {}
+    for band in mask.bands:
+        key, value = (torch.cat([tiles[j][band.rows] for j in band.tiles], 2) for tiles in (keys, values))
+        out = F.scaled_dot_product_attention(query_BHQD[band.rows, :, band.queries], key, value, attn_mask=band.allowed_BQK, **options)
+        rows.setdefault(band.rows.start, []).append(out)
+    return torch.cat([torch.cat(bands, 2) for bands in rows.values()])
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)

@@ -10,6 +10,7 @@ import hashlib
 import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,42 +19,31 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from unmask.errors import ModelError
-from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, unpadded_mask
+from unmask.models import head
+from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
+from unmask.models.head import RowSelector, token_log_probs
+from unmask.models.time_embedding import add_time_embedding
 
 SETTINGS_KEY = "unmask"
 
 
-class RowSelector:
-    """Pre-hook of the output head that keeps only the rows asked for, so that no other logits are computed.
+@dataclass(frozen=True)
+class Reading:
+    """What one forward pass reads.
 
-    It works inside any wrapper (DDP, PEFT, FSDP) and leaves what a model does after its head (soft caps, scaling) alone. All
-    copies of a head share one selector: PEFT trains a deep copy of a head in `modules_to_save`.
+    Attributes:
+        ids_BT: with the mask token at hidden positions.
+        layout: where the tokens stand.
+        mask: what they see.
+        index_N: flat indices into [B * T] of the rows to compute; None: all.
+        share_BT: the share of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden.
     """
 
-    def __init__(self) -> None:
-        self.index_N: Tensor | None = None
-
-    def __call__(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        if self.index_N is None:
-            return None
-        hidden_BTD = args[0]
-        return (hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.index_N][None],)
-
-    def __deepcopy__(self, memo: dict) -> RowSelector:
-        return self
-
-    @classmethod
-    def of(cls, model: PreTrainedModel) -> RowSelector:
-        """The selector of this model's head, made on first use."""
-        head = model.get_output_embeddings()
-        if head is None:
-            raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
-        for hook in head._forward_pre_hooks.values():
-            if isinstance(hook, cls):
-                return hook
-        selector = cls()
-        head.register_forward_pre_hook(selector)
-        return selector
+    ids_BT: Tensor
+    layout: Layout
+    mask: AttentionMask
+    index_N: Tensor | None = None
+    share_BT: Tensor | None = None
 
 
 class DiffusionLM:
@@ -66,6 +56,9 @@ class DiffusionLM:
         block_size: the attention block of a block-causal model, else None.
         mask_token_id: the id that stands at hidden positions in the input; it is never predicted.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
+        causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
+            was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
+        time_embedding: whether the model is told the share of hidden tokens.
     """
 
     def __init__(
@@ -77,16 +70,21 @@ class DiffusionLM:
         block_size: int | None,
         mask_token_id: int,
         logit_shift: bool,
+        causal_context: bool = False,
+        time_embedding: bool = False,
     ):
-        check_pattern(attention, block_size)
+        check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model itself, or a wrapper of it: PEFT, DDP, FSDP
         self.tokenizer = tokenizer
         self.attention: Pattern = attention
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.logit_shift = logit_shift
+        self.causal_context = causal_context
         self.config = model.config
         self._rows = RowSelector.of(model)
+        self._time = add_time_embedding(model) if time_embedding else None
+        self._seen: tuple[float, int] | None = None
 
     def __repr__(self) -> str:
         block = f", block_size={self.block_size}" if self.block_size else ""
@@ -100,6 +98,11 @@ class DiffusionLM:
     def autoregressive(self) -> bool:
         """Whether every row predicts the next token from the clean ones before it: one pass scores a whole sequence."""
         return self.attention == "causal" and self.logit_shift
+
+    @property
+    def has_time_embedding(self) -> bool:
+        """Whether the model is told the share of hidden tokens."""
+        return self._time is not None
 
     @property
     def score_dtype(self) -> torch.dtype:
@@ -129,6 +132,8 @@ class DiffusionLM:
             "block_size": self.block_size,
             "mask_token_id": self.mask_token_id,
             "logit_shift": self.logit_shift,
+            "causal_context": self.causal_context,
+            "time_embedding": self.has_time_embedding,
         }
 
     def bind(self, model: nn.Module) -> DiffusionLM:
@@ -141,69 +146,159 @@ class DiffusionLM:
         """The same weights read as the causal model that they were."""
         causal = copy.copy(self)
         causal.attention, causal.block_size, causal.logit_shift = "causal", None, True
+        causal.causal_context, causal._time, causal._seen = False, None, None
         return causal
+
+    def annealed(self, seen: float, key: int) -> DiffusionLM:
+        """The same model, of whose later tokens each is seen with this probability only (DiffuLLaMA, Gong et al. 2025); `key`
+        says which."""
+        annealed = copy.copy(self)
+        annealed._seen = (seen, key)
+        return annealed
 
     def frozen_copy(self) -> DiffusionLM:
         """An independent copy in eval mode that takes no gradients: a reference policy."""
         return self.bind(copy.deepcopy(self.model).eval().requires_grad_(False))
 
-    def logits(self, input_ids_BT: Tensor, attention_mask_BT: Tensor | None = None, rows_BT: Tensor | None = None) -> Tensor:
+    def logits(
+        self,
+        input_ids_BT: Tensor,
+        attention_mask_BT: Tensor | None = None,
+        rows_BT: Tensor | None = None,
+        hidden_BT: Tensor | None = None,
+    ) -> Tensor:
         """Logits aligned so that row i predicts token i.
 
         Args:
             input_ids_BT: token ids, with `mask_token_id` at the hidden positions.
             attention_mask_BT: 1 is real, 0 padding; packed rows number their documents 1, 2, ...
             rows_BT: boolean; the rows to compute, in row-major order. None: all.
+            hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding. None: nowhere.
 
         Returns:
             [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has -inf. Row 0
             of a shifted model has no predecessor and is undefined.
         """
-        layout, mask = self._layout(input_ids_BT, attention_mask_BT, noised_copy=False)
-        if rows_BT is None:
-            logits_BTV = self.forward(input_ids_BT, layout, mask)
-            return torch.cat([logits_BTV[:, :1], logits_BTV[:, :-1]], 1) if self.logit_shift else logits_BTV
-        index_N = rows_BT.flatten().nonzero().squeeze(1)
-        return self.forward(input_ids_BT, layout, mask, index_N=(index_N - 1).clamp_min(0) if self.logit_shift else index_N)
+        logits = self.forward(self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT))
+        if rows_BT is None and self.logit_shift:
+            return torch.cat([logits[:, :1], logits[:, :-1]], 1)
+        return logits
 
-    def noised_logits(self, noisy_BT: Tensor, clean_BT: Tensor, attention_mask_BT: Tensor | None, rows_BT: Tensor) -> Tensor:
-        """Logits of a block-causal model at rows of the noised half of `[x_t ; x_0]`: one pass serves all blocks.
+    def single(
+        self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, rows_BT: Tensor | None = None, hidden_BT: Tensor | None = None
+    ) -> Reading:
+        """Rows as they are, hidden tokens among the others. Arguments as for `logits`."""
+        layout, mask = self._layout(ids_BT, attention_mask_BT)
+        share_BT = None
+        if hidden_BT is not None and (self.causal_context or self._time is not None):
+            share_BT = hidden_share(hidden_BT, runs(layout, self.attention, self.block_size).expand_as(ids_BT), layout.document_BT > 0)
+            if self.causal_context:  # blocks in work are read in both directions
+                layout = replace(layout, copy_BT=(share_BT > 0).long())
+                mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
+        index_N = None if rows_BT is None else rows_BT.flatten().nonzero().squeeze(1)
+        if index_N is not None and self.logit_shift:
+            index_N = (index_N - 1).clamp_min(0)
+        return Reading(ids_BT, layout, mask, index_N, share_BT)
 
-        Each block of x_t is predicted from itself and the clean blocks before it, as cached generation does it. With a
+    def noised(
+        self,
+        clean_BT: Tensor,
+        hidden_BVT: Tensor,
+        attention_mask_BT: Tensor | None,
+        rows_BVT: Tensor,
+        clean_rows_BT: Tensor | None = None,
+    ) -> Reading:
+        """`[x_t ; ... ; x_0]`: V noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
+
+        Each block of a copy is predicted from itself and the clean blocks before it, as cached generation does it. With a
         logit shift the first row of a block is predicted by the last CLEAN row before it.
 
-        Returns:
-            [N, V] at the chosen rows of the noised half, row-major.
+        Args:
+            clean_BT: the clean tokens.
+            hidden_BVT: what each copy hides.
+            attention_mask_BT: as for `logits`.
+            rows_BVT: the rows of the copies to compute, in row-major order.
+            clean_rows_BT: with a causal context, tokens to predict as the causal model does, from the clean ones before them;
+                their rows come last.
         """
-        layout, mask = self._layout(clean_BT, attention_mask_BT, noised_copy=True)
-        length = clean_BT.shape[1]
-        batch_N, column_N = rows_BT.nonzero(as_tuple=True)
+        copies, length = hidden_BVT.shape[1:]
+        noisy_BVT = torch.where(hidden_BVT, self.mask_token_id, clean_BT[:, None])
+        layout, mask = self._layout(clean_BT, attention_mask_BT, copies)
+        width = (copies + 1) * length
+        batch_N, copy_N, column_N = rows_BVT.nonzero(as_tuple=True)
+        column_N = copy_N * length + column_N
         if self.logit_shift:
             position_N = layout.position_BT.expand(len(clean_BT), -1)[batch_N, column_N]
-            after_clean_N = position_N % (self.block_size or 1) == 0 if self.attention != "bidirectional" else position_N < 0
-            column_N = (column_N - 1).clamp_min(0) + torch.where(after_clean_N, length, 0)
-        return self.forward(torch.cat([noisy_BT, clean_BT], 1), layout, mask, index_N=batch_N * 2 * length + column_N)
+            first_N = position_N % (self.block_size or 1) == 0
+            before_N = (column_N % length - 1).clamp_min(0) + copies * length
+            column_N = torch.where(first_N, before_N, (column_N - 1).clamp_min(0))
+        index_N = batch_N * width + column_N
+        if clean_rows_BT is not None:
+            assert self.causal_context, "in other models a clean row sees the tokens after it"
+            batch_M, column_M = clean_rows_BT.nonzero(as_tuple=True)
+            index_N = torch.cat([index_N, batch_M * width + copies * length + (column_M - 1).clamp_min(0)])
+        share_BT = None
+        if self._time is not None:
+            hidden_BT = torch.cat([hidden_BVT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
+            run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
+            share_BT = hidden_share(hidden_BT, run_BT, layout.document_BT > 0)
+        return Reading(torch.cat([noisy_BVT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
 
-    def forward(
-        self, input_ids_BT: Tensor, layout: Layout, mask: AttentionMask, *, index_N: Tensor | None = None, cache: Cache | None = None
-    ) -> Tensor:
-        """One forward pass, unaligned: [B, T, V], or [N, V] at flat indices into [B * T]. A cache is appended to."""
-        self._rows.index_N = index_N
-        try:
-            out = self.model(
-                input_ids=input_ids_BT,
-                position_ids=layout.position_BT.expand(input_ids_BT.shape[0], -1),
-                past_key_values=cache,
-                use_cache=cache is not None,
-                unmask_mask=mask,
-            )
-        finally:
-            self._rows.index_N = None
-        assert index_N is None or out.logits.shape[:2] == (1, len(index_N)), "the output head is not the one that the rows were asked of"
-        logits = out.logits if index_N is None else out.logits[0]
-        logits = logits.to(self.score_dtype)
+    def forward(self, reading: Reading, cache: Cache | None = None) -> Tensor:
+        """One forward pass, unaligned: logits [B, T, V], or [N, V] at the rows asked for. A cache is appended to."""
+        with self._passing(reading):
+            out = self._run(reading, cache)
+        count = None if reading.index_N is None else len(reading.index_N)
+        assert count is None or out.shape[:2] == (1, count), "the output head is not the one that the rows were asked of"
+        logits = (out if count is None else out[0]).to(self.score_dtype)
         logits[..., self.mask_token_id] = -torch.inf
         return logits
+
+    def log_probs(self, reading: Reading, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+        """log softmax(logits / temperature) [N] of the targets, in nats, at the rows asked for (or [N, K] of K targets a row); in
+        chunks of rows where these have many logits, so that memory does not grow with the vocabulary."""
+        assert reading.index_N is not None
+        if len(target_N) * self.config.vocab_size <= head.LOGITS_AT_ONCE:
+            return token_log_probs(self.forward(reading), target_N, temperature)
+        with self._passing(reading, target_N, temperature) as rows:
+            first_V = self._run(reading)[0, 0]
+            rows.check(first_V)
+            log_prob_N = rows.log_prob_N
+        assert log_prob_N is not None, "the output head is not the one that the rows were asked of"
+        return log_prob_N + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[Tensor]]:
+        """Inside, the hidden states [N, D] that the head reads at the rows asked for are collected, a tensor a pass."""
+        seen: list[Tensor] = []
+        self._rows.captured = seen
+        try:
+            yield seen
+        finally:
+            self._rows.captured = None
+
+    @contextmanager
+    def _passing(self, reading: Reading, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
+        """Tell the hooks of the model about the pass."""
+        rows = self._rows
+        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = reading.index_N, target_N, temperature, self.mask_token_id
+        if self._time is not None:
+            self._time.share.value_BT = reading.share_BT
+        try:
+            yield rows
+        finally:
+            rows.clear()
+            if self._time is not None:
+                self._time.share.value_BT = None
+
+    def _run(self, reading: Reading, cache: Cache | None = None) -> Tensor:
+        return self.model(
+            input_ids=reading.ids_BT,
+            position_ids=reading.layout.position_BT.expand(reading.ids_BT.shape[0], -1),
+            past_key_values=cache,
+            use_cache=cache is not None,
+            unmask_mask=reading.mask,
+        ).logits
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write config, tokenizer and weights (safetensors only); `unmask.load` gives the same model back, bit for bit.
@@ -213,21 +308,29 @@ class DiffusionLM:
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
 
-    def _layout(self, input_ids_BT: Tensor, attention_mask_BT: Tensor | None, *, noised_copy: bool) -> tuple[Layout, AttentionMask]:
-        length, device = input_ids_BT.shape[1], input_ids_BT.device
+    def _layout(self, ids_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
+        length, device = ids_BT.shape[1], ids_BT.device
         if self.context_length is not None and length > self.context_length:
             raise ModelError(
                 f"{length} tokens, but the model's context is {self.context_length}",
                 where="input_ids",
                 remedy="Shorten the prompt or max_new_tokens",
             )
+        layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
+        layout = layout.with_noised_copies(copies) if copies else layout
         if attention_mask_BT is None:
-            layout = Layout.full(length, device)
-            mask = unpadded_mask(self.attention, self.block_size, length, noised_copy, device)
-            return (layout.with_noised_copy() if noised_copy else layout), mask
-        layout = Layout.of(attention_mask_BT)
-        layout = layout.with_noised_copy() if noised_copy else layout
-        return layout, make_mask(self.attention, self.block_size, layout, layout)
+            mask = unpadded_mask(self.attention, self.block_size, length, copies, device, self.causal_context)
+        else:
+            mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=self.causal_context)
+        return layout, mask if self._seen is None else mask.annealed(*self._seen)
+
+
+def hidden_share(hidden_BT: Tensor, run_BT: Tensor, real_BT: Tensor) -> Tensor:
+    """The share [B, T] of hidden tokens among the real ones of the same run; 0 at padding."""
+    real_BT = real_BT.expand_as(hidden_BT).float()
+    counted = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
+    hidden_count_BT, count_BT = (per_run_BR.gather(1, run_BT) for per_run_BR in counted)
+    return hidden_count_BT / count_BT.clamp_min(1)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -12,8 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from unmask.errors import ModelError
 from unmask.models.attention import ATTENTION_NAME, Pattern
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.time_embedding import load_time_embedding
 
 MASK_TOKEN = "<|mask|>"
+STOCK = {"attention": "causal", "block_size": None, "logit_shift": None, "causal_context": False, "time_embedding": False}
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,7 +52,9 @@ def load(
     where, source = str(path_or_id), {"revision": revision, "trust_remote_code": trust_remote_code}
     config, tokenizer = _config(where, source), _tokenizer(where, source)
     model = _weights(where, config, dtype, source)
-    saved = getattr(config, SETTINGS_KEY, None) or {"attention": "causal", "block_size": None, "logit_shift": None}
+    saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
+    if saved["time_embedding"]:
+        load_time_embedding(model, where, revision)
     same_pattern = attention is None or attention == saved["attention"]
     if block_size is None and same_pattern:
         block_size = saved["block_size"]
@@ -62,6 +66,8 @@ def load(
         attention=attention or saved["attention"],
         block_size=block_size,
         logit_shift=logit_shift,
+        causal_context=saved["causal_context"] and same_pattern,
+        time_embedding=saved["time_embedding"],
     )
 
 
@@ -101,6 +107,8 @@ def make_diffusion(
     attention: Pattern = "causal",
     block_size: int | None = None,
     logit_shift: bool | None = None,
+    causal_context: bool = False,
+    time_embedding: bool = False,
 ) -> DiffusionLM:
     """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
 
@@ -125,6 +133,8 @@ def make_diffusion(
         block_size=block_size,
         mask_token_id=tokenizer.mask_token_id,
         logit_shift=attention == "causal" if logit_shift is None else logit_shift,
+        causal_context=causal_context,
+        time_embedding=time_embedding,
     )
 
 
@@ -146,9 +156,26 @@ def as_diffusion_lm(
     raise ModelError(f"cannot use a {type(model).__name__}", where="model", remedy=remedy)
 
 
-def with_pattern(lm: DiffusionLM, attention: Pattern, block_size: int | None = None, logit_shift: bool | None = None) -> DiffusionLM:
-    """The same weights under another pattern (conversion starts here). `logit_shift` defaults as in `load`."""
-    return make_diffusion(lm.model, lm.tokenizer, attention=attention, block_size=block_size, logit_shift=logit_shift)
+def with_pattern(
+    lm: DiffusionLM,
+    attention: Pattern,
+    block_size: int | None = None,
+    logit_shift: bool | None = None,
+    *,
+    causal_context: bool = False,
+    time_embedding: bool | None = None,
+) -> DiffusionLM:
+    """The same weights under another pattern (conversion starts here). `logit_shift` defaults as in `load`; a time embedding
+    that is there stays."""
+    return make_diffusion(
+        lm.model,
+        lm.tokenizer,
+        attention=attention,
+        block_size=block_size,
+        logit_shift=logit_shift,
+        causal_context=causal_context,
+        time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
+    )
 
 
 def first_line(error: BaseException) -> str:

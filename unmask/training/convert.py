@@ -1,96 +1,167 @@
-"""Conversion of a causal model to a diffusion model, in three stages. A stage is one Trainer run.
-
-Stage 1 trains attention and the mask token's own embedding row, stage 2 everything, stage 3 everything at a low rate with
-an auxiliary next-token loss, so that the model keeps what it knew.
-"""
+"""Conversion of a causal model to a diffusion model, stage by stage. A stage is one Trainer run."""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from unmask.config import SamplerConfig
+from unmask.config_files import read_recipe
 from unmask.data.rows import Row, column, pair_rows, text_rows
-from unmask.diffusion.schedules import get_schedule
-from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
+from unmask.diffusion.noise import Stream, uniform
+from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError
-from unmask.models.attention import Pattern
+from unmask.generation.sampler import generate
+from unmask.models.attention import Pattern, check_pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, with_pattern
-from unmask.training.trainer import Batch, DiffusionTrainer, Progress, StageConfig, row_length, steps_per_epoch
+from unmask.training.noising import NoisingConfig
+from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row
+from unmask.training.teacher import learn
+from unmask.training.trainer import Batch, DiffusionTrainer, Progress, row_length, steps_per_epoch
 
-
-@dataclass(frozen=True, kw_only=True)
-class ConversionStage:
-    """One stage of a conversion.
-
-    Attributes:
-        share: of the training steps.
-        rate: times the learning rate.
-        attention_only: train attention and the mask token's embedding row, nothing else.
-        lm_loss: weight of the auxiliary next-token loss.
-    """
-
-    share: float
-    rate: float
-    attention_only: bool = False
-    lm_loss: float = 0.0
-
-
-STAGES = (
-    ConversionStage(share=0.1, rate=0.5, attention_only=True),
-    ConversionStage(share=0.6, rate=1.0),
-    ConversionStage(share=0.3, rate=0.3, lm_loss=0.1),
-)
+DEFAULT_BLOCK = 4
 
 
 @dataclass(kw_only=True)
-class ConvertConfig(StageConfig):
-    """Settings of `ConvertTrainer`."""
+class ConvertConfig(NoisingConfig):
+    """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` takes those of a recipe."""
 
     learning_rate: float = field(default=5e-4, metadata={"help": "The base rate; the stages use 0.5, 1 and 0.3 times this."})
     attention: Pattern = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
-    block_size: int | None = field(default=None, metadata={"help": "The attention block, for block_causal."})
+    block_size: int | None = field(default=None, metadata={"help": f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}."})
     logit_shift: bool | None = field(default=None, metadata={"help": "Keep predicting token i + 1 at row i; unset: no."})
-    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear or cosine."})
+    causal_context: bool = field(
+        default=False,
+        metadata={
+            "help": "block_causal: finished blocks are read from left to right, as by the causal model; its loss then costs nothing."
+        },
+    )
+    time_embedding: bool = field(default=False, metadata={"help": "Tell the model the share of hidden tokens."})
     complementary: bool = field(default=False, metadata={"help": "Two views a row, each hiding what the other shows."})
-    min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
+    attention_annealing: float = field(
+        default=0.0, metadata={"help": "The share of the steps over which later tokens come into sight at random; 0: at once."}
+    )
+    distillation: float = field(
+        default=0.0,
+        metadata={"help": "The share of the loss that is the KL divergence from the frozen causal model, instead of the data's."},
+    )
+    teacher_top_k: int = field(
+        default=64, metadata={"help": "Tokens of the causal model's prediction that are told apart; the others are one."}
+    )
+    on_policy: float = field(default=0.0, metadata={"help": "The share of rows that the model continues itself, to learn from there."})
+    rollout_tokens: int = field(default=32, metadata={"help": "How many tokens it writes then."})
+    alignment: float = field(
+        default=0.0, metadata={"help": "The weight of the cosine distance to the hidden states of the frozen causal model."}
+    )
+    stages: list[ConversionStage] = field(
+        default_factory=lambda: list(STAGES), metadata={"help": "What is trained one after another: share, rate, train, lm_loss, ..."}
+    )
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
     packing: bool = field(default=True, metadata={"help": "Lay documents end to end; they do not see one another."})
     canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
 
+    @classmethod
+    def for_recipe(cls, recipe: str, **settings: Any) -> ConvertConfig:
+        """The `training` settings of a recipe (block, full, growing, distilled, tiny, ...), and others over them."""
+        return cls(**read_recipe(recipe).get("training", {}) | settings)
+
+    def __post_init__(self) -> None:
+        self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in self.stages]
+        if not self.stages:
+            raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
+        for name, high in (("attention_annealing", 1.0), ("distillation", 1.0), ("on_policy", 1.0), ("alignment", math.inf)):
+            if not 0 <= getattr(self, name) <= high:
+                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy=f"Use a number from 0 to {high:g}")
+        if self.attention == "causal":
+            raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
+        if self.attention_annealing and self.attention != "bidirectional":
+            raise ConfigError("annealing of block-causal attention", where="attention_annealing", remedy="Use stages of growing block_size")
+        if self.attention == "block_causal" and self.block_size is None:
+            self.block_size = DEFAULT_BLOCK
+        check_pattern(self.attention, self.block_size, self.causal_context)
+        super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"stages": [stage.model_dump() for stage in self.stages]}
+
 
 class StageTrainer(DiffusionTrainer):
-    """One stage, on `conversion_rows`: the diffusion loss, with what the stage freezes and adds."""
+    """One stage, on `conversion_rows`: the diffusion loss, with what the stage freezes and adds.
 
-    def __init__(self, *arguments: Any, stage: ConversionStage, **rest: Any):
-        self.stage = stage
+    Args:
+        stage: what it is.
+        teacher: the frozen causal model, for distillation and alignment.
+        done: the steps of the stages before this one, of all stages.
+    """
+
+    def __init__(self, *arguments: Any, stage: ConversionStage, teacher: DiffusionLM | None, done: tuple[int, int], **rest: Any):
+        self.stage, self.teacher = stage, teacher
+        self.steps_before, self.steps_in_all = done
         super().__init__(*arguments, **rest)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
-        schedule = get_schedule(self.args.schedule)
-        plan = complementary_pair if self.args.complementary else random_views
-        return plan(self.groups(batch), draw, schedule, low=self.args.min_time)
+        views = self.args.plan(self.lm, self.groups(batch), batch["documents"], draw, complementary=self.args.complementary)
+        return views.beside_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
-    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
-        total = super().micro_loss(lm, batch)
-        if self.stage.lm_loss == 0:
-            return total
-        views = all_masked_views(batch["maskable"])
-        return total + self.stage.lm_loss * self.cross_entropy(lm.as_causal(), batch, views, "lm_cross_entropy")
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
+        lm = self._annealed(lm)
+        views = self.plan(batch, self.visit(batch))
+        if self.teacher is None:
+            return self.cross_entropy(lm, batch, views)
+        if not views.causal:
+            return self._lesson(lm, self.teacher, batch, views)
+        noised, causal = views.apart()
+        return self._lesson(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
+
+    def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
+        step, over = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
+        return lm.annealed((step + 1) / (over + 1), self.args.seed + step) if self.model.training and step < over else lm
+
+    def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
+        lesson = learn(lm, teacher, batch["input_ids"], batch["documents"], views, top_k=self.args.teacher_top_k)
+        weight_N, count = views.weight_BVT[views.scored_BVT], float(views.scored_BVT.sum())
+        for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
+            self.record(name, values.detach().sum() / max(count, 1), count)
+        share = self.args.distillation
+        likelihood = (weight_N * ((1 - share) * -lesson.log_prob_N + share * lesson.divergence_N)).sum()
+        return likelihood + self.args.alignment * lesson.distance_N.sum()
+
+    def prepared(self, batches: list[Batch]) -> list[Batch]:
+        return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
+
+    def _continued(self, batch: Batch) -> Batch:
+        """The batch with a share of its rows cut at random and continued by the model itself; only what it wrote is learnt."""
+        key_B = batch["sample_id"]
+        chosen_B, at_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
+        length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
+        rows = (((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten()).tolist()
+        if not rows:
+            return batch
+        prompts = [batch["input_ids"][row, : 1 + int(at_B[row] * length_B[row])].tolist() for row in rows]
+        seed = self.args.seed + self.steps_before + self.state.global_step
+        sampler = SamplerConfig(max_new_tokens=self.args.rollout_tokens, temperature=1.0, policy="random", seed=seed)
+        written = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
+        batch = {name: values.clone() for name, values in batch.items()}
+        for row, prompt, tokens in zip(rows, prompts, written, strict=True):
+            at_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
+            stop = len(prompt) + len(tokens)
+            batch["input_ids"][row, len(prompt) : stop] = torch.tensor(tokens, device=key_B.device)
+            batch["documents"][row] = (at_T < stop).long()
+            batch["maskable"][row] = (at_T >= len(prompt)) & (at_T < stop)
+        return batch
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Weight decay must not move the embedding rows that stage 1 freezes."""
+        """Weight decay must not move the embedding rows that a stage leaves as they are."""
         names = super().get_decay_parameter_names(model)
-        if not self.stage.attention_only:
+        if not only_mask_row(self.stage):
             return names
         table = model.get_input_embeddings().weight
         frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table}
@@ -98,22 +169,21 @@ class StageTrainer(DiffusionTrainer):
 
 
 class ConvertTrainer:
-    """Converts a causal model on text, or on prompts and completions, in the three stages of `STAGES`.
+    """Converts a causal model on text, or on prompts and completions, in the stages of its config.
 
     Each stage writes its checkpoints under `output_dir/stage-N`; `train(resume_from_checkpoint=True)` goes on in the middle
     of any of them.
 
     Args:
         model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
-        args: pattern, steps and rates. `max_steps` (or the epochs) are shared out among the stages.
+        args: pattern, steps, rates and stages. `max_steps` (or the epochs) are shared out among the stages.
         train_dataset: rows with `text`, or with `prompt` and `completion` (then only the completion is noised).
         eval_dataset: the same, held out; each stage ends with an evaluation.
-        stages: what each stage trains and how fast.
         progress: a stage of a progress display to keep up to date.
         rest: as in DiffusionTrainer, but for `peft_config`.
 
     Raises:
-        ConfigError: a causal pattern, or adapters.
+        ConfigError: a causal pattern, adapters, or a stage that trains nothing.
         DataError: a row without its columns, or no text.
     """
 
@@ -124,30 +194,31 @@ class ConvertTrainer:
         train_dataset: Sequence[Mapping[str, Any]],
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
         *,
-        stages: Sequence[ConversionStage] = STAGES,
         progress: Progress | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         **rest: Any,
     ):
-        if args.attention == "causal":
-            raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
         if rest.get("peft_config") is not None:
             remedy = "Convert the weights themselves; then train adapters with SFTTrainer"
             raise ConfigError("conversion with adapters, which its stages would freeze", where="peft_config", remedy=remedy)
         lm = as_diffusion_lm(model, processing_class)
-        self.lm = with_pattern(lm, args.attention, args.block_size, args.logit_shift)
-        self.args, self.stages, self.progress, self.rest = args, stages, progress, rest
+        self.args, self.progress, self.rest = args, progress, rest
+        self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
+        self.lms = [self._pattern(lm, stage) for stage in args.stages]
+        for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
+            stage.parameters(stage_lm, where=f"stages, stage {number}, train")
+        self.lm = self.lms[-1]
         self.train_rows = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         self.log_history: list[dict[str, float]] = []
 
     def train(self, resume_from_checkpoint: bool = False) -> None:
         """Run the stages, or those that are not finished yet."""
-        steps, first = self._steps(), 0
-        for number, stage in enumerate(self.stages, start=1):
-            last = round(sum(s.share for s in self.stages[:number]) / sum(s.share for s in self.stages) * steps)
+        steps, first, shares = self._steps(), 0, [stage.share for stage in self.args.stages]
+        for number in range(1, len(shares) + 1):
+            last = round(sum(shares[:number]) / sum(shares) * steps)
             if last > first:
-                self._run(number, stage, first, last, steps, resume_from_checkpoint)
+                self._run(number, first, last, steps, resume_from_checkpoint)
             first = last
         self.lm.model.eval()
 
@@ -156,13 +227,22 @@ class ConvertTrainer:
         if self.args.should_save:
             self.lm.save(output_dir or str(self.args.output_dir))
 
-    def _run(self, number: int, stage: ConversionStage, first: int, last: int, steps: int, resume: bool) -> None:
-        folder = Path(str(self.args.output_dir)) / f"stage-{number}"
+    def _pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
+        args, attention = self.args, stage.attention or self.args.attention
+        block_size = (stage.block_size or args.block_size or DEFAULT_BLOCK) if attention == "block_causal" else stage.block_size
+        context = args.causal_context and attention == "block_causal"
+        time_embedding = args.time_embedding or None  # one that is there stays
+        return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
+
+    def _run(self, number: int, first: int, last: int, steps: int, resume: bool) -> None:
+        stage, lm = self.args.stages[number - 1], self.lms[number - 1]
         args = copy.copy(self.args)
-        args.output_dir, args.max_steps, args.learning_rate = str(folder), last - first, self.args.learning_rate * stage.rate
+        args.output_dir = str(Path(str(self.args.output_dir)) / f"stage-{number}")
+        args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
-        progress = None if self.progress is None else Portion(self.progress, first / steps, last / steps)
-        trainer = StageTrainer(self.lm, args, self.train_rows, self.eval_rows, stage=stage, progress=progress, **self.rest)
+        rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
+        done = (first, steps)
+        trainer = StageTrainer(lm, args, self.train_rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, **rest)
         with freezing(trainer.lm, stage):
             trainer.train(resume_from_checkpoint=resume)
         if self.eval_rows is not None:
@@ -192,25 +272,3 @@ class Portion:
 
     def update(self, fraction: float, **metrics: float) -> None:
         self.whole.update(self.start + fraction * (self.stop - self.start), **metrics)
-
-
-@contextmanager
-def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
-    """Inside, only what the stage trains takes gradients: for `attention_only` the attention modules and the mask token's row."""
-    table = lm.model.get_input_embeddings().weight
-    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
-    if not stage.attention_only:
-        yield
-        return
-    attention = {p for module in lm.model.modules() if type(module).__name__.endswith("Attention") for p in module.parameters()}
-    for parameter in before:
-        parameter.requires_grad_(parameter in attention or parameter is table)
-    mask_row = torch.zeros(len(table), 1, dtype=table.dtype, device=table.device)
-    mask_row[lm.mask_token_id] = 1
-    hook = table.register_hook(lambda gradient: gradient * mask_row)
-    try:
-        yield
-    finally:
-        hook.remove()
-        for parameter, needed in before.items():
-            parameter.requires_grad_(needed)

@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from unmask.data.rows import Row, pair_rows
-from unmask.diffusion.schedules import get_schedule
-from unmask.diffusion.views import Draw, Views, all_masked_views, random_views
+from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, canvas, row_length
+from unmask.training.noising import NoisingConfig
+from unmask.training.trainer import Batch, DiffusionTrainer, canvas, row_length
 
 
 @dataclass(kw_only=True)
-class SFTConfig(StageConfig):
+class SFTConfig(NoisingConfig):
     """Settings of `SFTTrainer`."""
 
-    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear or cosine."})
     views: int = field(default=1, metadata={"help": "Noised copies of each row in a step, with stratified times."})
-    min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
     canvas_length: int | None = field(
         default=None,
         metadata={"help": "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas."},
@@ -40,4 +38,4 @@ class SFTTrainer(DiffusionTrainer):
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:
             return all_masked_views(batch["maskable"])
-        return random_views(self.groups(batch), draw, get_schedule(self.args.schedule), views=self.args.views, low=self.args.min_time)
+        return self.args.plan(self.lm, self.groups(batch), batch["documents"], draw, views=self.args.views)

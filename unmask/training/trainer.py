@@ -9,7 +9,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -164,13 +164,20 @@ class DiffusionTrainer(Trainer):
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         """The summed loss of a micro-batch: the weighted cross-entropy of its views."""
-        return self.cross_entropy(lm, batch, self.plan(batch, self.draw(batch)), "cross_entropy")
+        return self.cross_entropy(lm, batch, self.plan(batch, self.visit(batch)))
 
-    def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views, name: str) -> Tensor:
-        """The weighted cross-entropy of views, summed; its plain mean is logged under a name."""
-        loss = weighted_cross_entropy(self.scores(lm, batch, views), views)
-        self.record(name, loss.cross_entropy, float(views.scored_BVT.sum()))
-        return loss.total
+    def visit(self, batch: Batch) -> Draw:
+        """As `draw`, with times spread evenly over the rows that training visits one after another."""
+        return replace(self.draw(batch), order_B=batch.get("order"))
+
+    def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
+        """The weighted cross-entropy of views, summed; its plain mean is logged, that of a causal view by itself."""
+        log_prob_BVT = self.scores(lm, batch, views)
+        noised = views.count - views.causal
+        for name, at in (("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))):
+            count = views.scored_BVT[:, at].sum()
+            self.record(name, -log_prob_BVT[:, at].detach().sum() / count.clamp_min(1), float(count))
+        return weighted_cross_entropy(log_prob_BVT, views)
 
     def scores(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """Log-probabilities of the tokens that the views score [B, V, T]."""
@@ -235,7 +242,20 @@ class DiffusionTrainer(Trainer):
         return (loss, None) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
-        return super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
+        batches, _ = super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
+        batches = self.prepared([batch | {"order": self._order(batch, index)} for index, batch in enumerate(batches)])
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def prepared(self, batches: list[Batch]) -> list[Batch]:
+        """The micro-batches of an optimizer step, before their items are counted."""
+        return batches
+
+    def _order(self, batch: Batch, index: int) -> Tensor:
+        """How many rows training has visited before each of a micro-batch, the same however a step is cut into micro-batches."""
+        size, ranks = self.args.train_batch_size, self.accelerator.num_processes
+        micro_batches = self.state.global_step * self.args.gradient_accumulation_steps + index
+        first = (micro_batches * ranks + self.accelerator.process_index) * size
+        return first + torch.arange(len(batch["sample_id"]), device=batch["sample_id"].device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
         if not batch_samples:

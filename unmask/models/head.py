@@ -1,0 +1,122 @@
+"""The output head at chosen rows: only the logits that are read are computed, and a loss never holds more than a chunk of them.
+
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N rows asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PretrainedConfig, PreTrainedModel
+
+from unmask.errors import ModelError
+
+LOGITS_AT_ONCE = 2**24
+"""Logits that a loss holds at once. Of more rows it makes chunks, and computes their logits again for the gradient."""
+
+
+class RowSelector:
+    """Hooks of the output head that keep only the rows asked for, or give their targets' log-probabilities instead of logits.
+
+    They work inside any wrapper (DDP, PEFT, FSDP) and leave what a model does before its head alone. All copies of a head
+    share one selector: PEFT trains a deep copy of a head in `modules_to_save`.
+
+    Attributes:
+        index_N: the rows, flat indices into [B * T]; None: all.
+        target_N: set, their log-probabilities are computed chunk by chunk, and logits of the first row alone; or [N, K].
+        log_prob_N: the result, of the shape of the targets.
+        hidden_ND: what the head read.
+        captured: a list collects `hidden_ND` of every pass.
+    """
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.after = AfterHead(config)
+        self.index_N: Tensor | None = None
+        self.target_N: Tensor | None = None
+        self.forbidden: int | None = None
+        self.temperature = 1.0
+        self.log_prob_N: Tensor | None = None
+        self.hidden_ND: Tensor | None = None
+        self.captured: list[Tensor] | None = None
+        self._first_V: Tensor | None = None
+        self._checked = False
+
+    def __deepcopy__(self, memo: dict) -> RowSelector:
+        return self
+
+    def clear(self) -> None:
+        """Forget the pass, so that its tensors can go."""
+        self.index_N = self.target_N = self.log_prob_N = self.hidden_ND = self._first_V = None
+
+    def check(self, first_V: Tensor) -> None:
+        """Once: that the model's own logits of the first row are those that the chunks were computed from.
+
+        Raises:
+            ModelError: the model does something after its head that is not known here.
+        """
+        if not self._checked and self._first_V is not None and not torch.allclose(self._first_V.float(), first_V.float(), atol=1e-3):
+            what = "the model changes the logits of its head in a way that is not known"
+            raise ModelError(what, where="output head", remedy="Score fewer rows at once (training.score_chunk)")
+        self._checked = True
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> RowSelector:
+        """The selector of this model's head, made on first use."""
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
+        for hook in head._forward_pre_hooks.values():
+            if isinstance(getattr(hook, "__self__", None), cls):
+                return hook.__self__
+        selector = cls(model.config)
+        head.register_forward_pre_hook(selector.select)
+        head.register_forward_hook(selector.score)
+        return selector
+
+    def select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        """Before the head."""
+        if self.index_N is None:
+            return None
+        hidden_BTD = args[0]
+        self.hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.index_N]
+        if self.captured is not None:
+            self.captured.append(self.hidden_ND)
+        return (self.hidden_ND[None, :1] if self.target_N is not None else self.hidden_ND[None],)
+
+    def score(self, head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+        """After the head: log-probabilities of the targets."""
+        if self.target_N is None or self.hidden_ND is None:
+            return
+        self._first_V = self.after(out[0, 0].detach())
+        rows = max(1, LOGITS_AT_ONCE // out.shape[-1])
+        pieces = zip(self.hidden_ND.split(rows), self.target_N.split(rows), strict=True)
+        settings = (self.forbidden, self.temperature)
+        self.log_prob_N = torch.cat([checkpoint(self._chunk, head, *piece, *settings, use_reentrant=False) for piece in pieces])
+
+    def _chunk(self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: int, temperature: float) -> Tensor:
+        logits_NV = self.after(head.forward(hidden_ND))
+        logits_NV = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
+        forbidden_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) == forbidden
+        return token_log_probs(logits_NV.masked_fill(forbidden_V, -torch.inf), target_N, temperature)
+
+
+class AfterHead:
+    """What a model does with the logits of its head: a soft cap (Gemma 2) or a scale (Granite, Cohere)."""
+
+    def __init__(self, config: PretrainedConfig):
+        self.cap = getattr(config, "final_logit_softcapping", None)
+        self.scale = (getattr(config, "logit_scale", None) or 1.0) / (getattr(config, "logits_scaling", None) or 1.0)
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.cap is None else self.cap * torch.tanh(logits / self.cap)
+
+
+def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at the target ids: [N], or [N, K] at K ids a row."""
+    if temperature != 1.0:
+        logits_NV = logits_NV / temperature
+    target_NK = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
+    return (logits_NV.gather(1, target_NK) - logits_NV.logsumexp(1, keepdim=True)).view_as(target_N)

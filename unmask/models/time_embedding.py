@@ -1,0 +1,92 @@
+"""An embedding of the noise level, added to the token embeddings (the time conditioning of DiT, Peebles and Xie 2023).
+
+What is embedded is the share of hidden tokens in a token's group (its document, or its attention block): what time t is to
+training, and known as well in generation and scoring. Groups without hidden tokens get nothing added, so that clean text is
+read as the causal model reads it.
+
+Shapes: B batch, T tokens, D hidden width, F frequencies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from unmask.errors import ModelError
+
+FREQUENCIES = 128
+NAME = "unmask_time"
+
+
+class Share:
+    """The share of hidden tokens [B, T] of the running pass, seen by all copies of a module."""
+
+    def __init__(self) -> None:
+        self.value_BT: Tensor | None = None
+
+    def __deepcopy__(self, memo: dict) -> Share:
+        return self
+
+
+class TimeEmbedding(nn.Module):
+    """Sinusoids of the share of hidden tokens, through an MLP whose last layer starts at zero: at first it changes nothing.
+
+    It is a forward hook of the model's input embeddings and a module of the model, trained and saved with it.
+    """
+
+    def __init__(self, width: int, share: Share, **kind: torch.dtype | torch.device):
+        super().__init__()
+        self.share = share
+        self.into = nn.Linear(2 * FREQUENCIES, width, **kind)
+        self.out = nn.Linear(width, width, **kind)
+        nn.init.zeros_(self.out.weight)
+        nn.init.zeros_(self.out.bias)
+
+    def forward(self, share_BT: Tensor) -> Tensor:
+        """[B, T, D]."""
+        weight = self.into.weight
+        frequency_F = torch.exp(-math.log(10_000.0) * torch.arange(FREQUENCIES, device=share_BT.device) / FREQUENCIES)
+        angle_BTF = 1000.0 * share_BT[..., None].float() * frequency_F
+        waves_BTF = torch.cat([angle_BTF.cos(), angle_BTF.sin()], -1).to(weight.dtype)
+        return self.out(nn.functional.silu(self.into(waves_BTF))) * (share_BT > 0)[..., None]
+
+    def add(self, embeddings: nn.Module, args: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
+        """The hook."""
+        return out_BTD if self.share.value_BT is None else out_BTD + self(self.share.value_BT)
+
+
+def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
+    """The model's time embedding, made on first use."""
+    existing = getattr(model, NAME, None)
+    if existing is not None:
+        return existing
+    table = model.get_input_embeddings()
+    time = TimeEmbedding(table.weight.shape[1], Share(), dtype=table.weight.dtype, device=table.weight.device)
+    setattr(model, NAME, time)
+    table.register_forward_hook(time.add)
+    return time
+
+
+def load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str | None = None) -> None:
+    """Add the time embedding that was saved with a model: stock classes leave its weights out.
+
+    Raises:
+        ModelError: the weights do not hold it.
+    """
+    time, found = add_time_embedding(model), {}
+    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
+    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **options)
+    shards = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {SAFE_WEIGHTS_NAME}
+    for shard in sorted(shards):
+        with safe_open(cached_file(path_or_id, shard, revision=revision), "pt") as file:
+            found |= {name.removeprefix(f"{NAME}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{NAME}.")}  # noqa: SIM118
+    if found.keys() != time.state_dict().keys():
+        raise ModelError("the weights lack the time embedding", where=path_or_id, remedy="Save the model again with lm.save")
+    time.load_state_dict(found)
