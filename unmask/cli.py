@@ -290,6 +290,22 @@ def inspect(model: ModelConfig) -> None:
     show_table(rows, title=model.path)
 
 
+@app.command(epilog="Example: unmask export runs/convert/model --layout sdar --output sdar")
+@spread_configs
+def export(
+    model: ModelConfig,
+    layout: Annotated[str, typer.Option(metavar="NAME", help="llada, dream or sdar.")],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
+) -> None:
+    """Write a model in the layout of a released family, for engines that serve it."""
+    claim_output(output, overwrite=overwrite)
+
+    from unmask.models.families import export as write
+
+    write(load_model(model), output, layout)
+
+
 def show_table(rows: dict[str, str], title: str) -> None:
     from rich.console import Console
     from rich.markup import escape

@@ -230,7 +230,8 @@ class MetricsLog:
         return records
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version that is installed, if any."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -248,13 +249,13 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "unmask": _version("unmask"),
+        "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": cores,
-        "packages": {package: _version(package) for package in RECORDED_PACKAGES},
+        "packages": {package: package_version(package) for package in RECORDED_PACKAGES},
         "config": _plain(config),
         **_plain(extra),
     }

@@ -59,18 +59,19 @@ class Views:
     def beside_causal(self, scored_BT: Tensor, weight: float) -> Views:
         """These views and a causal one."""
         scored_B1T = scored_BT[:, None]
-        parts = zip(
-            (self.hidden_BVT, self.scored_BVT, self.weight_BVT),
-            (torch.zeros_like(scored_B1T), scored_B1T, weight * scored_B1T),
-            strict=True,
+        return Views(
+            torch.cat([self.hidden_BVT, torch.zeros_like(scored_B1T)], 1),
+            torch.cat([self.scored_BVT, scored_B1T], 1),
+            torch.cat([self.weight_BVT, weight * scored_B1T.float()], 1),
+            causal=True,
         )
-        return Views(*(torch.cat(pair, 1) for pair in parts), causal=True)
 
     def apart(self) -> tuple[Views, Views]:
         """The noised views, and the causal one."""
-        parts = [(part_BVT[:, :-1], part_BVT[:, -1:]) for part_BVT in (self.hidden_BVT, self.scored_BVT, self.weight_BVT)]
-        noised, causal = zip(*parts, strict=True)
-        return Views(*noised), Views(*causal, causal=True)
+        noised, causal = (
+            Views(self.hidden_BVT[:, at], self.scored_BVT[:, at], self.weight_BVT[:, at]) for at in (slice(-1), slice(-1, None))
+        )
+        return noised, replace(causal, causal=True)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache
 from unmask.errors import ModelError
 from unmask.models import head
 from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
+from unmask.models.card import write_card
 from unmask.models.head import RowSelector, token_log_probs
 from unmask.models.time_embedding import add_time_embedding
 
@@ -301,12 +302,13 @@ class DiffusionLM:
         ).logits
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write config, tokenizer and weights (safetensors only); `unmask.load` gives the same model back, bit for bit.
+        """Write config, tokenizer, weights (safetensors only) and a model card; `unmask.load` gives the same model back, bit for bit.
 
         Of a model with adapters only these are written; merge them first (as the trainers do)."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
+        write_card(self, path)
 
     def _layout(self, ids_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
         length, device = ids_BT.shape[1], ids_BT.device

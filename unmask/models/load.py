@@ -1,4 +1,4 @@
-"""Loading any causal language model of transformers as a DiffusionLM."""
+"""Loading any causal language model of transformers, or a released diffusion model, as a DiffusionLM."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Pretra
 from unmask.errors import ModelError
 from unmask.models.attention import ATTENTION_NAME, Pattern
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.families import BY_MODEL_TYPE, Family, name_mask_token, tokenizer_choice
 from unmask.models.time_embedding import load_time_embedding
 
 MASK_TOKEN = "<|mask|>"
@@ -29,11 +30,11 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> DiffusionLM:
-    """Load a causal language model, stock or saved by Unmask.
+    """Load a causal language model, stock or saved by Unmask, or a released LLaDA, Dream or SDAR model.
 
     Args:
         path_or_id: a local folder or a hub id.
-        attention: the pattern; None: as saved, and causal for a stock model.
+        attention: the pattern; None: as saved or released, and causal for a stock model.
         block_size: the attention block of a block-causal model; None: as saved.
         logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False otherwise.
         dtype: float32, bfloat16, float16 or float64.
@@ -50,8 +51,9 @@ def load(
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where, source = str(path_or_id), {"revision": revision, "trust_remote_code": trust_remote_code}
-    config, tokenizer = _config(where, source), _tokenizer(where, source)
-    model = _weights(where, config, dtype, source)
+    config, family = _config(where, source)
+    tokenizer = _tokenizer(where, source, config, family)
+    model = _weights(where, config, dtype, source, family)
     saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
     if saved["time_embedding"]:
         load_time_embedding(model, where, revision)
@@ -79,7 +81,8 @@ def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", d
     Raises:
         ModelError: no config or no tokenizer there.
     """
-    config, tokenizer = _config(str(path), source), _tokenizer(str(path), source)
+    config, family = _config(str(path), source)
+    tokenizer = _tokenizer(str(path), source, config, family)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
     return make_diffusion(model.to(resolve_device(device)), tokenizer)
@@ -189,7 +192,8 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _config(where: str, source: dict) -> PretrainedConfig:
+def _config(where: str, source: dict) -> tuple[PretrainedConfig, Family | None]:
+    """The stock config, and the family whose layout it was published in."""
     folder = pathlib.Path(where)
     if not folder.exists() and where.startswith(("/", ".", "~")):
         raise ModelError("no such folder", where=where, remedy="Check the path")
@@ -197,33 +201,45 @@ def _config(where: str, source: dict) -> PretrainedConfig:
         remedy = "Load what save_model wrote, in which adapters are merged, or resume the run that wrote the checkpoint"
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     try:
-        return AutoConfig.from_pretrained(where, **source)
+        published, _ = PretrainedConfig.get_config_dict(where, **source)
+        family = BY_MODEL_TYPE.get(published.get("model_type", ""))
+        if family is None:
+            return AutoConfig.from_pretrained(where, **source), None
     except (OSError, ValueError) as error:
         remedy = "Give a model folder or a hub id"
         raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy=remedy) from error
+    return family.read_config(published, where), family
 
 
-def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict) -> PreTrainedModel:
+def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, family: Family | None) -> PreTrainedModel:
     remedy, torch_dtype = "Give a causal language model with safetensors weights", _dtype(dtype)
+    names = family.key_mapping if family else None
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, **source
+            where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
     if info["missing_keys"]:  # transformers would leave them random
         raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
+    if family:
+        if info["unexpected_keys"]:
+            unknown = ", ".join(sorted(info["unexpected_keys"]))
+            raise ModelError(f"no {family.name} model has the weights {unknown}", where=where, remedy=f"Give a {family.architecture}")
+        model._weight_conversions = None  # else transformers would save it under the published names
     return model
 
 
-def _tokenizer(where: str, source: dict) -> PreTrainedTokenizerBase:
+def _tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **source)
+        tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, source) if family else source))
     except (OSError, ValueError, KeyError) as error:
         remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
         raise ModelError(f"no usable tokenizer ({first_line(error)})", where=where, remedy=remedy) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ModelError("no usable tokenizer (its vocabulary is empty)", where=where, remedy="Save the tokenizer beside the model")
+    if family:
+        name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
     return tokenizer
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -41,7 +42,7 @@ class TimeEmbedding(nn.Module):
     It is a forward hook of the model's input embeddings and a module of the model, trained and saved with it.
     """
 
-    def __init__(self, width: int, share: Share, **kind: torch.dtype | torch.device):
+    def __init__(self, width: int, share: Share, **kind: Any):
         super().__init__()
         self.share = share
         self.into = nn.Linear(2 * FREQUENCIES, width, **kind)
@@ -80,7 +81,8 @@ def load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str |
     Raises:
         ModelError: the weights do not hold it.
     """
-    time, found = add_time_embedding(model), {}
+    time = add_time_embedding(model)
+    found: dict[str, Tensor] = {}
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **options)
     shards = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {SAFE_WEIGHTS_NAME}

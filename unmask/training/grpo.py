@@ -153,6 +153,9 @@ class GRPOTrainer(DiffusionTrainer):
     def count_items(self, batch: Mapping[str, Any]) -> Tensor:
         return batch["rollout"].completion_BT.sum()
 
+    def count_tokens(self, batch: Mapping[str, Any]) -> Tensor:
+        return (batch["rollout"].documents_BT > 0).sum()
+
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         """All micro-batches of an optimizer step: new completions, or the buffered ones with the next masks."""
         micro_batches = [rows for _, rows in zip(range(0 if self.over else num_batches), epoch_iterator, strict=False)]

@@ -82,13 +82,20 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     kind = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
     defaults = {kind.canvas: task.max_completion} if task and kind.canvas else {}
-    return build_training_args(kind.config, defaults | config.training, output_dir=config.output_dir)
+    source = config.data.train or config.data.task
+    return build_training_args(kind.config, defaults | config.training, output_dir=config.output_dir, data_source=data_name(source))
+
+
+def data_name(source: str | None) -> str | None:
+    """What a model card calls a data set: its name on the hub, or its file's name without the folders of this machine."""
+    return Path(source).name if source and Path(source).exists() else source
 
 
 def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
     """The config with the verb's own settings filled in; those of TrainingArguments stay out unless set, or other than there."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    own = [f.name for f in dataclasses.fields(args) if f.name != "output_dir" and (f.name not in stock or f.default != stock[f.name])]
+    fixed = ("output_dir", "data_source")
+    own = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
     return config.model_copy(update={"training": {name: values[name] for name in own} | config.training})
 

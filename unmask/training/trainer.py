@@ -24,10 +24,12 @@ from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.monitor import MetricsLog, peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
+from unmask.training.history import stage_entry
 
 if TYPE_CHECKING:
     import peft
@@ -52,6 +54,7 @@ class StageConfig(TrainingArguments):
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
     score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
+    data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
     log_memory: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
     def __post_init__(self) -> None:
@@ -138,6 +141,7 @@ class DiffusionTrainer(Trainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._earlier, self._rows = history(lm), len(train_dataset or ())
         super().__init__(
             model=self.lm.model,
             args=args,
@@ -187,6 +191,10 @@ class DiffusionTrainer(Trainer):
         """What the loss is divided by: the maskable tokens."""
         return batch["maskable"].sum()
 
+    def count_tokens(self, batch: Batch) -> Tensor:
+        """All tokens that are no padding: what the model card counts."""
+        return (batch["documents"] > 0).sum()
+
     def draw(self, batch: Batch) -> Draw:
         """Randomness keyed by sample and epoch: the same masks on any number of devices, and after a resume."""
         epoch = int(self.state.epoch or 0) if self.model.training else 0
@@ -227,6 +235,14 @@ class DiffusionTrainer(Trainer):
             raise TrainingError("holds a checkpoint of an earlier run", where=last, remedy=remedy)
         return super().train(resume_from_checkpoint, **rest)
 
+    def _remember(self) -> None:
+        """Put what this stage did into the model's history, after the earlier stages."""
+        state: Any = self.state
+        if state.global_step == 0:  # the evaluation of a model that is not trained yet
+            return
+        entry = stage_entry(self.args, state.log_history, rows=self._rows, steps=state.global_step, tokens=state.num_input_tokens_seen)
+        setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
+
     # What transformers.Trainer calls.
 
     def compute_loss(
@@ -263,6 +279,9 @@ class DiffusionTrainer(Trainer):
         items = torch.stack([self.count_items(batch) for batch in batch_samples]).sum().to(device)
         return self.accelerator.gather(items).sum().clamp_min(1)
 
+    def _track_num_input_tokens(self, inputs: Batch) -> None:
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(self.count_tokens(inputs).to(self.args.device)).sum())
+
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         if self.accelerator.scaler is None and norm is not None and not math.isfinite(norm):  # a float16 scaler skips such steps itself
@@ -287,6 +306,8 @@ class DiffusionTrainer(Trainer):
         if self.args.log_memory:
             logs["memory_gb"] = peak_memory_bytes() / 1e9
         super().log(logs, start_time)
+        if "train_runtime" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
+            self._remember()
 
     def floating_point_ops(self, inputs: Batch) -> int:
         return 0
@@ -295,8 +316,15 @@ class DiffusionTrainer(Trainer):
         """Checkpoints hold what is trained; a save of one's own holds the whole model, with adapters merged in."""
         if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
             super().save_model(output_dir, _internal_call)
+            if not _internal_call and self.args.should_save:
+                write_card(self.lm, output_dir or str(self.args.output_dir))
         elif self.args.should_save:
             merged(self.lm).save(output_dir or self.args.output_dir)
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """What transformers does when it pushes to the hub."""
+        if self.args.should_save:
+            write_card(self.lm, str(self.args.output_dir))
 
 
 class RunCallback(TrainerCallback):

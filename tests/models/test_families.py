@@ -1,0 +1,406 @@
+"""Released models in their published layouts: every tensor lands where it belongs and goes back byte for byte."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers.pre_tokenizers import ByteLevel
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from typer.testing import CliRunner
+
+from tests.training.conftest import TEXTS, settings, stock
+from unmask.cli import app
+from unmask.config import SamplerConfig
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ConfigError, ModelError
+from unmask.generation.sampler import generate
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.families import FAMILIES, export
+from unmask.models.load import initialise, load, make_diffusion
+from unmask.training.convert import ConvertConfig, ConvertTrainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
+
+VOCABULARY, HIDDEN, INNER, LAYERS = 264, 16, 24, 2
+END, MASK = 257, 258
+GROUPS = {"llada": 4, "dream": 2, "sdar": 2}  # heads of keys and values, of 4
+SHARED = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "eos_token_id": END, "attention_dropout": 0.0, "use_cache": False}
+QWEN = SHARED | {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": INNER,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "bos_token_id": END,
+    "max_window_layers": LAYERS,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "tie_word_embeddings": False,
+    "mask_token_id": MASK,
+    "torch_dtype": "float32",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llada": SHARED
+    | {
+        "architectures": ["LLaDAModelLM"],
+        "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModel": "modeling_llada.LLaDAModelLM"},
+        "model_type": "llada",
+        "d_model": HIDDEN,
+        "n_layers": LAYERS,
+        "n_heads": 4,
+        "n_kv_heads": 4,
+        "mlp_hidden_size": INNER,
+        "mlp_ratio": 4,
+        "max_sequence_length": 64,
+        "vocab_size": VOCABULARY,
+        "embedding_size": VOCABULARY,
+        "weight_tying": False,
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "init_std": 0.02,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": None,
+        "mask_token_id": MASK,
+        "pad_token_id": END,
+        "rope": True,
+        "scale_logits": False,
+    },
+    "dream": QWEN
+    | {
+        "architectures": ["DreamModel"],
+        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
+        "model_type": "Dream",
+        "pad_token_id": END,
+        "use_mrope": False,
+    },
+    "sdar": QWEN
+    | {
+        "architectures": ["SDARForCausalLM"],
+        "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"},
+        "model_type": "sdar",
+        "block_size": 4,
+        "head_dim": 8,
+        "attention_bias": False,
+        "fuse_cross_entropy": True,
+    },
+}
+NOT_KEPT = {"auto_map", "mlp_ratio", "fuse_cross_entropy"}
+"""What released configs also hold: where their code is, and what it does not read (or reads in training alone)."""
+EXPECTED = {"llada": ("bidirectional", None, False), "dream": ("bidirectional", None, True), "sdar": ("block_causal", 4, False)}
+
+
+def published_weights(name: str) -> dict[str, Tensor]:
+    """Random weights by their published names, written out by hand."""
+    generator = torch.Generator().manual_seed(0)
+
+    def weight(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator) * 0.3 + (1.0 if len(shape) == 1 else 0.0)
+
+    keys = HIDDEN * GROUPS[name] // 4 if name != "sdar" else 8 * GROUPS[name]
+    queries = HIDDEN if name != "sdar" else 8 * 4
+    if name == "llada":
+        weights = {f"model.transformer.{part}.weight": weight(VOCABULARY, HIDDEN) for part in ("wte", "ff_out")}
+        weights["model.transformer.ln_f.weight"] = weight(HIDDEN)
+        for layer in range(LAYERS):
+            block = f"model.transformer.blocks.{layer}"
+            weights |= {f"{block}.{part}.weight": weight(HIDDEN) for part in ("attn_norm", "ff_norm")}
+            weights |= {f"{block}.{part}.weight": weight(HIDDEN, HIDDEN) for part in ("q_proj", "k_proj", "v_proj", "attn_out")}
+            weights |= {f"{block}.{part}.weight": weight(INNER, HIDDEN) for part in ("ff_proj", "up_proj")}
+            weights[f"{block}.ff_out.weight"] = weight(HIDDEN, INNER)
+        return weights
+    weights = {"model.embed_tokens.weight": weight(VOCABULARY, HIDDEN), "lm_head.weight": weight(VOCABULARY, HIDDEN)}
+    weights["model.norm.weight"] = weight(HIDDEN)
+    for layer in range(LAYERS):
+        block = f"model.layers.{layer}"
+        weights |= {f"{block}.{part}.weight": weight(HIDDEN) for part in ("input_layernorm", "post_attention_layernorm")}
+        weights |= {f"{block}.self_attn.{part}_proj.weight": weight(keys, HIDDEN) for part in "kv"}
+        weights[f"{block}.self_attn.q_proj.weight"] = weight(queries, HIDDEN)
+        weights[f"{block}.self_attn.o_proj.weight"] = weight(HIDDEN, queries)
+        weights |= {f"{block}.mlp.{part}_proj.weight": weight(INNER, HIDDEN) for part in ("gate", "up")}
+        weights[f"{block}.mlp.down_proj.weight"] = weight(HIDDEN, INNER)
+        if name == "dream":
+            weights |= {f"{block}.self_attn.{part}_proj.bias": weight(width) for part, width in (("q", queries), ("k", keys), ("v", keys))}
+        else:
+            weights |= {f"{block}.self_attn.{part}_norm.weight": weight(8) for part in "qk"}
+    return weights
+
+
+def write_tokenizer(name: str, folder: Path) -> None:
+    """LLaDA comes with a tokenizer.json that names no mask token, Dream with vocabulary, merges and code, SDAR with all of it."""
+    pieces = {piece: number for number, piece in enumerate(sorted(ByteLevel.alphabet()))} | {"ab": 256}
+    tokens = {END: "<|endoftext|>", MASK: "<|mdm_mask|>" if name == "llada" else "<|mask|>"}
+    (folder / "vocab.json").write_text(json.dumps(pieces))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    added = {str(number): {"content": text, "special": True, "normalized": False} for number, text in tokens.items()}
+    config: dict[str, Any] = {"added_tokens_decoder": added, "eos_token": tokens[END], "pad_token": tokens[END], "bos_token": None}
+    kind = {"dream": "DreamTokenizer", "sdar": "Qwen2Tokenizer"}.get(name, "Qwen2Tokenizer")
+    if name != "llada":
+        config |= {"mask_token": tokens[MASK], "auto_map": {"AutoTokenizer": [f"tokenization_{name}.{kind}", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
+    if name == "llada":
+        AutoTokenizer.from_pretrained(folder, config=PretrainedConfig()).save_pretrained(folder)
+        for file in ("vocab.json", "merges.txt"):
+            (folder / file).unlink()
+        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+
+
+def write_published(name: str, folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
+    """A folder as the family publishes it."""
+    folder.mkdir(exist_ok=True)
+    config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights or published_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(name, folder)
+    return folder
+
+
+@pytest.fixture(params=list(CONFIGS))
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def published(name: str, tmp_path: Path) -> Path:
+    return write_published(name, tmp_path / "published")
+
+
+def by_hand(name: str) -> Any:
+    """The stock model with the same tensors put in their places one by one."""
+    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": INNER}
+    more = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
+    kind = {"llada": LlamaConfig, "dream": Qwen2Config, "sdar": Qwen3Config}[name]
+    head = {"head_dim": 8} if name == "sdar" else {}
+    model: Any = AutoModelForCausalLM.from_config(
+        kind(**sizes, **more, **head, num_key_value_heads=GROUPS[name], tie_word_embeddings=False)
+    )
+    weights = published_weights(name)
+    if name != "llada":
+        model.load_state_dict(weights)
+        return model.eval()
+    model.model.embed_tokens.weight.data = weights["model.transformer.wte.weight"]
+    model.model.norm.weight.data = weights["model.transformer.ln_f.weight"]
+    model.lm_head.weight.data = weights["model.transformer.ff_out.weight"]
+    for number, layer in enumerate(model.model.layers):
+        places = {
+            **{"attn_norm": layer.input_layernorm, "ff_norm": layer.post_attention_layernorm},
+            **{"q_proj": layer.self_attn.q_proj, "k_proj": layer.self_attn.k_proj, "v_proj": layer.self_attn.v_proj},
+            **{"attn_out": layer.self_attn.o_proj, "ff_out": layer.mlp.down_proj},
+            **{"ff_proj": layer.mlp.gate_proj, "up_proj": layer.mlp.up_proj},  # LLaDA: ff_out(silu(ff_proj x) * up_proj x)
+        }
+        for part, module in places.items():
+            module.weight.data = weights[f"model.transformer.blocks.{number}.{part}.weight"]
+    return model.eval()
+
+
+def some_ids(length: int = 11) -> Tensor:
+    return torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
+    lm = load(published)
+    assert (lm.attention, lm.block_size, lm.logit_shift) == EXPECTED[name]
+    assert lm.mask_token_id == MASK == lm.tokenizer.mask_token_id and lm.eos_token_id == END
+    assert lm.tokenizer("abc").input_ids == [256, lm.tokenizer.convert_tokens_to_ids("c")]
+    assert lm.tokenizer(f"ab{lm.tokenizer.mask_token}").input_ids == [256, MASK]
+    attention, block_size, shift = EXPECTED[name]
+    tokenizer = load(published).tokenizer
+    expected = make_diffusion(by_hand(name), tokenizer, attention=attention, block_size=block_size, logit_shift=shift)
+    assert torch.equal(lm.logits(some_ids()), expected.logits(some_ids()))
+    assert (
+        generate(lm, ["ab"], SamplerConfig(max_new_tokens=8)).tokens == generate(expected, ["ab"], SamplerConfig(max_new_tokens=8)).tokens
+    )
+
+
+def test_nobody_is_asked_whether_to_run_code(published, capfd):
+    load(published)
+    load(published, trust_remote_code=True)  # there is none to run, and none is missed
+    assert "run the custom code" not in "".join(capfd.readouterr())
+
+
+def test_the_round_trip_is_byte_for_byte(name, published, tmp_path):
+    export(load(published), tmp_path / "back", name)
+    before, after = load_file(published / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+    config = json.loads((tmp_path / "back/config.json").read_text())
+    kept = {key: value for key, value in CONFIGS[name].items() if key not in NOT_KEPT}
+    assert {key: config[key] for key in kept} == kept
+    again = load(tmp_path / "back")
+    assert again.settings == load(published).settings and again.tokenizer.get_vocab() == load(published).tokenizer.get_vocab()
+    assert torch.equal(again.logits(some_ids()), load(published).logits(some_ids()))
+
+
+def test_what_unmask_saves_is_a_stock_model(published, tmp_path):
+    lm = load(published)
+    lm.save(tmp_path / "saved")
+    again = load(tmp_path / "saved")
+    assert again.settings == lm.settings and torch.equal(again.logits(some_ids()), lm.logits(some_ids()))
+    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+
+
+def test_shards_types_and_tied_embeddings(name, tmp_path):
+    weights = {key: value.bfloat16() for key, value in published_weights(name).items()}
+    del weights["model.transformer.ff_out.weight" if name == "llada" else "lm_head.weight"]
+    tied = {"weight_tying" if name == "llada" else "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
+    folder = write_published(name, tmp_path / "one", weights, **tied)
+    halves = list(weights)[::2], list(weights)[1::2]
+    (folder / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": {}}
+    for number, half in enumerate(halves, start=1):
+        file = f"model-0000{number}-of-00002.safetensors"
+        save_file({key: weights[key] for key in half}, folder / file, metadata={"format": "pt"})
+        index["weight_map"] |= dict.fromkeys(half, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    export(load(folder, dtype="bfloat16"), tmp_path / "back", name)
+    back = load_file(tmp_path / "back/model.safetensors")
+    assert back.keys() == weights.keys() and all(torch.equal(back[key], weights[key]) for key in back)
+    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_what_a_config_leaves_out_is_as_released(tmp_path):
+    folder = write_published("sdar", tmp_path / "sdar", block_size=..., mask_token_id=...)
+    with pytest.raises(ModelError, match="no mask token 151669"):  # of the released tokenizer
+        load(folder)
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"}))
+    assert load(folder).block_size == 4 and load(folder, block_size=8).block_size == 8
+    assert load(write_published("sdar", folder, block_size=16)).block_size == 16
+    assert load(write_published("llada", tmp_path / "llada", embedding_size=None, n_kv_heads=None)).config.vocab_size == VOCABULARY
+
+
+def test_new_weights_for_a_released_architecture(published):
+    assert initialise(published, seed=0).mask_token_id == MASK
+
+
+REFUSED_CONFIGS = {
+    "another architecture": ("dream", {"architectures": ["DreamForCausalLM"]}, "another architecture, DreamForCausalLM"),
+    "experts": ("llada", {"architectures": ["LLaDAMoEModelLM"]}, "another architecture, LLaDAMoEModelLM"),
+    "biases": ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, and only False"),
+    "another block": ("llada", {"block_type": "sequential"}, "block_type is 'sequential'"),
+    "windows": ("sdar", {"use_sliding_window": True}, "use_sliding_window is True"),
+    "no sizes": ("llada", {"d_model": ..., "n_heads": ...}, "the config lacks d_model, n_heads"),
+}
+
+
+@pytest.mark.parametrize(("family", "changes", "words"), REFUSED_CONFIGS.values(), ids=REFUSED_CONFIGS.keys())
+def test_a_config_that_the_stock_class_does_not_compute_is_refused(tmp_path, family, changes, words):
+    folder = write_published(family, tmp_path / "x", **changes)
+    with pytest.raises(ModelError, match=words) as error:
+        load(folder)
+    assert error.value.where == str(folder) and error.value.remedy
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    weights = published_weights("llada")
+    extra = {"model.transformer.blocks.0.q_proj.bias": torch.zeros(HIDDEN)}
+    with pytest.raises(ModelError, match=r"no llada model has the weights model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load(write_published("llada", tmp_path / "x", weights | extra))
+    del weights["model.transformer.blocks.1.up_proj.weight"]
+    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
+        load(write_published("llada", tmp_path / "x", weights))
+
+
+def qwen3(**changes: Any) -> DiffusionLM:
+    tokenizer = character_tokenizer("abcdefgh")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+    sizes = {"intermediate_size": 24, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+    torch.manual_seed(0)
+    asked = {"attention": "block_causal", "block_size": 4, "logit_shift": False} | {
+        key: changes.pop(key) for key in ("attention", "block_size", "logit_shift") if key in changes
+    }
+    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**shape | sizes | changes, eos_token_id=2))
+    return make_diffusion(model, tokenizer, **asked)
+
+
+@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as published
+def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
+    lm = qwen3(attention="causal", block_size=None, logit_shift=True, rope_theta=1e6, use_sliding_window=True, sliding_window=8)
+    args = ConvertConfig(**settings(tmp_path / "run"), attention="block_causal", block_size=4)
+    trainer = ConvertTrainer(lm, args, TEXTS)
+    trainer.train()
+    export(trainer.lm, tmp_path / "sdar", "sdar")
+    again = load(tmp_path / "sdar")
+    assert again.settings == trainer.lm.settings
+    ids = torch.randint(4, 12, (2, 10))
+    assert torch.equal(again.logits(ids), trainer.lm.logits(ids))
+    config = AutoConfig.from_pretrained(tmp_path / "sdar", trust_remote_code=True)  # as engines read it
+    assert (config.model_type, config.block_size, config.mask_token_id, config.rope_theta) == ("sdar", 4, lm.mask_token_id, 1e6)
+    assert again.tokenizer("abc").input_ids == lm.tokenizer("abc").input_ids
+    assert json.loads((tmp_path / "sdar/tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert "convert" in (tmp_path / "sdar/README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("layout", "lm", "words"),
+    [
+        ("sdar", lambda: make_diffusion(*stock(), attention="block_causal", block_size=4), "a LlamaForCausalLM.*Qwen3ForCausalLM"),
+        ("llada", lambda: qwen3(attention="bidirectional", block_size=None), "a Qwen3ForCausalLM.*LlamaForCausalLM"),
+        ("sdar", lambda: qwen3(attention="bidirectional", block_size=None), "bidirectional attention.*block_causal"),
+        ("sdar", lambda: qwen3(logit_shift=True), "logit_shift=True.*without"),
+        ("llada", lambda: make_diffusion(*stock(attention_bias=True), attention="bidirectional"), "attention_bias=True"),
+        ("llada", lambda: make_diffusion(*stock(hidden_act="gelu"), attention="bidirectional"), "hidden_act='gelu'"),
+        ("llada", lambda: make_diffusion(*stock(head_dim=8), attention="bidirectional"), "head_dim=8"),
+        (
+            "llada",
+            lambda: make_diffusion(*stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"),
+            "rope_par",
+        ),
+        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar"),
+    ],
+)
+def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, words):
+    with pytest.raises((ModelError, ConfigError), match=words) as error:
+        export(lm(), tmp_path / "out", layout)
+    assert error.value.remedy and not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+def test_adapters_and_foreign_weights_are_refused(tmp_path):
+    lm = qwen3()
+    adapted = lm.bind(peft.get_peft_model(copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
+    with pytest.raises(ModelError, match=r"PeftModelForCausalLM.*merged"):
+        export(adapted, tmp_path / "out", "sdar")
+    lm.model.time_embedding = torch.nn.Linear(2, 2)
+    with pytest.raises(ModelError, match=r"the weight time_embedding.bias"):
+        export(lm, tmp_path / "out", "sdar")
+
+
+def test_a_mask_token_that_engines_do_not_expect_is_told(tmp_path):
+    with pytest.warns(RuntimeWarning, match="the mask token is 12; what runs sdar models may assume 151669"):
+        export(qwen3(), tmp_path, "sdar")
+
+
+def test_the_command_line(tmp_path):
+    qwen3().save(tmp_path / "model")
+    run = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--layout"]
+    assert CliRunner().invoke(app, [*run, "dream"]).exit_code == 2
+    assert CliRunner().invoke(app, [*run, "sdar"]).exit_code == 0
+    assert load(tmp_path / "out").attention == "block_causal"
+    assert CliRunner().invoke(app, [*run, "sdar"]).exit_code == 2  # not empty
+    assert CliRunner().invoke(app, [*run, "sdar", "--overwrite"]).exit_code == 0
+
+
+def test_names_are_mapped_one_to_one():
+    for family in FAMILIES.values():
+        assert len(set(family.weights.values())) == len(family.weights)
+        assert set(family.fields.values()) <= set(family.stock().to_dict()) | {"rope_theta", "rope_scaling"}

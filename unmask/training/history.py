@@ -1,0 +1,66 @@
+"""What a stage of training did, as its model's card tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainingArguments
+
+from unmask.monitor import package_version
+
+if TYPE_CHECKING:
+    from unmask.training.trainer import StageConfig
+
+PACKAGES = ("unmask", "torch", "transformers")
+SHAPING = {
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
+    *("optim", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
+}
+"""The settings of TrainingArguments that a result depends on; of a verb's own settings all do but these:"""
+WITHOUT_EFFECT = {"data_source", "log_memory", "score_chunk"}
+NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "total_flos", "num_input_tokens_seen")
+
+
+def stage_entry(args: StageConfig, log: Sequence[Mapping[str, float]], *, rows: int, steps: int, tokens: int) -> dict[str, Any]:
+    """One entry of a model's history.
+
+    Args:
+        args: the stage's config.
+        log: what was logged, oldest first.
+        rows: of training data.
+        steps: optimizer steps made.
+        tokens: trained on, padding not counted.
+
+    Returns:
+        JSON types only.
+    """
+    return {
+        "verb": type(args).__name__.removesuffix("Config").lower(),
+        **({"data": args.data_source} if args.data_source else {}),
+        "rows": rows,
+        "steps": steps,
+        "tokens": tokens,
+        "seed": args.seed,
+        "settings": chosen_settings(args),
+        "metrics": last_metrics(log),
+        "versions": {package: version for package in PACKAGES if (version := package_version(package))},
+    }
+
+
+def chosen_settings(args: StageConfig) -> dict[str, Any]:
+    """The learning rate, and what else shapes the result and is not as by default."""
+    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - SHAPING | WITHOUT_EFFECT
+    told = [field for field in dataclasses.fields(args) if field.name not in left_out]
+    factories = {field.name: field.default_factory() for field in told if field.default_factory is not dataclasses.MISSING}
+    values = args.to_dict()
+    chosen = {field.name: values[field.name] for field in told if values[field.name] != factories.get(field.name, field.default)}
+    return {"learning_rate": args.learning_rate} | chosen
+
+
+def last_metrics(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The last value of every loss and other measure; not the summary of the run's speed."""
+    lines = [line for line in log if "train_runtime" not in line]
+    merged = {name: value for line in lines for name, value in line.items()}
+    return {name: value for name, value in merged.items() if name not in NOT_METRICS and not name.endswith(("_runtime", "_per_second"))}
