@@ -94,9 +94,11 @@ def _facts(lm: DiffusionLM) -> list[tuple[str, str]]:
         ("architecture", type(lm.model).__name__),
         ("parameters", f"{sum(weight.numel() for weight in lm.model.parameters()):,}"),
         ("attention", NAMES[lm.attention].format(lm.block_size)),
+        *([("context", "read from left to right, but for the block in work")] if lm.causal_context else []),
         ("logit shift", shift),
+        *([("time embedding", "of the share of hidden tokens")] if lm.has_time_embedding else []),
         ("mask token", f"`{token}` ({lm.mask_token_id})"),
-        *([("context", f"{lm.context_length:,} tokens")] if lm.context_length else []),
+        *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),
     ]
 
 

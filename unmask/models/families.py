@@ -154,6 +154,8 @@ class Family:
         if lm.logit_shift != self.logit_shift:
             word = "with" if self.logit_shift else "without"
             raise self._refusal(f"logit_shift={lm.logit_shift}", f"It holds models {word} a logit shift: convert to that")
+        if lm.causal_context:
+            raise self._refusal("a causal context", "Convert with causal_context=false")
         back = self.read_config(self.write_config(lm), self.name).to_dict()
         ours = lm.config.to_dict()
         lost = [name for name in self.stock().to_dict() if name not in OUTSIDE_LAYOUTS and ours.get(name) != back[name]]

@@ -55,7 +55,7 @@ def chosen_settings(args: StageConfig) -> dict[str, Any]:
     told = [field for field in dataclasses.fields(args) if field.name not in left_out]
     factories = {field.name: field.default_factory() for field in told if field.default_factory is not dataclasses.MISSING}
     values = args.to_dict()
-    chosen = {field.name: values[field.name] for field in told if values[field.name] != factories.get(field.name, field.default)}
+    chosen = {field.name: values[field.name] for field in told if getattr(args, field.name) != factories.get(field.name, field.default)}
     return {"learning_rate": args.learning_rate} | chosen
 
 

@@ -28,7 +28,8 @@ class ConversionStage(Config):
     rate: float = Field(default=1.0, gt=0)
     """Times the learning rate."""
     train: Literal["all"] | list[str] = "all"
-    """What is trained: attention, time_embedding, mask_token (its own embedding row), or regular expressions of parameter names."""
+    """What is trained: attention, time_embedding (where the model has one), mask_token (its own embedding row), or regular expressions of
+    parameter names."""
     lm_loss: float = Field(default=0.0, ge=0)
     """The weight of an auxiliary next-token loss, so that the model keeps what it knew."""
     attention: Pattern | None = None
@@ -40,32 +41,31 @@ class ConversionStage(Config):
         """What the stage trains; the mask token's row belongs to the embedding table, which is in the set for it.
 
         Raises:
-            ConfigError: a name that no parameter has.
+            ConfigError: it trains nothing, or a name is that of no parameter.
         """
         named = dict(lm.model.named_parameters())
         if self.train == "all":
             return set(named.values())
-        found: set[nn.Parameter] = set()
-        for name in self.train:
-            chosen = _named(lm, name, named)
-            if not chosen:
-                remedy = "Use attention, time_embedding (of a model that has one), mask_token, or a regular expression of parameter names"
-                raise ConfigError(f"{name!r} names no parameters of {type(lm.model).__name__}", where=where, remedy=remedy)
-            found |= chosen
-        return found
+        chosen = {name: _named(lm, name, named) for name in self.train}
+        empty = [name for name, found in chosen.items() if not found and name != "time_embedding"]
+        if empty or not any(chosen.values()):
+            remedy = "Use attention, mask_token, time_embedding (of a model that has one), or regular expressions of parameter names"
+            what = f"{empty[0]!r} names" if empty else "the stage names"
+            raise ConfigError(f"{what} no parameters of {type(lm.model).__name__}", where=where, remedy=remedy)
+        return set().union(*chosen.values())
 
 
 STAGES = (
-    ConversionStage(share=0.1, rate=0.5, train=["attention", MASK_TOKEN]),
+    ConversionStage(share=0.1, rate=0.5, train=["attention", "time_embedding", MASK_TOKEN]),
     ConversionStage(share=0.6, rate=1.0),
     ConversionStage(share=0.3, rate=0.3, lm_loss=0.1),
 )
 """Attention first, so that it learns to look ahead before the rest forgets; then everything; then slowly, keeping next-token
-prediction. A model with a time embedding trains it from the first stage on."""
+prediction."""
 
 
 def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter]) -> set[nn.Parameter]:
-    if name == "attention":
+    if name == "attention":  # as every attention module of transformers is named
         modules = [module for module in lm.model.modules() if type(module).__name__.endswith("Attention")]
         return {parameter for module in modules for parameter in module.parameters()}
     if name == "time_embedding":
