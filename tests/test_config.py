@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from unmask.config import (
     Config,
     DataConfig,
+    DataSource,
     LoraSettings,
     ModelConfig,
     RunConfig,
@@ -160,6 +161,7 @@ def test_an_override_without_key_or_value_is_refused(override: str) -> None:
     [
         ({"overrides": ["sampler.steps=0"]}, "sampler.steps", "command line"),
         ({"flags": {"sampler.steps": 0}}, "sampler.steps", "command line"),
+        ({"overrides": ["data.train=[{path: a, weight: -1}]"]}, "data.train.0.weight", "command line"),
         ({"environ": {"UNMASK_SAMPLER__STEPS": "0"}}, "sampler.steps", "environment variable UNMASK_SAMPLER__STEPS"),
         ({"environ": {"UNMASK_SAMPLR__STEPS": "1"}}, "samplr", "environment variable UNMASK_SAMPLR__STEPS"),
     ],
@@ -187,9 +189,12 @@ def test_an_error_in_a_file_names_that_file(tmp_path: Path) -> None:
 def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     from transformers import TrainingArguments
 
+    from unmask.training.convert import ConvertConfig
+
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))
-    build_training_args(TrainingArguments, config.training, output_dir=str(tmp_path))
+    kind = ConvertConfig if path.parent.name == "conversion" else TrainingArguments
+    build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)
 
 
@@ -231,7 +236,7 @@ def test_a_printed_config_loads_back(config: RunConfig) -> None:
     assert RunConfig(**parse_yaml(to_yaml(config), "here")) == config
 
 
-@pytest.mark.parametrize("config", [ModelConfig, DataConfig, LoraSettings, SamplerConfig, RunConfig])
+@pytest.mark.parametrize("config", [ModelConfig, DataSource, DataConfig, LoraSettings, SamplerConfig, RunConfig])
 def test_every_field_is_documented(config: type[Config]) -> None:
     assert not [name for name, field in config.model_fields.items() if not field.description]
 
@@ -258,6 +263,11 @@ def test_configs_are_frozen() -> None:
         ({"sampler": {"policy": "best"}}, "sampler.policy", "'confidence', 'margin', 'entropy' or 'random'"),
         ({"lora": {"target_modules": 3}}, "lora.target_modules", "a valid string or a valid list"),
         ({"rewards": ["a", 3]}, "rewards.1", "a valid string"),
+        ({"data": {"train": 3}}, "data.train", "a valid string or a valid list"),
+        ({"data": {"train": []}}, "data.train", "at least 1 item"),
+        ({"data": {"train": [{"weight": 1}]}}, "data.train.0.path", "Set it"),
+        ({"data": {"train": [{"path": "a"}, {"path": "b", "weight": 0}]}}, "data.train.1.weight", "greater than 0"),
+        ({"data": {"train": [{"path": "a", "wieght": 1}]}}, "data.train.0.wieght", "Did you mean 'weight'?"),
         ({"training": {"x": {"y": object()}}}, "training.x.y", "a valid JSON value"),
     ],
 )

@@ -9,9 +9,9 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import ConfigDict, Field, JsonValue
@@ -68,12 +68,25 @@ class ModelConfig(Config):
     """Whether to run Python code that a hub model brings along."""
 
 
+class DataSource(Config):
+    """One source of a mixture."""
+
+    path: str
+    """As a single `data.train`."""
+    weight: float = Field(default=1.0, gt=0)
+    """Its share of the rows (documents), relative to the other sources."""
+    split: str | None = None
+    """The split of a hub data set; unset: `data.split`."""
+    text_column: str | None = None
+    """The column that holds its text; unset: `data.text_column`."""
+
+
 class DataConfig(Config):
     """Which data, and how much of it."""
 
-    train: str | None = None
-    """A text, JSON-lines, CSV or Parquet file, or the name of a data set on the Hugging Face hub."""
-    eval: str | None = None
+    train: str | Annotated[list[DataSource], Field(min_length=1)] | None = None
+    """A text, JSON-lines, CSV or Parquet file, a folder, or the name of a data set on the Hugging Face hub; or several, mixed."""
+    eval: str | Annotated[list[DataSource], Field(min_length=1)] | None = None
     """The same, held out; unset: none, or what the task generates."""
     task: str | None = None
     """A built-in task (sudoku, countdown), which generates and scores its own rows."""
@@ -85,6 +98,10 @@ class DataConfig(Config):
     """Training rows at most; unset: all."""
     eval_rows: int = Field(default=200, ge=1)
     """Held-out rows at most."""
+    streaming: bool = False
+    """Read training text as it is needed instead of before; pretrain and convert. Needs `training.max_steps` or `training.token_cache`."""
+    shuffle_buffer: int | None = Field(default=None, ge=2)
+    """Rows of a stream that are shuffled among each other; unset: they come in the order of the source."""
     seed: int = 0
     """What generated rows, splits and shuffles follow from."""
 
@@ -236,13 +253,14 @@ def _mentions(message: str, word: str) -> bool:
 
 
 def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
-    """The first of pydantic's errors in our words; unknown keys first, since a misspelt key also leaves another one missing."""
-    errors = sorted(error.errors(), key=lambda one: one["type"] != "extra_forbidden")
+    """The first of pydantic's errors in our words; unknown keys first, since a misspelt key also leaves another one missing, then those
+    deepest inside, since a section that is refused may also have been given as a single value."""
+    errors = sorted(error.errors(), key=lambda one: (one["type"] != "extra_forbidden", -len(_locate(one["loc"], values)[0])))
     path, value = _locate(errors[0]["loc"], values)
     if errors[0]["type"] == "extra_forbidden":
         return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
     if errors[0]["type"] == "missing":
-        key = ".".join(str(part) for part in errors[0]["loc"])
+        key = ".".join([*path, str(errors[0]["loc"][-1])])
         return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE.")
     return _refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
 
@@ -267,6 +285,13 @@ def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
 def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
     """The keys of the section `path` of a config."""
     for part in path:
-        annotation = cls.model_fields[part].annotation
-        cls = next(kind for kind in (annotation, *typing.get_args(annotation)) if isinstance(kind, type) and issubclass(kind, Config))
+        if not part.isdecimal():  # a place in a list
+            cls = next(kind for kind in _kinds(cls.model_fields[part].annotation) if isinstance(kind, type) and issubclass(kind, Config))
     return list(cls.model_fields)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of."""
+    yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _kinds(inner)

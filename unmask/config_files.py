@@ -218,8 +218,10 @@ def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
 
 
 def _look_up(values: Any, key: str) -> list[Any]:
-    """The value of a dotted key in a list, or an empty list."""
+    """The value of a dotted key in a list, or an empty list; what is inside a list comes from wherever the list does."""
     for part in key.split("."):
+        if isinstance(values, list):
+            break
         if not isinstance(values, dict) or part not in values:
             return []
         values = values[part]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+from itertools import islice
 
 import datasets
 import pytest
@@ -11,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import shared_path
-from unmask.data.sources import load_rows, require_columns, split_documents
+from unmask.config import DataSource
+from unmask.data.sources import load_mixture, load_rows, require_columns, split_documents
 from unmask.errors import DataError
 
 ROWS = [{"prompt": "0012", "completion": "a\nb"}, {"prompt": "3400", "completion": "2024-01-01"}, {"prompt": "7", "completion": ""}]
@@ -22,7 +26,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "parquet", "directory", "splits"])
+@pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "jsonl.gz", "parquet", "directory", "splits", "files"])
 def test_rows_come_back_as_they_were(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     dataset = Dataset.from_list(ROWS)
@@ -32,6 +36,11 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
         path.write_text(json.dumps(ROWS))
     elif suffix == "jsonl":
         path.write_text("\n".join(map(json.dumps, ROWS)))
+    elif suffix == "jsonl.gz":
+        path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+    elif suffix == "files":  # as a data set of the hub that was downloaded
+        path.mkdir()
+        dataset.to_parquet(path / "train.parquet")
     elif suffix == "parquet":
         dataset.to_parquet(path)
     elif suffix == "directory":
@@ -43,6 +52,9 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
     assert list(loaded) == ROWS
     assert list(load_rows(str(path), split=split, max_rows=2)) == ROWS[:2]
     assert len(load_rows(path, split=split, max_rows=99)) == 3
+    stream = load_rows(path, split=split, streaming=True)
+    assert list(stream) == list(stream) == ROWS
+    assert list(load_rows(path, split=split, max_rows=2, streaming=True)) == ROWS[:2]
 
 
 def test_a_file_that_was_rewritten_is_read_anew(tmp_path):
@@ -61,15 +73,19 @@ def test_columns_may_be_absent_in_some_rows_and_values_nested(tmp_path):
 paragraphs = st.lists(st.text(st.sampled_from("ab .\t"), min_size=1).filter(str.strip), min_size=1, max_size=4).map("\n".join)
 
 
+def documents_of(text):
+    return list(split_documents(lambda: io.StringIO(text)))
+
+
 @given(st.lists(paragraphs, min_size=2, max_size=5), st.text(st.sampled_from(" \t\n"), max_size=5))
 def test_blank_lines_separate_documents(documents, blank):
     text = f"\n{blank}\n".join(documents)
-    assert split_documents(f"\n{text}\n\n") == documents
+    assert documents_of(f"\n{text}\n\n") == documents
 
 
 @given(paragraphs)
 def test_without_blank_lines_every_line_is_a_document(text):
-    assert split_documents(text) == split_documents(text + "\n\n") == text.split("\n")
+    assert documents_of(text) == documents_of(text + "\n\n") == text.split("\n")
 
 
 def test_the_column_of_a_text_file(tmp_path):
@@ -114,6 +130,7 @@ def test_leading_zeros_of_the_real_puzzles_survive():
         ("rows.csv", b"", "empty"),
         ("rows.txt", b" \n", "empty"),
         ("rows.txt", b"caf\xe9", "byte 3 is not UTF-8"),
+        ("rows.txt.gz", gzip.compress(b"a\nb\n")[:-3], "damaged or cut off"),
         ("rows.parquet", b"PAR1", "not a readable Parquet file"),
         ("rows.pdf", b"x", "unknown kind of file '.pdf'"),
     ],
@@ -133,8 +150,12 @@ def test_missing_files(tmp_path, name):
 
 
 def test_directories(tmp_path):
-    with pytest.raises(DataError, match="not a saved dataset"):
+    with pytest.raises(DataError, match="not a saved dataset, nor files that"):
         load_rows(tmp_path)
+    (tmp_path / "files").mkdir()
+    (tmp_path / "files" / "rows.jsonl").write_text('{"a": 1}\n{"a": ')
+    with pytest.raises(DataError, match=r"files: not a saved dataset, nor files that .*JSON"):
+        load_rows(tmp_path / "files")
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match=r"no split 'train'.*'test'"):
         load_rows(tmp_path / "saved")
@@ -159,7 +180,10 @@ def test_other_names_are_asked_of_the_hub(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", answer)
     assert list(load_rows("owner/rows:main", split="test")) == ROWS
     assert list(load_rows("rows")) == ROWS
-    assert asked == [(("owner/rows", "main"), {"split": "test"}), (("rows", None), {"split": "train"})]
+    assert asked == [
+        (("owner/rows", "main"), {"split": "test", "streaming": False}),
+        (("rows", None), {"split": "train", "streaming": False}),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -180,3 +204,72 @@ def test_required_columns():
     require_columns(dataset, ["prompt", "completion"], "train.csv")
     with pytest.raises(DataError, match=r"train.csv: no column 'prompts' \(present: 'prompt', 'completion'\). Did you mean 'prompt'\?"):
         require_columns(dataset, ["prompts"], "train.csv")
+
+
+def test_a_cut_parquet_file_is_refused_streamed_or_not(tmp_path):
+    path = tmp_path / "rows.parquet"
+    Dataset.from_list(ROWS).to_parquet(path)
+    path.write_bytes(path.read_bytes()[:-20])
+    for streaming in (False, True):
+        with pytest.raises(DataError, match=r"rows\.parquet: not a readable Parquet file") as caught:
+            load_rows(path, streaming=streaming)
+        assert caught.value.remedy
+
+
+@pytest.mark.parametrize("blank", ["", "\n"])
+def test_a_streamed_text_file_is_split_as_a_whole_one(blank, tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text(f"One\n{blank}\ntwo\nthree\n")
+    assert list(load_rows(path, streaming=True)) == list(load_rows(path))
+
+
+def test_a_stream_is_read_no_further_than_needed(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
+    stream = iter(load_rows(path, streaming=True))
+    assert [row["a"] for row in islice(stream, 2)] == [1, 2]
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: malformed JSON"):
+        next(stream)
+
+
+# Mixtures
+
+
+def write_sources(folder):
+    """300 documents of a, 200 of b under another name beside another column."""
+    (folder / "a.txt").write_text("\n".join(f"a{index}" for index in range(300)))
+    (folder / "b.jsonl").write_text("\n".join(json.dumps({"content": f"b{index}", "id": index}) for index in range(200)))
+    return [DataSource(path=str(folder / "a.txt"), weight=3), DataSource(path=str(folder / "b.jsonl"), weight=1.0, text_column="content")]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_mixture_keeps_its_shares_and_leaves_nothing_out(streaming, tmp_path):
+    sources = write_sources(tmp_path)
+    mixed = load_mixture(sources, seed=0, streaming=streaming)
+    assert list(mixed) == list(load_mixture(sources, seed=0, streaming=streaming))
+    assert list(mixed) != list(load_mixture(sources, seed=1, streaming=streaming))
+    rows = list(mixed)
+    assert {row["text"] for row in rows} == {f"a{i}" for i in range(300)} | {f"b{i}" for i in range(200)}
+    assert {tuple(row) for row in rows} == {("text",)}
+    for part in (rows, rows[: len(rows) // 2]):  # from beginning to end
+        assert sum(row["text"][0] == "a" for row in part) / len(part) == pytest.approx(0.75, abs=0.06)
+    assert list(load_mixture(sources, seed=0, streaming=streaming, max_rows=10)) == rows[:10]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_sources_that_do_not_mix_are_named(streaming, tmp_path):
+    for name, row in [("text", {"text": "a"}), ("story", {"story": "a"}), ("number", {"text": 5})]:
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
+
+    def mix(*names, **more):
+        sources = [DataSource(path=str(tmp_path / f"{name}.jsonl"), **more) for name in names]
+        return load_mixture(sources, seed=0, streaming=streaming)
+
+    with pytest.raises(DataError, match=r"text\.jsonl and .*story\.jsonl: the sources have no column in common.*text_column"):
+        mix("text", "story")
+    with pytest.raises(DataError, match=r"number\.jsonl: the sources do not mix"):
+        mix("text", "number")
+    with pytest.raises(DataError, match=r"text\.jsonl: no column 'story'"):
+        mix("text", text_column="story")
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+        mix("text", "absent")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import json
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.errors import DataError
-from unmask.tasks.files import read_records, read_text, require_names
+from unmask.tasks.files import kind_of, read_lines, read_records, require_names
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=12)
 tables = st.lists(st.fixed_dictionaries({"a": texts, "b,c": texts}), min_size=1, max_size=5)
@@ -38,13 +39,13 @@ def test_csv_round_trips_as_text(tmp_path_factory, table):
 def test_a_row_says_where_it_stands(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"a": 1}\n\n{"a": 2}\r\n')
-    assert read_records(path) == [(f"{path}, line 1", {"a": 1}), (f"{path}, line 3", {"a": 2})]
+    assert list(read_records(path)) == [(f"{path}, line 1", {"a": 1}), (f"{path}, line 3", {"a": 2})]
 
 
 def test_a_byte_order_mark_is_dropped(tmp_path):
     path = tmp_path / "t.csv"
     path.write_bytes(b"\xef\xbb\xbfa\n007\n")
-    assert read_records(path, ["a"]) == [(f"{path}, row 1", {"a": "007"})]
+    assert list(read_records(path, ["a"])) == [(f"{path}, row 1", {"a": "007"})]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,11 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     [
         ("t.jsonl", b'{"a": 1}\n{"a": \n', "line 2: malformed JSON"),
         ("t.jsonl", b'{"a": 1} {"a": 2}\n', "line 1: malformed JSON"),
+        ("t.jsonl", b'{"a": 1}\n{"a": "x', "line 2: malformed JSON, column 7: .*; the text ends in the middle of a record"),
         ("t.jsonl", b"[" * 200_000, "line 1: malformed JSON"),
+        ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1: malformed JSON"),
+        ("t.json", b'[{"a": 1},\n{"a": 2}', "line 2: malformed JSON, .*; the text ends in the middle of a record"),
+        ("t.json", b'[{"a": 1},\n{"a" 2}]', "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Mend"),
         ("t.jsonl", b'"text"\n', "line 1: a row is an object"),
         ("t.jsonl", b"\n \n", "empty"),
         ("t.jsonl", b'{"a": "\xff"}\n', "byte 7 is not UTF-8"),
@@ -67,13 +72,44 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
-        read_records(path)
+        list(read_records(path))
     assert str(path) in str(caught.value) and caught.value.remedy
 
 
 def test_a_missing_file(tmp_path):
     with pytest.raises(DataError, match="no such file"):
-        read_text(tmp_path / "t.txt")
+        list(read_lines(tmp_path / "t.txt"))
+
+
+@given(st.lists(texts.filter(str.strip), min_size=1, max_size=5), st.sampled_from(["\n", "\r\n"]), st.booleans())
+def test_lines_come_one_by_one_with_their_ends_compressed_or_not(tmp_path_factory, lines, end, terminated):
+    lines = [line.replace("\n", "") or "x" for line in lines]
+    folder = tmp_path_factory.mktemp("lines")
+    content = (end.join(lines) + end * terminated).encode()
+    (folder / "t.txt").write_bytes(content)
+    (folder / "t.TXT.gz").write_bytes(gzip.compress(content))
+    for name in ("t.txt", "t.TXT.gz"):
+        read = list(read_lines(folder / name))
+        assert "".join(read) == "\n".join(lines) + "\n" * terminated and len(read) == len(lines)
+        assert kind_of(folder / name) == ".txt"
+
+
+def test_rows_before_a_malformed_one_are_read_first(tmp_path):
+    for name, content in [("t.jsonl", '{"a": 1}\n{"a": '), ("t.csv", "a,b\n1,2\n3")]:
+        (tmp_path / name).write_text(content)
+        rows = read_records(tmp_path / name)
+        next(rows)
+        with pytest.raises(DataError, match=f"{name}, (line|row) 2"):
+            next(rows)
+
+
+@pytest.mark.parametrize("cut", [1, 9, 30])
+def test_a_compressed_file_that_was_cut_off(cut, tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 3 + b'{"a": 2}')[:-cut])
+    with pytest.raises(DataError, match=r"t\.jsonl\.gz, after line \d: the compressed file is damaged or cut off") as caught:
+        list(read_records(path))
+    assert caught.value.remedy
 
 
 def test_missing_names_are_told_with_those_present_and_the_nearest():

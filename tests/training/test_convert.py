@@ -9,8 +9,10 @@ from typing import Any
 import peft
 import pytest
 import torch
+from datasets import Dataset
 
 from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, tiny, weights
+from unmask.data.rows import Collator
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -19,7 +21,8 @@ from unmask.training.stages import STAGES, ConversionStage
 
 
 def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
-    taken = {name: more.pop(name) for name in ("eval_dataset", "progress", "peft_config", "callbacks") if name in more}
+    names = ("eval_dataset", "progress", "peft_config", "callbacks", "data_collator")
+    taken = {name: more.pop(name) for name in names if name in more}
     return ConvertTrainer(lm or tiny("causal"), ConvertConfig(**settings(folder, max_steps=10) | more), rows or TEXTS, **taken)
 
 
@@ -174,6 +177,29 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
     trainer = convert(tmp_path, **run)
     trainer.train(resume_from_checkpoint=True)
     assert equal(weights(trainer.lm), straight)
+
+
+def test_a_streamed_conversion_goes_through_its_rows_once_and_resumes_bit_for_bit(tmp_path):
+    run = {"lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 2, "max_length": 7, "max_steps": 10}
+    seen: list[int] = []
+
+    def recorded(rows: Any) -> Any:
+        seen.extend(row["sample_id"] for row in rows)
+        return Collator(0)(rows)
+
+    trainer = convert(tmp_path, rows=Dataset.from_list(TEXTS).to_iterable_dataset(), data_collator=recorded, **run)
+    trainer.train()
+    assert sorted(set(seen)) == list(range(len(set(seen)))) and len(set(seen)) >= 40
+    shutil.rmtree(tmp_path / "stage-2/checkpoint-6")
+    shutil.rmtree(tmp_path / "stage-3")
+    resumed = convert(tmp_path, rows=Dataset.from_list(TEXTS).to_iterable_dataset(), **run)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(trainer.lm))
+
+
+def test_a_stream_of_pairs_is_refused(tmp_path):
+    with pytest.raises(DataError, match="train_dataset: is a stream of prompts and completions"):
+        convert(tmp_path, rows=Dataset.from_list(PAIRS).to_iterable_dataset())
 
 
 def test_progress_goes_once_from_start_to_end(tmp_path):

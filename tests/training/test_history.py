@@ -10,6 +10,7 @@ import pytest
 
 from tests.models.test_card import run_snippet
 from tests.training.conftest import PAIRS, TEXTS, make, settings, tiny
+from unmask.config import DataConfig
 from unmask.models.card import MARKER, history
 from unmask.models.load import load
 from unmask.training.convert import ConvertConfig, ConvertTrainer
@@ -129,5 +130,7 @@ def test_the_last_value_of_each_measure():
 
 def test_a_file_is_called_by_its_name_alone(tmp_path):
     (tmp_path / "tales.txt").write_text("once")
-    assert data_name(str(tmp_path / "tales.txt")) == "tales.txt"
-    assert data_name("owner/stories") == "owner/stories" and data_name(None) is None
+    file = str(tmp_path / "tales.txt")
+    assert data_name(DataConfig(train=file)) == "tales.txt"
+    assert data_name(DataConfig(train=[{"path": file}, {"path": "owner/stories"}])) == "tales.txt, owner/stories"
+    assert data_name(DataConfig(task="sudoku")) == "sudoku" and data_name(DataConfig()) is None

@@ -171,6 +171,10 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["rewards", "nowhere:reward", "package.module:function"]),
         ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
         ("convert", ["lora.r=2"], ["adapters", "SFTTrainer"]),
+        ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),
+        ("pretrain", ["data.train=[{path: a.txt}]"], ["data.task", "no stream and no mixture"]),
+        ("pretrain", ["data.shuffle_buffer=9"], ["data.shuffle_buffer", "data.streaming"]),
+        ("pretrain", ["data.train=[{path: a.txt, weight: 0}]"], ["data.train.0.weight (command line): 0 is refused", "greater than 0"]),
     ],
 )
 def test_bad_settings_are_named_and_nothing_is_written(verb, options, words, model, tmp_path):
@@ -196,6 +200,39 @@ def test_a_loss_that_explodes_ends_the_run_and_spares_what_was_saved(model, tmp_
     assert not (tmp_path / "out" / "model").exists()
 
 
+def lines_of(task: str, count: int) -> list[str]:
+    return [row["prompt"] + row["completion"] for row in get_task(task).generate("train", count, 0)]
+
+
+def test_a_streamed_mixture_is_trained_on_with_a_cache_or_without(model, text, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(lines(*({"content": line} for line in lines_of("sudoku", 20))))
+    (tmp_path / "data.yaml").write_text(f"""
+data:
+  train: [{{path: {text}, weight: 0.7}}, {{path: {tmp_path / "rows.jsonl"}, weight: 0.3, text_column: content}}]
+  eval: {text}
+  text_column: line
+  streaming: true
+  shuffle_buffer: 8
+""")
+    for verb, options in [("pretrain", []), ("convert", []), ("pretrain", [f"training.token_cache={tmp_path / 'cache'}"])]:
+        output = tmp_path / f"{verb}{len(options)}"
+        result = unmask(verb, "--model", model, "--config", tmp_path / "data.yaml", "--output", output, *QUICK, *options)
+        assert result.exit_code == 0, (result.output, result.exception)
+        config = parse_yaml((output / "config.yaml").read_text(), "config.yaml")
+        assert config["training"]["text_column"] == "line" and config["data"]["train"][0]["weight"] == 0.7
+    assert len(list((tmp_path / "cache").glob("*/rows.arrow"))) == 2
+
+
+def test_a_stream_that_breaks_off_is_named(model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines(*[{"text": line} for line in lines_of("sudoku", 300)], '{"text": "12'))
+    run = ["pretrain", "--model", model, "--data", path, *QUICK[:-2], "data.streaming=true", "training.max_steps=200"]
+    assert_refused(unmask(*run, "training.max_length=32", "--output", tmp_path / "out"), "rows.jsonl, line 301", "middle of a record")
+    path.write_text('{"text": "12')
+    assert_refused(unmask(*run, "--output", tmp_path / "early"), "rows.jsonl, line 1", "middle of a record")
+    assert not (tmp_path / "early").exists()
+
+
 def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_path):
     for name in ("train", "held_out"):
         (tmp_path / f"{name}.jsonl").write_text(lines(PAIR, {**PAIR, "prompt": "3400="}))
@@ -212,15 +249,19 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from tests.training.conftest import make, tiny, weights
+from datasets import Dataset
+from tests.training.conftest import TEXTS, make, tiny, weights
 
 folder = Path(sys.argv[1])
-for verb in ("sft", "dpo", "grpo"):
-    lm = tiny(dtype=torch.float64)
-    trainer = make(verb, folder, lm, per_device_train_batch_size=int(sys.argv[2]), optim="sgd", learning_rate=1.0)
+streamed = {"rows": Dataset.from_list(TEXTS).to_iterable_dataset()}
+cached = {"token_cache": str(folder / "cache")}
+runs = [("stream", "pretrain", streamed), ("cache", "pretrain", cached), *((verb, verb, {}) for verb in ("sft", "dpo", "grpo"))]
+for name, verb, more in runs:
+    lm = tiny("causal" if verb == "pretrain" else "bidirectional", dtype=torch.float64)
+    trainer = make(verb, folder, lm, per_device_train_batch_size=int(sys.argv[2]), optim="sgd", learning_rate=1.0, **more)
     trainer.train()
     if trainer.is_world_process_zero():
-        torch.save(weights(lm), folder / f"{verb}.pt")
+        torch.save(weights(lm), folder / f"{name}.pt")
 trainer.accelerator.wait_for_everyone()
 trainer.accelerator.end_training()
 """
@@ -236,6 +277,6 @@ def test_two_processes_train_as_one_does(tmp_path):
         (tmp_path / name).mkdir()
         command = [sys.executable, *prefix, str(script), str(tmp_path / name), str(size)]
         subprocess.run(command, env=environment, check=True, timeout=600)
-    for verb in ("sft", "dpo", "grpo"):
-        one, two = (torch.load(tmp_path / name / f"{verb}.pt") for name in ("one", "two"))
-        torch.testing.assert_close(two, one, rtol=0, atol=1e-10 if verb == "sft" else 1e-6)
+    for run in ("stream", "cache", "sft", "dpo", "grpo"):
+        one, two = (torch.load(tmp_path / name / f"{run}.pt") for name in ("one", "two"))
+        torch.testing.assert_close(two, one, rtol=0, atol=1e-6 if run in ("dpo", "grpo") else 1e-10)

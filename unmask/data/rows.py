@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from dataclasses import dataclass
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -21,18 +22,33 @@ from unmask.data.chat import render
 from unmask.errors import DataError
 from unmask.tasks.files import require_names
 
+TEXTS_AT_ONCE = 256
+"""How many texts are tokenised in one go, which is also how many are held in memory."""
+
 Row = dict[str, Any]
 
 
-def column(dataset: Sequence[Mapping[str, Any]], name: str, where: str) -> list[Any]:
-    """One column of a list of rows or of a `datasets.Dataset`.
+@dataclass(frozen=True)
+class Column:
+    """One column of a list of rows, of a `datasets.Dataset` or of a stream, value by value and as often as asked for.
 
     Raises:
         DataError: a row does not have it.
     """
-    for index, row in enumerate(dataset):
-        require_values(row, (name,), f"{where}, row {index}")
-    return [row[name] for row in dataset]
+
+    dataset: Iterable[Mapping[str, Any]]
+    name: str
+    where: str
+
+    def __iter__(self) -> Iterator[Any]:
+        for index, row in enumerate(self.dataset):
+            require_values(row, (self.name,), f"{self.where}, row {index}")
+            yield row[self.name]
+
+
+def column(dataset: Iterable[Mapping[str, Any]], name: str, where: str) -> list[Any]:
+    """All of a `Column`."""
+    return list(Column(dataset, name, where))
 
 
 def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
@@ -52,34 +68,47 @@ def naming(where: str) -> Iterator[None]:
 def text_rows(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
 ) -> list[Row]:
-    """Rows of plain text: every document begins with BOS (which is given, not learnt) and ends with EOS (which is learnt).
+    """All of `iter_text_rows`."""
+    return list(iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where))
+
+
+def iter_text_rows(
+    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
+) -> Iterator[Row]:
+    """Rows of plain text, made as they are asked for: every document begins with BOS (which is given, not learnt) and ends with EOS
+    (which is learnt).
 
     Packed: documents are laid end to end and cut into rows of `max_length`. Else one document a row, cut where too long
     (then without an EOS: a cut is not an end). The first token of a row is never learnt, as nothing stands before it from
     which a shifted model could predict it; a row with nothing to learn is left out.
 
     Raises:
-        DataError: there is no text, or something that is not text.
+        DataError: something is not text, or, at the end, there was no text.
     """
-    texts = list(texts)
-    for index, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
     bos, eos = ([token] if token is not None else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
-    encoded = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
-    documents = [bos + body + eos for body in encoded if body]
-    rows: list[Row] = []
-    for stream in [documents] if packed else [[document[:max_length]] for document in documents]:
-        ids = list(chain.from_iterable(stream))
-        numbers = [number for number, document in enumerate(stream, start=1) for _ in document]
-        maskable = [index > 0 or not bos for document in stream for index in range(len(document))]
-        for start in range(0, len(ids), max_length):
-            cut = slice(start, start + max_length)
-            rows.append(_row(ids[cut], numbers[cut], [False, *maskable[cut][1:]], len(rows)))
-    rows = [row for row in rows if any(row["maskable"])]
-    if not rows:
+    documents = (bos + body + eos for body in _encoded(tokenizer, texts, where) if body)
+    # A token is its id, the number of its document, and whether it is learnt.
+    numbered = (zip(document, repeat(number), chain([not bos], repeat(True))) for number, document in enumerate(documents, start=1))
+    sample_id, empty = -1, True
+    for tokens in [chain.from_iterable(numbered)] if packed else (islice(tokens, max_length) for tokens in numbered):
+        while cut := list(islice(tokens, max_length)):
+            sample_id += 1
+            ids, numbers, maskable = zip(*cut, strict=True)
+            if any(maskable[1:]):
+                empty = False
+                yield _row(ids, numbers, [False, *maskable[1:]], sample_id)
+    if empty:
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
-    return rows
+
+
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> Iterator[list[int]]:
+    """The ids of each text, without special tokens."""
+    numbered = enumerate(texts)
+    while chunk := list(islice(numbered, TEXTS_AT_ONCE)):
+        for index, text in chunk:
+            if not isinstance(text, str):
+                raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
+        yield from tokenizer([text for _, text in chunk], add_special_tokens=False)["input_ids"]
 
 
 def pair_rows(

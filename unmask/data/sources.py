@@ -1,80 +1,173 @@
-"""Rows from wherever they are: text files, JSON, CSV and Parquet, saved datasets, and the Hugging Face hub.
+"""Rows from wherever they are: text files, JSON, CSV and Parquet, saved datasets, the Hugging Face hub, and mixtures of them.
 
-Text, JSON and CSV files are read into memory, so that every malformed row is found and named; a corpus larger than memory belongs in
-Parquet or a saved dataset, which are memory-mapped.
+Text, JSON and CSV files are read into memory, so that every malformed row is found and named before training; a corpus larger than
+memory belongs in Parquet or a saved dataset, which are memory-mapped, or is streamed.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
-from itertools import groupby
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from unmask.config import DataSource
 from unmask.errors import DataError
-from unmask.tasks.files import read_records, read_text, require_names
+from unmask.tasks.files import kind_of, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
 SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".parquet")
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
 
 
 def load_rows(
-    path_or_id: str | os.PathLike[str], *, split: str = "train", text_column: str = "text", max_rows: int | None = None
-) -> Dataset:
+    path_or_id: str | os.PathLike[str],
+    *,
+    split: str = "train",
+    text_column: str = "text",
+    max_rows: int | None = None,
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
     """The rows of a dataset.
 
     Args:
         path_or_id: a file (.txt: documents, see `split_documents`; .csv: values stay text, so that leading zeros survive; .json: an array
-            of objects; .jsonl; .parquet), a directory written by `save_to_disk`, or a hub id ("owner/name", or "owner/name:config").
+            of objects; .jsonl; .parquet; all but the last may be gzipped, as .jsonl.gz), a directory written by `save_to_disk`, another
+            directory or a hub id ("owner/name", or "owner/name:config") that `datasets.load_dataset` reads.
         split: which split of a hub dataset or a saved `DatasetDict`; a file is one split.
         text_column: what to name the column of a .txt file.
         max_rows: keep only the first ones.
+        streaming: read rows only as they are asked for, again on every pass. A malformed row is then found only when it is reached.
 
     Raises:
         DataError: for a missing, empty, malformed or wrongly encoded source.
     """
     source = str(path_or_id)
-    path = Path(source)
-    suffix = path.suffix.lower()
+    path, kind = Path(source), kind_of(source)
     if path.is_dir():
-        dataset = _from_directory(source, split)
-    elif suffix in SUFFIXES or path.exists():
-        dataset = _from_file(source, suffix, text_column)
+        dataset = _from_directory(source, split, streaming)
+    elif kind == ".parquet":
+        dataset = _from_parquet(source, streaming)
+    elif kind in SUFFIXES or path.exists():
+        dataset = _from_file(source, kind, text_column, streaming)
     else:
-        dataset = _from_hub(source, split)
-    if not len(dataset):
+        dataset = _from_hub(source, split, streaming)
+    if not streaming and not len(dataset):
         raise _empty(source)
-    return dataset if max_rows is None else dataset.select(range(min(max_rows, len(dataset))))
+    return _first(dataset, max_rows)
 
 
-def require_columns(dataset: Dataset, columns: Iterable[str], where: str) -> None:
+def load_mixture(
+    sources: Sequence[DataSource],
+    *,
+    seed: int,
+    split: str = "train",
+    text_column: str = "text",
+    max_rows: int | None = None,
+    streaming: bool = False,
+) -> Dataset | IterableDataset:
+    """Rows drawn from several sources by weight, over and over from those that run out, until all rows of all have been drawn once.
+
+    The columns are those that all sources have. Of a source with a `text_column` of its own that is the only one, and takes the common
+    name.
+
+    Args:
+        sources: paths or ids, weights (shares of the rows, that is of the documents), and what differs from the settings below.
+        seed: the order follows from it.
+        split, text_column, max_rows, streaming: as in `load_rows`.
+
+    Raises:
+        DataError: as `load_rows`; and sources without a column in common, or with different types in it.
+    """
+    import datasets
+
+    where = " and ".join(source.path for source in sources)
+    parts, names = [], []
+    for source in sources:
+        rows = load_rows(source.path, split=source.split or split, text_column=source.text_column or text_column, streaming=streaming)
+        present = rows.column_names or list(next(iter(rows), ()))  # a stream may not know its columns yet
+        if source.text_column is not None:
+            require_names(present, [source.text_column], source.path)
+        parts.append(rows)
+        names.append({text_column: source.text_column} if source.text_column else {name: name for name in present})
+    common = [name for name in names[0] if all(name in others for others in names)]
+    if not common:
+        raise DataError("the sources have no column in common", where=where, remedy="Give the `text_column` of each source.")
+    total = sum(source.weight for source in sources)
+    try:
+        mixture = datasets.interleave_datasets(
+            [_pick(rows, {name: old[name] for name in common}) for rows, old in zip(parts, names, strict=True)],
+            probabilities=[source.weight / total for source in sources],
+            seed=seed,
+            stopping_strategy="all_exhausted",
+        )
+    except ValueError as error:
+        raise DataError(f"the sources do not mix: {error}", where=where, remedy="Write values of one type in each column.") from error
+    return _first(mixture, max_rows)
+
+
+def _first(rows: Dataset | IterableDataset, count: int | None) -> Dataset | IterableDataset:
+    return rows if count is None else rows.take(count)
+
+
+def _pick(rows: Dataset | IterableDataset, names: dict[str, str]) -> Dataset | IterableDataset:
+    """The columns that `names` lists, renamed: new name to old."""
+    import datasets
+
+    if isinstance(rows, datasets.Dataset):
+        return rows.select_columns(list(names.values())).rename_columns({old: new for new, old in names.items() if old != new})
+    return datasets.IterableDataset.from_generator(_picked, gen_kwargs={"rows": rows, "names": names})
+
+
+def _picked(rows: Iterable[dict[str, Any]], names: dict[str, str]) -> Iterator[dict[str, Any]]:
+    return ({new: row.get(old) for new, old in names.items()} for row in rows)
+
+
+def require_columns(dataset: Dataset | IterableDataset, columns: Iterable[str], where: str) -> None:
     """Raise a DataError that names the columns that are missing, those present, and the nearest."""
     require_names(dataset.column_names, columns, where)
 
 
-def split_documents(text: str) -> list[str]:
-    """The blocks of a text that blank lines separate; a text without blank lines has a document on every line."""
-    lines = text.split("\n")
-    blocks = [list(block) for blank, block in groupby(lines, key=lambda line: not line.strip()) if not blank]
-    return ["\n".join(block) for block in blocks] if len(blocks) > 1 else [line for block in blocks for line in block]
+def split_documents(read: Callable[[], Iterable[str]]) -> Iterator[str]:
+    """The blocks of a text that blank lines separate; a text without blank lines has a document on every line.
+
+    Args:
+        read: gives the lines anew at each call: a first pass finds out which of the two it is, so that no more than a block is held.
+    """
+    by_line = sum(1 for _ in islice(_blocks(read()), 2)) < 2
+    for block in _blocks(read()):
+        lines = (line.removesuffix("\n") for line in block)
+        if by_line:
+            yield from lines
+        else:
+            yield "\n".join(lines)
 
 
-def _from_file(source: str, suffix: str, text_column: str) -> Dataset:
+def _blocks(lines: Iterable[str]) -> Iterator[Iterator[str]]:
+    return (block for blank, block in groupby(lines, key=lambda line: not line.strip()) if not blank)
+
+
+def _file_rows(source: str, kind: str, text_column: str) -> Iterator[dict[str, Any]]:
+    if kind == ".txt":
+        return ({text_column: document} for document in split_documents(partial(read_lines, source)))
+    return (row for _, row in read_records(source))
+
+
+def _from_file(source: str, kind: str, text_column: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow
 
-    if suffix == ".parquet":
-        return _from_parquet(source)
-    if suffix == ".txt":
-        return datasets.Dataset.from_dict({text_column: split_documents(read_text(source))})
-    if suffix not in SUFFIXES:
-        raise DataError(f"unknown kind of file {suffix!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
-    rows = [row for _, row in read_records(source)]
+    if kind not in SUFFIXES:
+        raise DataError(f"unknown kind of file {kind!r}", where=source, remedy=f"Use one of {', '.join(SUFFIXES)}.")
+    arguments = {"source": source, "kind": kind, "text_column": text_column}
+    if streaming:
+        return datasets.IterableDataset.from_generator(_file_rows, gen_kwargs=arguments)
+    rows = list(_file_rows(**arguments))
     columns = dict.fromkeys(name for row in rows for name in row)
     try:
         return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
@@ -83,49 +176,56 @@ def _from_file(source: str, suffix: str, text_column: str) -> Dataset:
         raise DataError(what, where=source, remedy="Write values of one type in each column.") from error
 
 
-def _from_parquet(source: str) -> Dataset:
+def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
     import pyarrow.parquet
 
     if not Path(source).is_file():
         raise DataError("no such file", where=source, remedy="Check the path.")
     try:
-        if not pyarrow.parquet.read_metadata(source).num_rows:
+        if not pyarrow.parquet.read_metadata(source).num_rows:  # at the end of the file: one that was cut off has none
             raise _empty(source)
-        return datasets.Dataset.from_parquet(source)
+        return (datasets.IterableDataset if streaming else datasets.Dataset).from_parquet(source)
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
         raise DataError(what, where=source, remedy="Write the file again.") from error
 
 
-def _from_directory(source: str, split: str) -> Dataset:
+def _from_directory(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:
     import datasets
 
     try:
         saved = datasets.load_from_disk(source)
     except IndexError:  # how `datasets` fails on a saved dataset without rows
         raise _empty(source) from None
-    except (FileNotFoundError, ValueError) as error:
+    except FileNotFoundError:
+        return _load_dataset(source, None, split, streaming)
+    except ValueError as error:
         what = f"not a saved dataset: {error}"
-        raise DataError(what, where=source, remedy="Name a file in it, or a directory written by `save_to_disk`.") from error
-    if isinstance(saved, datasets.Dataset):
-        return saved
-    if split not in saved:
-        raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}.")
-    return saved[split]
+        raise DataError(what, where=source, remedy="Save it again.") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if split not in saved:
+            raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}.")
+        saved = saved[split]
+    return saved.to_iterable_dataset() if streaming else saved
 
 
-def _from_hub(source: str, split: str) -> Dataset:
-    import datasets
-
+def _from_hub(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:
     match = HUB_ID.fullmatch(source)
     if not match:
         raise DataError("no such file or directory", where=source, remedy="Check the path.")
+    return _load_dataset(match["name"], match["config"], split, streaming)
+
+
+def _load_dataset(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:
+    import datasets
+
     try:
-        return datasets.load_dataset(match["name"], match["config"], split=split)
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        what = f"neither a file here nor a dataset that the hub could give: {error}"
-        raise DataError(what, where=source, remedy="Check the path, or the id, its config, the split and the network.") from error
+        kind = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a file here nor a dataset that"
+        what = f"{kind} `datasets` could read: {error.__cause__ or error}"
+        raise DataError(what, where=name, remedy="Check the path, or the id, its config, the split and the network.") from error
 
 
 def _empty(source: str) -> DataError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import csv
-import io
+import gzip
 import json
 import os
+import zlib
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,23 +18,39 @@ Record = tuple[str, dict[str, Any]]
 """Where a row stands ("file, line 3"), and the row."""
 
 
-def read_text(path: str | os.PathLike[str]) -> str:
-    """A whole UTF-8 file, line ends normalised and a byte-order mark dropped. Missing, empty and otherwise encoded files: DataError."""
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The suffix of a file in lower case, without the .gz of a compressed one."""
+    return Path(str(path).lower().removesuffix(".gz")).suffix
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The lines of a UTF-8 file, gzipped or not, one at a time, each with its end ("\\n"); a byte-order mark is dropped.
+
+    Raises:
+        DataError: for a missing or empty file, one that is not UTF-8, and a compressed one that is damaged or cut off.
+    """
     path = Path(path)
     if not path.is_file():
         raise DataError("no such file", where=str(path), remedy="Check the path.")
+    number, blank = 0, True
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
+                blank = blank and not text.strip()
+                yield text
     except UnicodeDecodeError as error:
         what = f"byte {error.start} is not UTF-8 ({error.reason})"
-        raise DataError(what, where=str(path), remedy="Save the file as UTF-8.") from None
-    if not text.strip():
+        raise DataError(what, where=f"{path}, line {number}", remedy="Save the file as UTF-8.") from None
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        what = f"the compressed file is damaged or cut off: {error}"
+        raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again.") from None
+    if blank:
         raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row.")
-    return text
 
 
-def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> list[Record]:
-    """All rows of a .csv, .json (an array of objects) or .jsonl file, in order.
+def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
+    """The rows of a .csv, .json (an array of objects) or .jsonl file, gzipped or not, in order; of all but .json one at a time.
 
     A CSV file has no types: its values stay text, so that leading zeros survive.
 
@@ -44,14 +61,14 @@ def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) ->
     Raises:
         DataError: for a missing, empty or malformed file, and for a row without a column.
     """
-    text = read_text(path)
-    reader = {".csv": _csv_records, ".json": _json_records}.get(Path(path).suffix.lower(), _jsonl_records)
-    records = list(reader(text, str(path)))
-    if not records:
-        raise DataError("the file holds no rows", where=str(path), remedy="Give a file with at least one row.")
-    for where, row in records:
+    reader = {".csv": _csv_records, ".json": _json_records}.get(kind_of(path), _jsonl_records)
+    empty = True
+    for where, row in reader(read_lines(path), str(path)):
         require_names(row, columns, where)
-    return records
+        empty = False
+        yield where, row
+    if empty:
+        raise DataError("the file holds no rows", where=str(path), remedy="Give a file with at least one row.")
 
 
 def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
@@ -65,8 +82,8 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
     raise DataError(what, where=where, remedy=did_you_mean(missing[0], present))
 
 
-def _csv_records(text: str, path: str) -> Iterator[Record]:
-    reader = csv.DictReader(io.StringIO(text), strict=True)
+def _csv_records(lines: Iterator[str], path: str) -> Iterator[Record]:
+    reader = csv.DictReader(lines, strict=True)
     number = 0
     try:
         for number, row in enumerate(reader, start=1):
@@ -79,15 +96,14 @@ def _csv_records(text: str, path: str) -> Iterator[Record]:
         raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Mend or remove the row.") from None
 
 
-def _jsonl_records(text: str, path: str) -> Iterator[Record]:
-    for number, line in enumerate(text.split("\n"), start=1):
+def _jsonl_records(lines: Iterator[str], path: str) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=1):
         if line.strip():
-            where = f"{path}, line {number}"
-            yield where, _object(_decode(line, where), where)
+            yield f"{path}, line {number}", _object(_decode(line, path, number), f"{path}, line {number}")
 
 
-def _json_records(text: str, path: str) -> Iterator[Record]:
-    rows = _decode(text, path)
+def _json_records(lines: Iterator[str], path: str) -> Iterator[Record]:
+    rows = _decode("".join(lines), path, 1)
     if not isinstance(rows, list):
         raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file.")
     for number, row in enumerate(rows, start=1):
@@ -95,11 +111,17 @@ def _json_records(text: str, path: str) -> Iterator[Record]:
         yield where, _object(row, where)
 
 
-def _decode(text: str, where: str) -> Any:
+def _decode(text: str, path: str, first_line: int) -> Any:
+    text = text.rstrip()
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"malformed JSON: {error}", where=where, remedy="Mend or remove the row.") from None
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(text) or text[-1] not in "]}"
+        what = f"malformed JSON, column {error.colno}: {error.msg}" + cut * "; the text ends in the middle of a record"
+        where = f"{path}, line {first_line + error.lineno - 1}"
+    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
+        what, where = f"malformed JSON: {error}", f"{path}, line {first_line}"
+    raise DataError(what, where=where, remedy="Mend or remove the row.")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
 from unmask.config_files import read_recipe
-from unmask.data.rows import Row, column, pair_rows, text_rows
+from unmask.data.corpus import StreamedRows
+from unmask.data.rows import Row, pair_rows
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, DataError
 from unmask.generation.sampler import generate
 from unmask.models.attention import Pattern, check_pattern
 from unmask.models.diffusion_lm import DiffusionLM
@@ -25,13 +26,14 @@ from unmask.models.load import as_diffusion_lm, with_pattern
 from unmask.training.noising import NoisingConfig
 from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row
 from unmask.training.teacher import learn
+from unmask.training.text import TextConfig, corpus_rows, rows_from
 from unmask.training.trainer import Batch, DiffusionTrainer, Progress, row_length, steps_per_epoch
 
 DEFAULT_BLOCK = 4
 
 
 @dataclass(kw_only=True)
-class ConvertConfig(NoisingConfig):
+class ConvertConfig(NoisingConfig, TextConfig):
     """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` takes those of a recipe."""
 
     learning_rate: float = field(default=5e-4, metadata={"help": "The base rate; the stages use 0.5, 1 and 0.3 times this."})
@@ -64,8 +66,6 @@ class ConvertConfig(NoisingConfig):
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "What is trained one after another: share, rate, train, lm_loss, ..."}
     )
-    text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
-    packing: bool = field(default=True, metadata={"help": "Lay documents end to end; they do not see one another."})
     canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
 
     @classmethod
@@ -101,6 +101,8 @@ class StageTrainer(DiffusionTrainer):
         teacher: the frozen causal model, for distillation and alignment.
         done: the steps of the stages before this one, of all stages.
     """
+
+    streams = True
 
     def __init__(self, *arguments: Any, stage: ConversionStage, teacher: DiffusionLM | None, done: tuple[int, int], **rest: Any):
         self.stage, self.teacher = stage, teacher
@@ -177,7 +179,8 @@ class ConvertTrainer:
     Args:
         model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
         args: pattern, steps, rates and stages. `max_steps` (or the epochs) are shared out among the stages.
-        train_dataset: rows with `text`, or with `prompt` and `completion` (then only the completion is noised).
+        train_dataset: rows with `text` (perhaps a stream, see `corpus_rows`), or with `prompt` and `completion` (then only the completion
+            is noised).
         eval_dataset: the same, held out; each stage ends with an evaluation.
         progress: a stage of a progress display to keep up to date.
         rest: as in DiffusionTrainer, but for `peft_config`.
@@ -191,7 +194,7 @@ class ConvertTrainer:
         self,
         model: DiffusionLM | PreTrainedModel | str | Path,
         args: ConvertConfig,
-        train_dataset: Sequence[Mapping[str, Any]],
+        train_dataset: Iterable[Mapping[str, Any]],
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
         *,
         progress: Progress | None = None,
@@ -208,7 +211,7 @@ class ConvertTrainer:
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
             stage.parameters(stage_lm, where=f"stages, stage {number}, train")
         self.lm = self.lms[-1]
-        self.train_rows = conversion_rows(self.lm, args, train_dataset, "train_dataset")
+        self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         self.log_history: list[dict[str, float]] = []
 
@@ -241,8 +244,8 @@ class ConvertTrainer:
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
-        done = (first, steps)
-        trainer = StageTrainer(lm, args, self.train_rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, **rest)
+        rows, done = rows_from(self.train_rows, args, first), (first, steps)
+        trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, **rest)
         with freezing(trainer.lm, stage):
             trainer.train(resume_from_checkpoint=resume)
         if self.eval_rows is not None:
@@ -255,11 +258,13 @@ class ConvertTrainer:
         return math.ceil(steps_per_epoch(self.args, self.train_rows) * self.args.num_train_epochs)
 
 
-def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-    """Rows of prompt and completion or of messages, or of text."""
-    if len(dataset) > 0 and not {"completion", "messages"}.isdisjoint(dataset[0]):
+def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
+    """Rows of prompt and completion or of messages, or of text, which may be a stream."""
+    if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
+        if not isinstance(dataset, Sized):
+            raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
         return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=args.canvas_length, where=where)
-    return text_rows(lm.tokenizer, column(dataset, args.text_column, where), row_length(lm, args), packed=args.packing, where=where)
+    return corpus_rows(lm, args, dataset, where)
 
 
 @dataclass

@@ -23,13 +23,13 @@ WITHOUT_EFFECT = {"data_source", "log_memory", "score_chunk"}
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "total_flos", "num_input_tokens_seen")
 
 
-def stage_entry(args: StageConfig, log: Sequence[Mapping[str, float]], *, rows: int, steps: int, tokens: int) -> dict[str, Any]:
+def stage_entry(args: StageConfig, log: Sequence[Mapping[str, float]], *, rows: int | None, steps: int, tokens: int) -> dict[str, Any]:
     """One entry of a model's history.
 
     Args:
         args: the stage's config.
         log: what was logged, oldest first.
-        rows: of training data.
+        rows: of training data; None of a stream.
         steps: optimizer steps made.
         tokens: trained on, padding not counted.
 
@@ -39,7 +39,7 @@ def stage_entry(args: StageConfig, log: Sequence[Mapping[str, float]], *, rows: 
     return {
         "verb": type(args).__name__.removesuffix("Config").lower(),
         **({"data": args.data_source} if args.data_source else {}),
-        "rows": rows,
+        **({"rows": rows} if rows is not None else {}),
         "steps": steps,
         "tokens": tokens,
         "seed": args.seed,

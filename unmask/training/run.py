@@ -16,8 +16,8 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from unmask.config import DataConfig, RunConfig, build_training_args, to_yaml
-from unmask.data.sources import load_rows
+from unmask.config import DataConfig, DataSource, RunConfig, build_training_args, to_yaml
+from unmask.data.sources import load_mixture, load_rows
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
@@ -29,6 +29,7 @@ from unmask.training.dpo import DPOConfig, DPOTrainer
 from unmask.training.grpo import GRPOConfig, GRPOTrainer
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.training.text import TextConfig
 from unmask.training.trainer import StageConfig
 
 GENERATED_ROWS = 10_000
@@ -74,21 +75,24 @@ VERBS = {
 
 
 def training_arguments(verb: str, config: RunConfig) -> Any:
-    """The verb's arguments; a task gives the length of the canvas where the config does not.
+    """The verb's arguments; a task gives the length of the canvas, and `data` the column of the text, where `training` does not.
 
     Raises:
         ConfigError: a setting that the verb does not have, or a value that it refuses.
     """
     kind = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
-    defaults = {kind.canvas: task.max_completion} if task and kind.canvas else {}
-    source = config.data.train or config.data.task
-    return build_training_args(kind.config, defaults | config.training, output_dir=config.output_dir, data_source=data_name(source))
+    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas else {}
+    if issubclass(kind.config, TextConfig) and task is None:
+        defaults["text_column"] = config.data.text_column
+    fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
+    return build_training_args(kind.config, defaults | config.training, **fixed)
 
 
-def data_name(source: str | None) -> str | None:
-    """What a model card calls a data set: its name on the hub, or its file's name without the folders of this machine."""
-    return Path(source).name if source and Path(source).exists() else source
+def data_name(data: DataConfig) -> str | None:
+    """What a model card calls the data: names on the hub, or files' names without the folders of this machine."""
+    sources = [data.train or data.task] if not isinstance(data.train, list) else [source.path for source in data.train]
+    return ", ".join(Path(source).name if Path(source).exists() else source for source in sources if source) or None
 
 
 def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
@@ -118,9 +122,9 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     if verb == "grpo":
         rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
     output = Path(config.output_dir)
-    with Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO()) as progress, progress.stage(verb) as stage:
-        with naming_files(config.data):
-            trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
+    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
+    with display as progress, progress.stage(verb) as stage, naming_files(config.data):
+        trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
         if args.should_save:
             if config.overwrite and not resume:
                 forget_earlier_run(output)
@@ -131,7 +135,7 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if task is not None and args.should_save:
         rows = config.data.eval_rows
-        problems = task.read(config.data.eval)[:rows] if config.data.eval else task.generate("test", rows, config.data.seed)
+        problems = task.read(str(config.data.eval))[:rows] if config.data.eval else task.generate("test", rows, config.data.seed)
         write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, problems, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()
@@ -149,14 +153,25 @@ def forget_earlier_run(output: Path) -> None:
 def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, Rows | None]:
     """Training and held-out rows: of a task (generated, or read from the file given), or of any data set."""
     data = config.data
+    if data.shuffle_buffer is not None and not data.streaming:
+        raise ConfigError("there is no stream to shuffle", where="data.shuffle_buffer", remedy="Set data.streaming, or remove it")
+    if task is not None and (data.streaming or isinstance(data.train, list) or isinstance(data.eval, list)):
+        raise ConfigError("a task reads whole files, one at a time", where="data.task", remedy="Give no stream and no mixture, or no task")
     if task is not None:
-        train = task.read(data.train) if data.train else task.generate("train", data.max_rows or GENERATED_ROWS, data.seed)
+        train = task.read(str(data.train)) if data.train else task.generate("train", data.max_rows or GENERATED_ROWS, data.seed)
         return kind.task_rows(task, train[: data.max_rows], data.seed), None
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
-    train = load_rows(data.train, split=data.split, text_column=data.text_column, max_rows=data.max_rows)
-    held_out = load_rows(data.eval, split=data.split, text_column=data.text_column, max_rows=data.eval_rows) if data.eval else None
-    return train, held_out
+    train = read_source(data, data.train, data.max_rows, streaming=data.streaming)
+    if data.shuffle_buffer is not None:
+        train = train.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
+    return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows)
+
+
+def read_source(data: DataConfig, source: str | list[DataSource], max_rows: int | None, *, streaming: bool = False) -> Any:
+    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either."""
+    kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
+    return load_rows(source, **kept) if isinstance(source, str) else load_mixture(source, seed=data.seed, **kept)
 
 
 @contextlib.contextmanager
@@ -166,8 +181,8 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         yield
     except DataError as error:
         where = error.where or ""
-        for name, file in (("train_dataset", data.train), ("eval_dataset", data.eval)):
-            where = where.replace(name, file or name)
+        for name, source in (("train_dataset", data.train), ("eval_dataset", data.eval)):
+            where = where.replace(name, source if isinstance(source, str) else " and ".join(one.path for one in source or ()) or name)
         raise DataError(error.what, where=where or None, remedy=error.remedy) from error
 
 

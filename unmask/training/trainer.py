@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -61,8 +61,9 @@ class StageConfig(TrainingArguments):
         args: Any = self  # mypy does not read the fields of TrainingArguments
         args.remove_unused_columns = False
         args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
-        if args.dataloader_pin_memory and args.accelerator_config is None:
-            args.accelerator_config = {"non_blocking": True}  # from pinned memory batches are copied while the GPU computes
+        if args.accelerator_config is None:
+            # From pinned memory batches are copied while the GPU computes. Each rank reads a stream itself: batches differ in width.
+            args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
         args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
         args.label_names = []
         if (args.bf16 or args.fp16) and not amp_works(args.bf16):
@@ -88,7 +89,12 @@ def canvas(lm: DiffusionLM, args: Any) -> int | None:
 
 def steps_per_epoch(args: TrainingArguments, rows: Sequence[Any]) -> int:
     """Optimizer steps that go through the rows once."""
-    return math.ceil(len(rows) / (args.train_batch_size * args.gradient_accumulation_steps * args.world_size))
+    return math.ceil(len(rows) / rows_per_step(args))
+
+
+def rows_per_step(args: TrainingArguments) -> int:
+    """Rows in an optimizer step, over all ranks."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 def amp_works(bf16: bool) -> bool:
@@ -121,7 +127,7 @@ class DiffusionTrainer(Trainer):
         self,
         model: DiffusionLM | PreTrainedModel | str | Path,
         args: StageConfig,
-        train_dataset: Sequence[Any] | None = None,
+        train_dataset: Iterable[Any] | None = None,
         eval_dataset: Sequence[Any] | None = None,
         *,
         processing_class: PreTrainedTokenizerBase | None = None,
@@ -141,7 +147,7 @@ class DiffusionTrainer(Trainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        self._earlier, self._rows = history(lm), len(train_dataset or ())
+        self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
         super().__init__(
             model=self.lm.model,
             args=args,
@@ -157,8 +163,11 @@ class DiffusionTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
 
+    streams = False
+    """Whether the data set may be a stream, which has no length."""
+
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Sequence[Any], where: str) -> Sequence[Any]:
+    def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
         """The user's rows as the collator reads them."""
         return dataset
 
@@ -216,10 +225,12 @@ class DiffusionTrainer(Trainer):
         total[1] += count
 
     @classmethod
-    def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Sequence[Any] | None, where: str) -> Sequence[Any] | None:
+    def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
         if dataset is None:
             return None
-        if len(dataset) == 0:
+        if not isinstance(dataset, Sized) and not cls.streams:
+            raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
+        if isinstance(dataset, Sized) and len(dataset) == 0:
             raise DataError("the data set is empty", where=where, remedy="Give at least one row")
         return cls.make_rows(lm, args, dataset, where)
 
