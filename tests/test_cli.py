@@ -267,8 +267,58 @@ def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPat
         raise ModelError("there is no model", where=path, remedy="Give a folder.")
 
     monkeypatch.setitem(vars(unmask), "load", load)
-    result = run("inspect", "absent")
+    result = run("generate", "absent", "--prompt", "a")
     assert (result.exit_code, result.stderr) == (2, "error: absent: there is no model. Give a folder.\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without its weights."""
+    from transformers import LlamaConfig
+
+    from unmask.data.characters import character_tokenizer
+
+    path = str(tmp_path_factory.mktemp("model"))
+    tokenizer = character_tokenizer("abc")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
+    ).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
+    command = ["inspect", folder, "--sequence-length", "32"]
+    result = run(*command, "--hardware", "h100-80gb", "--hardware", "multi-node", "--max-memory-gb", "2", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["facts"]["architecture"] == "LlamaForCausalLM"
+    assert printed["conversion"]["embeddings"].startswith("full: they grow from")
+    assert list(printed["plans"]) == ["h100-80gb", "multi-node"]
+    one, many = printed["plans"].values()
+    assert one["limit"] == many["limit"] == 2e9 and one["fits"] and one["peak"] <= 2e9 and one["seconds"] > 0
+    assert many["devices"] == many["workload"]["shards"] == 16
+
+    table = run(*command, "--hardware", "h100-80gb", "--batch-size", "3")
+    assert "h100-80gb" in table.stdout and "tokens/s" in table.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hardware", "h100"], "there is no hardware 'h100'. Did you mean 'h100-80gb'?"),
+        (["--sequence-length", "65"], "65 tokens, but the model's context is 64. Use at most 64"),
+        (
+            ["--hardware", "a40-48gb-x3", "--sequence-length", "8", "--measure"],
+            "this machine has no such device. Measure there, or plan only",
+        ),
+    ],
+)
+def test_inspect_refuses_what_it_cannot_plan(options: list[str], message: str, folder: str) -> None:
+    result = run("inspect", folder, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
 
 
 def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -187,13 +187,12 @@ def test_an_error_in_a_file_names_that_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
-    from transformers import TrainingArguments
-
     from unmask.training.convert import ConvertConfig
+    from unmask.training.trainer import StageConfig
 
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))
-    kind = ConvertConfig if path.parent.name == "conversion" else TrainingArguments
+    kind = ConvertConfig if path.parent.name == "conversion" else StageConfig
     build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)
 

@@ -269,25 +269,56 @@ def _evaluate_likelihood(
     return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
 
 
-@app.command()
+@app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")
 @spread_configs
-def inspect(model: ModelConfig) -> None:
-    """Show what a model is: architecture, size, vocabulary, attention, mask token."""
-    lm = load_model(model)
-    network: Any = lm.model
-    tied = network.get_output_embeddings().weight is network.get_input_embeddings().weight
-    rows = {
-        "architecture": type(network).__name__,
-        "parameters": f"{sum(weight.numel() for weight in network.parameters()):,}",
-        "vocabulary": f"{lm.config.vocab_size:,}",
-        "tied embeddings": "yes" if tied else "no",
-        "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
-        "attention": lm.attention,
-        "attention block": str(lm.block_size or "-"),
-        "mask token": f"{lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)} ({lm.mask_token_id})",
-        "logit shift": "yes: row i - 1 of the network predicts token i" if lm.logit_shift else "no",
-    }
-    show_table(rows, title=model.path)
+def inspect(
+    model: ModelConfig,
+    hardware: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A hardware recipe; repeatable; unset: all.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
+    copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,
+    max_memory_gb: Annotated[float | None, typer.Option(min=0.001, help="Plan for at most this much on each device.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Plan for adapters of this rank.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also make such steps here, at most 4 rows unless --batch-size says.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a model is, what conversion would change, and what a training step takes on which hardware. Reads no weights."""
+    from unmask.models.blueprint import Blueprint
+    from unmask.training.presets import MEASURED_ROWS, Planner, Preset, preset_names
+
+    presets = [Preset.read(name, max_memory_gb) for name in hardware or preset_names()]
+    blueprint = Blueprint.read(model)
+    planner = Planner(blueprint, blueprint.workload(model.attention, sequence_length, copies, lora_rank))
+    facts, changes = blueprint.facts(), blueprint.changes()
+    plans = {preset.name: planner.plan(preset, batch_size) for preset in presets}
+    measured = {}
+    for preset in presets if measure else ():
+        if preset.device or hardware:  # of all presets only the one that is here; of those named each must be
+            rows = batch_size or min(plans[preset.name].workload.batch, MEASURED_ROWS)
+            measured[preset.name] = planner.compare(preset, rows)
+    if as_json:
+        plain = {name: plan.to_dict() for name, plan in plans.items()}
+        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))
+        return
+    show_table(facts, title=model.path)
+    show_table(changes, title="what conversion would change")
+    show_columns([plan.describe(name) for name, plan in plans.items()], title=f"a training step: {planner.work.describe()}")
+    for name, figures in measured.items():
+        show_table({key: f"{value:,.4g}" for key, value in figures.items()}, title=f"measured: {name}")
+
+
+def show_columns(rows: list[dict[str, str]], title: str) -> None:
+    """A table with the keys of its rows as head."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title))
+    for name in rows[0]:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row.values()))
+    Console().print(table)
 
 
 @app.command(epilog="Example: unmask export runs/convert/model --layout sdar --output sdar")

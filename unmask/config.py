@@ -156,6 +156,58 @@ class SamplerConfig(Config):
     """Whether to record what was revealed when."""
 
 
+class DeviceConfig(Config):
+    """One kind of device in a machine, by its vendor's figures."""
+
+    name: str
+    """What it is called."""
+    count: int = Field(default=1, ge=1)
+    """How many of them a node has."""
+    memory_gb: float | None = Field(default=None, gt=0)
+    """Its memory, in 1e9 bytes; unset: this machine's own."""
+    tflops: float | None = Field(default=None, gt=0)
+    """Matrix products in bfloat16 without sparsity, in 1e12 operations a second; unset: found by a short calibration."""
+    bandwidth_gb_s: float | None = Field(default=None, gt=0)
+    """Of its memory, in 1e9 bytes a second."""
+
+
+class HardwareConfig(Config):
+    """The machine that a run is planned for (`unmask inspect`). The run itself takes what is there."""
+
+    name: str
+    """What the plan calls it."""
+    devices: list[DeviceConfig] = Field(min_length=1)
+    """The kinds of devices in a node. Of unequal ones the smallest sets the batch of all, the slowest the time."""
+    nodes: int = Field(default=1, ge=1)
+    """How many such nodes work together."""
+    interconnect_gb_s: float | None = Field(default=None, gt=0)
+    """Between the devices of a node, one way, in 1e9 bytes a second."""
+    network_gb_s: float | None = Field(default=None, gt=0)
+    """Between nodes, per device, one way, in 1e9 bytes a second."""
+    max_memory_gb: float | None = Field(default=None, gt=0)
+    """Plan for at most this much memory on each device, in 1e9 bytes."""
+
+    @property
+    def per_node(self) -> int:
+        return sum(device.count for device in self.devices)
+
+    @property
+    def count(self) -> int:
+        """Devices of all nodes."""
+        return self.per_node * self.nodes
+
+    @property
+    def is_cpu(self) -> bool:
+        return self.devices[0].name == "cpu"
+
+    @property
+    def slowest_link(self) -> float | None:
+        """What an exchange among all devices goes through; None for one device."""
+        if self.count == 1:
+            return None
+        return self.network_gb_s if self.nodes > 1 else self.interconnect_gb_s
+
+
 class RunConfig(Config):
     """A training run: `unmask pretrain | convert | sft | dpo | grpo`."""
 
@@ -169,6 +221,8 @@ class RunConfig(Config):
     """Low-rank adapters; unset: train the weights themselves."""
     training: dict[str, JsonValue] = {}
     """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
+    hardware: HardwareConfig | None = None
+    """What the run is planned for; recorded, and read by `unmask inspect`."""
     rewards: list[str] = []
     """Names of built-in rewards, or package.module:function."""
     output_dir: str = Field(min_length=1)

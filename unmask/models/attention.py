@@ -115,7 +115,7 @@ class AttentionMask:
         None where it is nearly full, or on a GPU (which has kernels for sparse masks).
         """
         rows, _, queries, keys = self.allowed_BQK.shape
-        if self.allowed_BQK.device.type != "cpu" or queries <= TILE:
+        if self.allowed_BQK.device.type != "cpu" or type(self.allowed_BQK) is not Tensor or queries <= TILE:
             return None
         padded_BQK = F.pad(self.allowed_BQK[:, 0], (0, -keys % TILE, 0, -queries % TILE))
         seen_BIJ = padded_BQK.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(4).any(2)

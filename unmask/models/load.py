@@ -51,26 +51,31 @@ def load(
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where, source = str(path_or_id), {"revision": revision, "trust_remote_code": trust_remote_code}
-    config, family = _config(where, source)
-    tokenizer = _tokenizer(where, source, config, family)
+    config, family = read_config(where, source)
+    tokenizer = read_tokenizer(where, source, config, family)
     model = _weights(where, config, dtype, source, family)
-    saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
-    if saved["time_embedding"]:
+    settings = pattern_settings(config, attention, block_size, logit_shift)
+    if settings["time_embedding"]:
         load_time_embedding(model, where, revision)
+    return make_diffusion(model.to(resolve_device(device)), tokenizer, **settings)
+
+
+def pattern_settings(
+    config: PretrainedConfig, attention: Pattern | None, block_size: int | None, logit_shift: bool | None
+) -> dict[str, Any]:
+    """Pattern, block size and shift as asked for; what is None as saved, and of a stock model causal. The rest as saved."""
+    saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
     same_pattern = attention is None or attention == saved["attention"]
-    if block_size is None and same_pattern:
-        block_size = saved["block_size"]
-    if logit_shift is None and same_pattern:
-        logit_shift = saved["logit_shift"]
-    return make_diffusion(
-        model.to(resolve_device(device)),
-        tokenizer,
-        attention=attention or saved["attention"],
-        block_size=block_size,
-        logit_shift=logit_shift,
-        causal_context=saved["causal_context"] and same_pattern,
-        time_embedding=saved["time_embedding"],
-    )
+    if same_pattern:
+        block_size = saved["block_size"] if block_size is None else block_size
+        logit_shift = saved["logit_shift"] if logit_shift is None else logit_shift
+    return {
+        "attention": attention or saved["attention"],
+        "block_size": block_size,
+        "logit_shift": logit_shift,
+        "causal_context": saved["causal_context"] and same_pattern,
+        "time_embedding": saved["time_embedding"],
+    }
 
 
 def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", device: str = "cpu", **source: Any) -> DiffusionLM:
@@ -81,8 +86,8 @@ def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", d
     Raises:
         ModelError: no config or no tokenizer there.
     """
-    config, family = _config(str(path), source)
-    tokenizer = _tokenizer(str(path), source, config, family)
+    config, family = read_config(str(path), source)
+    tokenizer = read_tokenizer(str(path), source, config, family)
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
     return make_diffusion(model.to(resolve_device(device)), tokenizer)
@@ -192,8 +197,9 @@ def _dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def _config(where: str, source: dict) -> tuple[PretrainedConfig, Family | None]:
-    """The stock config, and the family whose layout it was published in."""
+def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | None]:
+    """The stock config of a folder or hub id, and the family whose layout it was published in; `source`: `revision` and
+    `trust_remote_code`."""
     folder = pathlib.Path(where)
     if not folder.exists() and where.startswith(("/", ".", "~")):
         raise ModelError("no such folder", where=where, remedy="Check the path")
@@ -230,7 +236,8 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
     return model
 
 
-def _tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
+def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a model; arguments as of and from `read_config`."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, source) if family else source))
     except (OSError, ValueError, KeyError) as error:

@@ -52,6 +52,7 @@ class StageConfig(TrainingArguments):
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
+    fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
     score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})

@@ -1,0 +1,69 @@
+"""What is read of a model without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import BloomConfig, LlamaConfig
+
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, VOCABULARY, WINDOWS_OF_LAYERS, tiny_lm
+from unmask.config import ModelConfig
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ModelError
+from unmask.models.blueprint import Blueprint
+from unmask.models.planning import Workload
+
+
+def saved(folder: Path, config: object, alphabet: str = ALPHABET, **options: object) -> Blueprint:
+    config.save_pretrained(folder)
+    character_tokenizer(alphabet).save_pretrained(folder)
+    return Blueprint.read(ModelConfig(path=str(folder), **options))
+
+
+def test_facts_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    lm = tiny_lm("qwen3", "block_causal", 4)
+    lm.save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    blueprint = Blueprint.read(ModelConfig(path=str(tmp_path)))
+    facts = blueprint.facts()
+    assert facts["parameters"] == f"{sum(weight.numel() for weight in lm.model.parameters()):,}"
+    assert (facts["attention"], facts["attention block"], facts["logit shift"]) == ("block_causal", "4", "no")
+    assert facts["mask token"] == f"<|mask|> ({VOCABULARY})"
+    assert blueprint.changes()["mask token"] == "already there"
+    assert blueprint.workload(None, 8, 1, None).attention == "block_causal"
+
+
+@pytest.mark.parametrize(
+    ("room", "words"), [(0, f"full: they grow from {VOCABULARY} to {VOCABULARY + 1} rows"), (3, "no: 19 rows have room")]
+)
+def test_a_full_vocabulary_is_told(room: int, words: str, tmp_path: Path) -> None:
+    sizes = CONFIGURATIONS["llama"].to_dict() | {"vocab_size": VOCABULARY + room}
+    blueprint = saved(tmp_path, LlamaConfig(**sizes))
+    assert blueprint.changes()["embeddings"] == words
+    assert "added" in blueprint.changes()["mask token"]
+
+
+def test_more_tokens_than_embeddings_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has 17 tokens, but the embeddings only 16 rows"):
+        saved(tmp_path, CONFIGURATIONS["llama"], alphabet=ALPHABET + "z")
+
+
+def test_a_model_without_an_attention_hook_is_an_error(tmp_path: Path) -> None:
+    config = BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=VOCABULARY)
+    with pytest.raises(ModelError, match="BloomForCausalLM: attention is built into"):
+        saved(tmp_path, config).facts()
+
+
+@pytest.mark.parametrize("name", WINDOWS_OF_LAYERS)
+def test_sliding_windows_that_go_are_counted(name: str, tmp_path: Path) -> None:
+    windows = sum(window is not None for window in WINDOWS_OF_LAYERS[name])
+    assert saved(tmp_path, CONFIGURATIONS[name]).changes()["sliding windows"] == f"dropped in {windows} layers"
+
+
+def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -> None:
+    blueprint = saved(tmp_path, CONFIGURATIONS["llama"])
+    kept = {p: blueprint.network(Workload(sequence_length=32, precision=p)).saved_per_row for p in ("float32", "mixed", "bfloat16")}
+    assert 0.4 * kept["float32"] < kept["bfloat16"] < kept["mixed"] < kept["float32"]
+    longer = blueprint.network(Workload(sequence_length=32, attention="block_causal")).saved_per_row
+    assert longer == pytest.approx(2 * kept["float32"], rel=0.01)

@@ -1,0 +1,78 @@
+"""Steps that are really made, against what was predicted of them."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES
+from unmask.data.characters import character_tokenizer
+from unmask.models.blueprint import Blueprint
+from unmask.models.planning import Workload, peak_memory
+from unmask.training import measuring
+from unmask.training.measuring import Step, built, calibrate, measure
+
+SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
+
+
+def blueprint(config: object) -> Blueprint:
+    return Blueprint("tiny", config, character_tokenizer(ALPHABET), SETTINGS)
+
+
+def llama(hidden: int, layers: int, vocabulary: int) -> Blueprint:
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return blueprint(LlamaConfig(**sizes, **heads, max_position_embeddings=512))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
+    model = built(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=1).model
+    assert model.config.num_hidden_layers == 1
+    Step(built(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3), Workload(sequence_length=8))()
+
+
+@pytest.mark.parametrize("work", [
+    Workload(batch=4, sequence_length=64, attention="bidirectional"),
+    Workload(batch=3, sequence_length=64, attention="block_causal", copies=2),
+    Workload(batch=4, sequence_length=64, attention="block_causal", checkpointing=True),
+    Workload(batch=4, sequence_length=64, attention="causal", accumulate=False),
+], ids=lambda work: f"{work.attention}{' checkpointing' * work.checkpointing}")  # fmt: skip
+def test_peak_memory_is_predicted_within_a_tenth(work: Workload) -> None:
+    model = llama(64, 4, 1024)
+    predicted = peak_memory(model.network(work), work).total
+    step = Step(built(model, work), work)
+    step()
+    assert predicted == pytest.approx(step.peak_bytes(), rel=0.1)
+
+
+def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
+    work = Workload(batch=2, sequence_length=8, copies=2)
+    hidden_BVT = Step(built(llama(64, 1, 64), work), work).views.hidden_BVT
+    assert hidden_BVT.sum(-1).tolist() == [[4, 4], [4, 4]]
+    assert hidden_BVT.sum(1).eq(1).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "work"),
+    [
+        (llama(64, 8, 512), Workload(batch=16, sequence_length=128, attention="block_causal")),
+        (llama(128, 4, 4096), Workload(batch=16, sequence_length=256, attention="causal")),
+        (llama(256, 6, 16_000), Workload(batch=4, sequence_length=256, attention="bidirectional", checkpointing=True)),
+    ],
+    ids=["block_causal", "causal", "checkpointing"],
+)
+def test_time_is_predicted_within_a_fifth(model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # whose processor time is the wall time of a machine with nothing else to do
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=time.process_time))
+    try:
+        predicted = calibrate(model, model.network(work), work)
+        assert predicted == pytest.approx(measure(model, work).seconds, rel=0.2)
+    finally:
+        torch.set_num_threads(threads)

@@ -1,0 +1,67 @@
+"""The hardware recipes: valid for every verb, complete, and read as they train."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tests.models.configurations import ALPHABET, CONFIGURATIONS
+from unmask.config import resolve
+from unmask.config_files import read_layers
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ConfigError
+from unmask.models.blueprint import Blueprint
+from unmask.models.planning import MARGIN, Workload
+from unmask.training import presets
+from unmask.training.presets import Planner, Preset, preset_names
+from unmask.training.run import VERBS, training_arguments
+
+NAMES = [
+    *["cpu", "a100-40gb", "a40-48gb-x3", "a6000-48gb", "a6000-48gb-a4500-20gb"],
+    *["h100-80gb", "h200-141gb", "multi-node", "rtx3090-24gb", "rtx4080-16gb"],
+]
+
+
+def planner() -> Planner:
+    settings = {"attention": "causal", "block_size": None, "logit_shift": True}
+    blueprint = Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), settings)
+    return Planner(blueprint, Workload(sequence_length=32))
+
+
+def test_all_presets_are_there() -> None:
+    assert preset_names() == NAMES
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
+    required = ["model.path=m", "output_dir=out", *(["training.attention=bidirectional"] if verb == "convert" else [])]
+    config = resolve(read_layers(recipes=[name], overrides=required))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "bf16 was asked for")  # on a GPU without bfloat16
+        args = training_arguments(verb, config)
+    work = Preset.read(name).workload(Workload(sequence_length=8))
+    recompute = bool(args.activation_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing"))
+    assert (work.checkpointing, work.optimiser == "adamw_8bit", work.shards > 1) == (recompute, "8bit" in args.optim, bool(args.fsdp))
+    assert config.hardware is not None and (
+        name == "cpu" or all(device.tflops and device.bandwidth_gb_s for device in config.hardware.devices)
+    )
+
+
+def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:
+    plan = planner().plan(Preset.read("a6000-48gb-a4500-20gb"))
+    assert (plan.limit, plan.devices, plan.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
+
+
+def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presets, "own_memory_gb", lambda: 7.0)
+    monkeypatch.setattr(presets, "calibrate", lambda blueprint, network, work: 12.5)
+    plan = planner().plan(Preset.read("cpu"))
+    assert (plan.limit, plan.seconds) == (7 * MARGIN * 1e9, 12.5)
+    assert planner().plan(Preset.read("cpu", max_memory_gb=0.1)).advice
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="Did you mean 'h200-141gb'"):
+        Preset.read("h200-141")

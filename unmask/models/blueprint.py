@@ -1,0 +1,204 @@
+"""A model without its weights: what its config and tokenizer alone say of it.
+
+The architecture is built of fake tensors, which have shapes and types but no memory, so that an 8B model is read on a laptop.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.pytorch_utils import Conv1D
+
+from unmask.config import ModelConfig
+from unmask.errors import ConfigError, ModelError
+from unmask.models.attention import ATTENTION_NAME, Layout, Pattern, make_mask
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.load import first_line, make_diffusion, pattern_settings, read_config, read_tokenizer
+from unmask.models.planning import Network, Workload
+
+DEFAULT_BLOCK, DEFAULT_LENGTH = 32, 512
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a folder or hub id holds beside the weights.
+
+    Attributes:
+        path: where it was read from.
+        config, tokenizer: as read.
+        settings: attention pattern, block size and logit shift, as saved or asked for.
+    """
+
+    path: str
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    settings: dict[str, Any]
+
+    @classmethod
+    def read(cls, model: ModelConfig) -> Blueprint:
+        """Read config and tokenizer.
+
+        Raises:
+            ModelError: one of them is missing, or the tokenizer has tokens without an embedding.
+        """
+        source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        config, family = read_config(model.path, source)
+        tokenizer = read_tokenizer(model.path, source, config, family)
+        tokens, rows = len(tokenizer), config.get_text_config().vocab_size
+        if tokens > rows:
+            what = f"the tokenizer has {tokens:,} tokens, but the embeddings only {rows:,} rows"
+            raise ModelError(what, where=model.path, remedy="Use the tokenizer that belongs to the model, or resize its embeddings")
+        return cls(model.path, config, tokenizer, pattern_settings(config, model.attention, model.block_size, model.logit_shift))
+
+    @property
+    def stock(self) -> bool:
+        """Whether it is a causal model that Unmask has not converted."""
+        return getattr(self.config, SETTINGS_KEY, None) is None
+
+    def facts(self) -> dict[str, str]:
+        """What the model is, by name.
+
+        Raises:
+            ModelError: an architecture that cannot take a mask.
+        """
+        lm, rows = self._fake_lm()
+        network = lm.model
+        mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
+        return {
+            "architecture": type(network).__name__,
+            "parameters": f"{sum(weight.numel() for weight in network.parameters()):,}",
+            "vocabulary": f"{rows:,}",
+            "tied embeddings": "yes" if is_tied(network) else "no",
+            "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
+            "attention": lm.attention,
+            "attention block": str(lm.block_size or "-"),
+            "mask token": f"{mask} ({lm.mask_token_id})" + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
+            "logit shift": "yes: row i - 1 of the network predicts token i" if lm.logit_shift else "no",
+        }
+
+    def changes(self) -> dict[str, str]:
+        """What a conversion would change, by name."""
+        lm, rows = self._fake_lm()
+        table = lm.model.get_input_embeddings().weight.shape[0]
+        new = self.tokenizer.mask_token_id is None
+        window = getattr(self.config.get_text_config(), "sliding_window", None)  # of all layers, where a layer has none of its own
+        windows = sum(getattr(module, "sliding_window", window) is not None for module in attentions(lm.model))
+        tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
+        return {
+            "mask token": f"added, with an embedding row{tied}" if new else "already there",
+            "embeddings": f"full: they grow from {rows:,} to {table:,} rows" if table > rows else f"no: {rows:,} rows have room",
+            "attention": f"{len(attentions(lm.model))} layers, to bidirectional or block_causal",
+            "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
+            "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
+        }
+
+    def workload(self, attention: Pattern | None, sequence_length: int | None, copies: int, lora_rank: int | None) -> Workload:
+        """What to plan for: the pattern asked for, or as saved; of a stock model a conversion to bidirectional attention.
+
+        Raises:
+            ConfigError: rows longer than the model's context.
+        """
+        context = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        sequence_length = sequence_length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH)
+        if context is not None and sequence_length > context:
+            what = f"{sequence_length:,} tokens, but the model's context is {context:,}"
+            raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {context}")
+        chosen: Pattern = attention or ("bidirectional" if self.stock else self.settings["attention"])
+        return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank)
+
+    def pattern(self, attention: Pattern) -> dict[str, Any]:
+        """Pattern, block size and shift to plan for: those of the model, or of a conversion."""
+        if attention == self.settings["attention"]:
+            return self.settings
+        return {"attention": attention, "block_size": DEFAULT_BLOCK if attention == "block_causal" else None, "logit_shift": None}
+
+    def network(self, work: Workload) -> Network:
+        """The numbers that the planning formula needs, read off one forward pass of fake tensors."""
+        one, two = (saved_bytes(self.config, self.pattern(work.attention), work, rows) for rows in (1, 2))
+        lm, _ = self._fake_lm()
+        model, text = lm.model, self.config.get_text_config()
+        head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return Network(
+            parameters=sum(weight.numel() for weight in model.parameters()),
+            linears=tuple(linear_shapes(model)),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            vocabulary=model.get_input_embeddings().weight.shape[0],
+            attention_width=text.num_attention_heads * head_width,
+            tied=is_tied(model),
+            saved_fixed=2 * one - two,
+            saved_per_row=two - one,
+        )
+
+    def _fake_lm(self) -> tuple[DiffusionLM, int]:
+        """As `unmask.load` would make it, and the rows of its embeddings before that."""
+        with FakeTensorMode():
+            model = architecture(self.config, torch.float32)
+            rows = model.get_input_embeddings().weight.shape[0]
+            return make_diffusion(model, copy.deepcopy(self.tokenizer), **self.settings), rows
+
+
+def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
+    """The architecture of a config; inside a FakeTensorMode without memory.
+
+    Raises:
+        ModelError: it is not one of a causal language model.
+    """
+    try:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
+    except ValueError as error:
+        where, remedy = config.model_type, "Give a causal language model"
+        raise ModelError(f"cannot build the model ({first_line(error)})", where=where, remedy=remedy) from error
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output head is the embedding table."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def attentions(model: nn.Module) -> list[nn.Module]:
+    """The attention module of every layer."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+
+
+def linear_shapes(model: Any) -> list[tuple[int, int]]:
+    """In and out width of every matrix but the output head."""
+    head = model.get_output_embeddings()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    shapes = [(module.in_features, module.out_features) for module in linears]
+    return shapes + [tuple(module.weight.shape) for module in model.modules() if isinstance(module, Conv1D)]
+
+
+def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, rows: int) -> int:
+    """Bytes that a forward pass up to the output head keeps for the backward pass, parameters aside."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
+    with FakeTensorMode():
+        model = architecture(
+            config, torch.bfloat16 if work.precision == "bfloat16" else torch.float32, attn_implementation=ATTENTION_NAME
+        ).train()
+        layout = Layout.full(work.sequence_length, torch.device("cpu"))
+        layout = layout.with_noised_copies(work.copies) if work.attention == "block_causal" else layout
+        mask = make_mask(work.attention, pattern["block_size"], layout, layout)
+        position_BT = layout.position_BT.expand(rows, -1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), compute:
+            model.base_model(input_ids=torch.zeros_like(position_BT), position_ids=position_BT, use_cache=False, unmask_mask=mask)
+        for weight in model.parameters():
+            kept.pop(weight.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in kept.values())

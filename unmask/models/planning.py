@@ -1,0 +1,358 @@
+"""Memory and time of a training step, by formula: what `unmask inspect` prints before any step is paid for.
+
+A network is a handful of numbers (`Network`, read off the architecture without its weights by `blueprint.py`), a way to train
+it another (`Workload`), a machine a third (`unmask.config.HardwareConfig`). The formula is told, and compared with
+measurements, in docs/planning.md. Bytes, seconds and FLOPs throughout; 1 GB is 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from unmask.config import AttentionName, DeviceConfig, HardwareConfig
+
+Precision = Literal["float32", "mixed", "bfloat16"]
+Optimiser = Literal["adamw", "adamw_8bit"]
+
+# Constants of the implementation: to be measured again when the attention function or the head changes.
+HIDDEN_SHARE = 0.5  # of the tokens are predicted in a noised row; a causal row predicts them all
+LOGIT_BUDGET = 2**24  # logits in memory at once; more are computed in chunks, and again in the backward pass
+LOGIT_COPIES = 4  # float32 copies of a chunk alive in the backward pass of its softmax; half of them in that of the head's product
+LAYER_WORKSPACE = 0.2  # gradients of activations alive within a layer's backward pass, as a share of what the layer saved
+BACKWARD_OF_ATTENTION = 2.5  # times the FLOPs of its forward pass: a fused kernel computes the scores again
+
+# Constants of the libraries.
+WEIGHT_BYTES = {"float32": 4, "mixed": 4, "bfloat16": 2}
+EIGHT_BIT_STATE = 1 + 4 / 256  # bitsandbytes: a byte, and a float32 scale for every block of 256
+FOUR_BIT_WEIGHT = 0.5 + 0.127 / 8  # NF4 with double quantisation: 0.127 bits of scale a weight (Dettmers et al. 2023)
+
+# Constants of machines, where nothing is measured.
+MARGIN = 0.92  # of the memory may be planned for; the rest is lost to fragmentation
+RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU the context and its libraries' workspace
+MATMUL_EFFICIENCY = 0.5  # of the vendor's dense figure, in matrix products of a training step
+ATTENTION_EFFICIENCY = 0.25  # the same, in fused attention under a mask
+PASSES_OVER_ACTIVATIONS = 4  # times that what was saved crosses the memory bus: written, read, and the same for gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What the formula needs to know of an architecture, at one sequence length, attention pattern and precision.
+
+    Attributes:
+        parameters: all of them; tied ones once.
+        linears: in and out width of every matrix but the output head.
+        layers, hidden, vocabulary: as the architecture has them (vocabulary: rows of the embeddings).
+        attention_width: heads times their width.
+        tied: whether the output head is the embedding table.
+        saved_fixed: bytes kept for the backward pass whatever the batch: masks, casts of weights.
+        saved_per_row: the same for every row of the batch.
+    """
+
+    parameters: int
+    linears: tuple[tuple[int, int], ...]
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention_width: int
+    tied: bool
+    saved_fixed: int
+    saved_per_row: int
+
+    @property
+    def linear_weights(self) -> int:
+        return sum(width_in * width_out for width_in, width_out in self.linears)
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of low-rank adapters on every linear layer but the head."""
+        return rank * sum(width_in + width_out for width_in, width_out in self.linears)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How a network is trained.
+
+    Attributes:
+        batch: sequences per device and step.
+        sequence_length: clean tokens in a sequence.
+        attention: the pattern; block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`.
+        copies: noised copies of a sequence: 2 for complementary masks.
+        precision: float32; mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too.
+        checkpointing: keep a layer's input only, and compute the rest again.
+        optimiser: adamw, or with 8-bit states.
+        lora_rank: train adapters of this rank; None: the weights.
+        four_bit: keep the frozen weights in 4 bits (QLoRA).
+        shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
+        offload: keep gradients and optimiser states in the host's memory.
+        accumulate: gradients of earlier micro-batches are there during the forward pass.
+    """
+
+    sequence_length: int
+    batch: int = 1
+    attention: AttentionName = "bidirectional"
+    copies: int = 1
+    precision: Precision = "float32"
+    checkpointing: bool = False
+    optimiser: Optimiser = "adamw"
+    lora_rank: int | None = None
+    four_bit: bool = False
+    shards: int = 1
+    offload: bool = False
+    accumulate: bool = False
+
+    def describe(self) -> str:
+        """What was asked for, in words."""
+        words = [f"{self.sequence_length} tokens", self.attention, f"{self.copies} noised copies" if self.copies > 1 else ""]
+        return ", ".join(filter(None, [*words, f"LoRA of rank {self.lora_rank}" if self.lora_rank else ""]))
+
+    @property
+    def rows(self) -> int:
+        """Of a forward pass."""
+        return self.batch * (1 if self.attention == "block_causal" else self.copies)
+
+    @property
+    def row_length(self) -> int:
+        return self.sequence_length * (self.copies + 1 if self.attention == "block_causal" else 1)
+
+    @property
+    def tokens(self) -> int:
+        """That pass through the network."""
+        return self.rows * self.row_length
+
+    @property
+    def predicted(self) -> float:
+        """Rows of logits."""
+        return self.batch * self.copies * self.sequence_length * (1 if self.attention == "causal" else HIDDEN_SHARE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What fills a device's memory at the peak of a step, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A workload on a machine.
+
+    Attributes:
+        workload: with the batch that fits, or batch 1 where none does.
+        memory: at the peak, on each device.
+        runtime: bytes that the libraries take beside it.
+        limit: bytes that may be planned for on each device.
+        seconds: per step, for the batches of all devices; None where the device's throughput is not known.
+        devices: how many share the work.
+        advice: what would make it fit; empty where it does.
+    """
+
+    workload: Workload
+    memory: Memory
+    runtime: float
+    limit: float
+    seconds: float | None
+    devices: int
+    advice: str = ""
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.limit
+
+    @property
+    def peak(self) -> float:
+        return self.memory.total + self.runtime
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Clean tokens of all devices."""
+        return None if self.seconds is None else self.workload.batch * self.workload.sequence_length * self.devices / self.seconds
+
+    def describe(self, name: str) -> dict[str, str]:
+        """A line of a table, by column."""
+        work = self.workload
+        switches = [work.precision, "checkpointing" * work.checkpointing, "8-bit AdamW" * (work.optimiser == "adamw_8bit")]
+        return {
+            "hardware": name,
+            "batch": f"{work.batch} x {self.devices}" if self.devices > 1 else str(work.batch),
+            "peak GB": f"{self.peak / 1e9:.3g} of {self.limit / 1e9:.3g}",
+            "seconds": "-" if self.seconds is None else f"{self.seconds:.3g}",
+            "tokens/s": "-" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
+            "with": ", ".join(filter(None, [*switches, f"{work.shards} shards" * (work.shards > 1)])),
+            "fits": f"no: use {self.advice}" if self.advice else "yes",
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, in types that JSON has."""
+        derived = {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
+        return dataclasses.asdict(self) | derived
+
+
+def peak_memory(network: Network, work: Workload) -> Memory:
+    """The largest of four moments of the backward pass: of the logits, of the output head, of the last layer (all activations are there)
+    and of the first (all gradients are). Between the last two activations give way to gradients evenly, so that the peak is at an end."""
+    parameters, trained, state = _weights(network, work)
+    gradients = 0.0 if work.offload else trained
+    activations, layer = _activations(network, work)
+    table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
+    chunk = 4 * min(work.predicted * network.vocabulary, LOGIT_BUDGET)
+    backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
+    # Of sharded weights the layer at work and the next one are whole.
+    gathered = 2 * network.linear_weights / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
+    held = gradients if work.accumulate else 0.0
+    moments = [  # gradients, activations, logits, workspace
+        (held, activations, LOGIT_COPIES * chunk, 0.0),
+        (max(held, table / work.shards), activations, LOGIT_COPIES / 2 * chunk, 0.0),
+        (max(held, table / work.shards), activations, 0.0, backward),
+        (gradients, activations / network.layers, 0.0, max(backward, table if network.tied else 0.0)),
+    ]
+    gradients, activations, logits, workspace = max(moments, key=sum)
+    return Memory(
+        parameters=parameters, gradients=gradients, optimiser=state, activations=activations, logits=logits, workspace=gathered + workspace
+    )
+
+
+def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
+    """Bytes of parameters, of gradients and of optimiser states on each device."""
+    width = WEIGHT_BYTES[work.precision]
+    stored = float(network.parameters * width)
+    trained, trained_width = network.parameters, width
+    if work.lora_rank:
+        trained, trained_width = network.adapter_parameters(work.lora_rank), 4  # PEFT keeps adapters in float32
+        stored += trained * trained_width
+        if work.four_bit:
+            stored -= network.linear_weights * (width - FOUR_BIT_WEIGHT)
+    state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
+    return stored / work.shards, trained * trained_width / work.shards, 0.0 if work.offload else state / work.shards
+
+
+def _activations(network: Network, work: Workload) -> tuple[float, float]:
+    """Bytes kept through the forward pass, and bytes that one layer keeps for its own backward pass."""
+    layer = network.saved_per_row * work.rows / network.layers
+    if not work.checkpointing:
+        return network.saved_fixed + network.saved_per_row * work.rows, layer
+    width = 2 if work.precision == "bfloat16" else 4  # the residual stream stays in the type of the embeddings
+    return network.saved_fixed + work.tokens * network.hidden * width * network.layers, layer
+
+
+def matmul_flops(network: Network, work: Workload) -> float:
+    """Of a step's matrix products: 6 a weight and token, 8 with checkpointing, 2 fewer where the weight itself is frozen."""
+    passes = (4 if work.lora_rank else 6) + (2 if work.checkpointing else 0)
+    chunked = work.predicted * network.vocabulary > LOGIT_BUDGET
+    head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
+    adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
+    return work.tokens * (network.linear_weights * passes + adapters) + head
+
+
+def attention_flops(network: Network, work: Workload) -> float:
+    """Of a step's attention: two products of the row's length with itself, over the whole square (masks save nothing in a dense kernel)."""
+    forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
+    return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))
+
+
+def step_seconds(network: Network, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> float | None:
+    """Of a step on every device at once: matrix products, attention, memory traffic and, over several devices, their exchange, one
+    after the other; None where the device has no figures, or none for float32."""
+    if device.tflops is None or device.bandwidth_gb_s is None or work.precision == "float32":
+        return None
+    peak = device.tflops * 1e12
+    parameters, gradients, states = _weights(network, work)
+    activations, _ = _activations(network, dataclasses.replace(work, checkpointing=False))
+    traffic = activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
+    seconds = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
+    seconds += traffic / (device.bandwidth_gb_s * 1e9)
+    if interconnect_gb_s:
+        # DDP moves gradients out and back; FSDP gathers the parameters twice and scatters gradients once.
+        moved = work.shards * (2 * parameters + gradients) if work.shards > 1 else 2 * gradients
+        seconds += moved / (interconnect_gb_s * 1e9)
+    return seconds
+
+
+def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
+    """Bytes that may be planned for on a device whose memory is known."""
+    assert device.memory_gb is not None
+    return min(device.memory_gb * MARGIN, max_memory_gb or math.inf) * 1e9
+
+
+def largest_batch(network: Network, work: Workload, limit: float) -> int:
+    """The largest batch whose peak is at most `limit` bytes; 0: not even one row fits. The peak grows with the batch."""
+
+    def fits(batch: int) -> bool:
+        return peak_memory(network, dataclasses.replace(work, batch=batch)).total <= limit
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while fits(high) and high < 2**20:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, *, batch: int | None = None) -> Plan:
+    """The plan of a workload on a machine. The smallest device sets the batch of all, the slowest one the time.
+
+    Args:
+        networks: the network at a precision.
+        work: its batch is replaced.
+        hardware: with the memory of every device.
+        batch: use this one; None: the largest that fits.
+    """
+    kind = "cpu" if hardware.is_cpu else "gpu"
+    limit = min(device_limit(device, hardware.max_memory_gb) for device in hardware.devices)
+    runtime = RUNTIME_BYTES[kind]
+    network = networks(work.precision)
+    work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
+    memory = peak_memory(network, work)
+    times = [step_seconds(network, work, device, hardware.slowest_link) for device in hardware.devices]
+    known = [seconds for seconds in times if seconds is not None]
+    advice = "" if memory.total + runtime <= limit else remedy(networks, work, hardware, limit - runtime)
+    return Plan(
+        workload=work,
+        memory=memory,
+        runtime=runtime,
+        limit=limit,
+        seconds=max(known) if len(known) == len(times) else None,
+        devices=hardware.count,
+        advice=advice,
+    )
+
+
+def remedy(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float) -> str:
+    """What to switch on so that the workload fits into `limit` bytes, the least change first."""
+    tried: list[str] = []
+    for name, changed in _ladder(work, hardware):
+        tried.append(name)
+        if peak_memory(networks(changed.precision), changed).total <= limit:
+            return " and ".join(tried) if name in ("checkpointing", "8-bit AdamW") else name
+    return "a smaller batch, shorter sequences or a larger device"
+
+
+def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
+    """Switches in the order of what they cost in speed or quality; the first two add up."""
+    if not work.checkpointing:
+        work = dataclasses.replace(work, checkpointing=True)
+        yield "checkpointing", work
+    if work.optimiser == "adamw":
+        work = dataclasses.replace(work, optimiser="adamw_8bit")
+        yield "8-bit AdamW", work
+    yield "LoRA of rank 16", dataclasses.replace(work, lora_rank=work.lora_rank or 16)
+    if not hardware.is_cpu:
+        yield "QLoRA of rank 16", dataclasses.replace(work, lora_rank=work.lora_rank or 16, four_bit=True, precision="bfloat16")
+        for shards in (2, 4, 8, 16, 32, 64):
+            if shards > work.shards:
+                yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)
+        yield "ZeRO-3 with offload", dataclasses.replace(work, offload=True)
