@@ -164,21 +164,21 @@ def test_peak_memory_agrees_with_the_kernel():
 
 
 def test_metrics_come_back_and_each_line_is_there_at_once(tmp_path):
-    log = MetricsLog(tmp_path / "new" / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "new" / "training_logs.json")
     for step in range(3):
         log.write({"step": step, "loss": np.float32(0.5), "train/tokens": np.int64(7), "note": "é\n"})
         assert log.read() == [{"step": i, "loss": 0.5, "train/tokens": 7, "note": "é\n"} for i in range(step + 1)]
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "training_logs.json")
     log.write({"loss": math.nan, "bounds": (-math.inf, 1.0), "reward": np.float64("nan"), "norm": np.float32("inf"), "ok": True})
     assert log.read() == [{"loss": None, "bounds": [None, 1.0], "reward": None, "norm": None, "ok": True}]
     json.loads(log.path.read_text(), parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
 
 
 def test_a_line_torn_by_a_crash_is_left_out_and_the_log_goes_on(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log = MetricsLog(tmp_path / "training_logs.json")
     log.write({"step": 1})
     with log.path.open("a") as file:
         file.write('{"step": 2, "lo')
@@ -188,11 +188,11 @@ def test_a_line_torn_by_a_crash_is_left_out_and_the_log_goes_on(tmp_path):
 
 
 def test_a_missing_or_malformed_log_is_named(tmp_path):
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    with pytest.raises(DataError, match=r"metrics\.jsonl: no such metrics file"):
+    log = MetricsLog(tmp_path / "training_logs.json")
+    with pytest.raises(DataError, match=r"training_logs\.json: no such metrics file"):
         log.read()
     log.path.write_text('{"step": 1}\nstep: 2\n')
-    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2: not JSON"):
+    with pytest.raises(DataError, match=r"training_logs\.json, line 2: not JSON"):
         log.read()
 
 

@@ -33,7 +33,7 @@ def stock(dtype: torch.dtype = torch.float32, **config: Any) -> tuple[LlamaForCa
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape, **ids, **config))
+        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=64, **shape | ids | config))
     return model.to(dtype), tokenizer
 
 
@@ -72,7 +72,7 @@ def share_of_a(completions: list[str], **_: Any) -> list[float]:
 
 def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
     """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
-    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress") if name in more}
+    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log") if name in more}
     if verb == "pretrain":
         args = PretrainConfig(**settings(folder, packing=False) | more)
         return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)

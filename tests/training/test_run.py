@@ -69,8 +69,8 @@ def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
         assert parse_yaml((output / "config.yaml").read_text(), "config.yaml")["model"]["path"] == str(start)
         assert json.loads((output / "manifest.json").read_text())["verb"] == verb
         assert (output / "evaluation.json").exists() == ("sudoku" in options)
-        folder = output / "stage-3" if verb == "convert" else output
-        assert MetricsLog(folder / "metrics.jsonl").read()[0]["step"] == 1
+        folder = output
+        assert MetricsLog(folder / "training_logs.json").read()[0]["step"] == 1
     evaluation = json.loads((tmp_path / "grpo" / "evaluation.json").read_text())
     assert evaluation["rows"] == 4 and len(evaluation["completions"]) == 4
 
@@ -97,7 +97,7 @@ def test_a_run_goes_on_where_it_was_and_may_begin_with_resume(model, tmp_path):
     assert unmask(*run, tmp_path / "resumed", "--resume").exit_code == 0
     one, other = (weights(load(tmp_path / name / "model")) for name in ("straight", "resumed"))
     assert equal(one, other)
-    steps = [line["step"] for line in MetricsLog(tmp_path / "resumed" / "metrics.jsonl").read() if "loss" in line]
+    steps = [line["step"] for line in MetricsLog(tmp_path / "resumed" / "training_logs.json").read() if "loss" in line]
     assert steps == [1, 2, 3, 4, 3, 4]
 
 
@@ -240,7 +240,7 @@ def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_p
     options = ['rewards=["tests.training.conftest:share_of_a"]', "training.eval_strategy=steps", "training.eval_steps=1"]
     result = unmask("grpo", "--model", model, "--output", tmp_path / "out", *QUICK, *GRPO, *data, *options)
     assert result.exit_code == 0, (result.output, result.exception)
-    metrics = MetricsLog(tmp_path / "out" / "metrics.jsonl").read()
+    metrics = MetricsLog(tmp_path / "out" / "training_logs.json").read()
     assert [line["step"] for line in metrics if "eval_reward" in line] == [1, 2]
     assert "rewards/share_of_a" in metrics[0]
 

@@ -16,6 +16,7 @@ from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, eq
 from unmask.diffusion.views import Views
 from unmask.errors import DataError, ModelError, TrainingError
 from unmask.models.load import load
+from unmask.training.log import RunLog
 from unmask.training.sft import SFTConfig, SFTTrainer
 
 VERBS = ["pretrain", "sft", "dpo", "grpo"]
@@ -160,10 +161,17 @@ def make_history(folder: Path, **more: Any) -> list[dict[str, float]]:
 
 def test_metrics_are_kept_beside_the_checkpoints(tmp_path):
     history = make_history(tmp_path / "kept", save_strategy="steps", log_memory=True)
-    lines = [json.loads(line) for line in (tmp_path / "kept" / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "kept" / "training_logs.json").read_text().splitlines()]
     assert [(line["step"], line.get("loss")) for line in lines] == [(line["step"], line.get("loss")) for line in history]
     assert all(0.05 < line["memory_gb"] < 64 for line in lines)
     assert not any("memory_gb" in line for line in make_history(tmp_path / "none"))
+
+
+def test_the_metrics_of_a_part_of_a_run_go_where_the_run_says(tmp_path):
+    make("sft", tmp_path / "stage-2", log=RunLog(folder=tmp_path, first_step=10, extra={"stage": 2})).train()
+    lines = [json.loads(line) for line in (tmp_path / "training_logs.json").read_text().splitlines()]
+    assert [(line["step"], line["stage"]) for line in lines] == [(11, 2), (12, 2), (12, 2)]
+    assert not (tmp_path / "stage-2" / "training_logs.json").exists()
 
 
 class Recorder:

@@ -16,9 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
 from unmask.errors import ConfigError, ModelError
+from unmask.models import flex
 
 Pattern = Literal["causal", "block_causal", "bidirectional"]
 PATTERNS = ("causal", "block_causal", "bidirectional")
@@ -107,6 +109,11 @@ class AttentionMask:
         return AttentionMask(
             self.allowed_BQK & (torch.ones_like(noise_QK, dtype=torch.bool).tril(keys - queries) | (noise_QK < seen)), None
         )
+
+    @cached_property
+    def block_mask(self) -> BlockMask:
+        """The mask as FlexAttention takes it."""
+        return flex.block_mask(self.allowed_BQK)
 
     @cached_property
     def bands(self) -> list[Band] | None:
@@ -242,6 +249,9 @@ def unmask_attention(
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
     mask = unmask_mask.within(sliding_window)
     groups = query_BHQD.shape[1] // key_BHKD.shape[1]
+    if flex.usable(query_BHQD) and dropout == 0:
+        out_BHQD = flex.attend(query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap)
+        return out_BHQD.transpose(1, 2).contiguous(), None
     if softcap is None:
         out_BHQD = _sdpa(query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1)
         return out_BHQD.transpose(1, 2).contiguous(), None
@@ -254,8 +264,8 @@ def unmask_attention(
 
 
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """SDPA band by band: nothing is computed where nobody sees anything."""
-    if mask.bands is None:
+    """SDPA band by band: nothing is computed where nobody sees anything. A compiled graph must not depend on where that is."""
+    if torch.compiler.is_compiling() or mask.bands is None:
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
     keys, values = key_BHKD.split(TILE, 2), value_BHKD.split(TILE, 2)
     rows: dict[int | None, list[Tensor]] = {}

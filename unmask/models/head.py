@@ -26,8 +26,8 @@ class RowSelector:
         index_N: the rows, flat indices into [B * T]; None: all.
         target_N: set, their log-probabilities are computed chunk by chunk, and logits of the first row alone; or [N, K].
         log_prob_N: the result, of the shape of the targets.
-        hidden_ND: what the head read.
-        captured: a list collects `hidden_ND` of every pass.
+        hidden_ND: what the head has to read for them.
+        captured: a list collects the hidden states at the rows of every pass.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -79,15 +79,19 @@ class RowSelector:
         if self.index_N is None:
             return None
         hidden_BTD = args[0]
-        self.hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.index_N]
+        hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.index_N]
         if self.captured is not None:
-            self.captured.append(self.hidden_ND)
-        return (self.hidden_ND[None, :1] if self.target_N is not None else self.hidden_ND[None],)
+            self.captured.append(hidden_ND)
+        if self.target_N is None:
+            return (hidden_ND[None],)
+        self.hidden_ND = hidden_ND
+        return (hidden_ND[None, :1],)
 
     def score(self, head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         """After the head: log-probabilities of the targets."""
-        if self.target_N is None or self.hidden_ND is None:
+        if self.target_N is None:
             return
+        assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
         rows = max(1, LOGITS_AT_ONCE // out.shape[-1])
         pieces = zip(self.hidden_ND.split(rows), self.target_N.split(rows), strict=True)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pathlib
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from unmask.errors import ModelError
 from unmask.models.attention import ATTENTION_NAME, Pattern
@@ -17,6 +26,7 @@ from unmask.models.time_embedding import load_time_embedding
 
 MASK_TOKEN = "<|mask|>"
 STOCK = {"attention": "causal", "block_size": None, "logit_shift": None, "causal_context": False, "time_embedding": False}
+Quantization = Literal["4bit", "8bit"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -29,6 +39,7 @@ def load(
     device: str = "cpu",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released LLaDA, Dream or SDAR model.
 
@@ -41,23 +52,35 @@ def load(
         device: a torch device, or "auto" for the GPU where there is one.
         revision: branch, tag or commit of a hub id.
         trust_remote_code: run modelling code that comes with the model.
+        quantization: hold the weights of the linear layers in 4 bits (NF4, its scales quantised too) or 8 bits, by bitsandbytes;
+            embeddings and head stay in `dtype`. Such a model is trained through adapters only.
 
     Returns:
         The model in eval mode. The tokenizer's own mask token is used when it has one, else one is added.
 
     Raises:
         ModelError: nothing to load there, no tokenizer, no safetensors weights or not all of them, an architecture that
-            cannot take a mask, an unknown dtype, or a device that is not there.
+            cannot take a mask, an unknown dtype, a device that is not there, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
-    where, source = str(path_or_id), {"revision": revision, "trust_remote_code": trust_remote_code}
+    where = str(path_or_id)
+    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, source)
     tokenizer = read_tokenizer(where, source, config, family)
-    model = _weights(where, config, dtype, source, family)
+    device = resolve_device(device)
+    if quantization is None:
+        model = _weights(where, config, dtype, source, family).to(device)
+    else:  # in memory never whole: quantised on their way to the device
+        source |= {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
+        model = _weights(where, config, dtype, source, family)
+        for module in model.modules():
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # At the first evaluation on a CPU, bitsandbytes would repack the weights for good, with rounded scales.
+                module.support_avx512bf16_for_cpu = False
     settings = pattern_settings(config, attention, block_size, logit_shift)
     if settings["time_embedding"]:
         load_time_embedding(model, where, revision)
-    return make_diffusion(model.to(resolve_device(device)), tokenizer, **settings)
+    return make_diffusion(model, tokenizer, **settings)
 
 
 def pattern_settings(
@@ -195,6 +218,19 @@ def _dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ModelError(f"unknown dtype {name!r}", where="dtype", remedy=f"Use one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
+    if name not in ("4bit", "8bit"):
+        raise ModelError(f"unknown quantization {name!r}", where="quantization", remedy="Use 4bit or 8bit")
+    if dtype == torch.float64:
+        raise ModelError(f"{name} weights cannot be computed with in float64", where="dtype", remedy="Use float32 or bfloat16")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ModelError(f"{name} weights need bitsandbytes", where="quantization", remedy="Install it with pip install 'unmask[cuda]'")
+    if name == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    # NF4 and double quantization: Dettmers et al. 2023, QLoRA.
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
 
 
 def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | None]:

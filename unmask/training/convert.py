@@ -23,11 +23,12 @@ from unmask.generation.sampler import generate
 from unmask.models.attention import Pattern, check_pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, with_pattern
+from unmask.training.log import Progress, RunLog
 from unmask.training.noising import NoisingConfig
 from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
-from unmask.training.trainer import Batch, DiffusionTrainer, Progress, row_length, steps_per_epoch
+from unmask.training.trainer import Batch, DiffusionTrainer, row_length, steps_per_epoch
 
 DEFAULT_BLOCK = 4
 
@@ -245,7 +246,8 @@ class ConvertTrainer:
         args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
         rows, done = rows_from(self.train_rows, args, first), (first, steps)
-        trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, **rest)
+        log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, extra={"stage": number})
+        trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)
         with freezing(trainer.lm, stage):
             trainer.train(resume_from_checkpoint=resume)
         if self.eval_rows is not None:

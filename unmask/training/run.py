@@ -27,6 +27,7 @@ from unmask.tasks import Task, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
 from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.log import LOG_NAME
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.sft import SFTConfig, SFTTrainer
 from unmask.training.text import TextConfig
@@ -107,7 +108,7 @@ def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
 def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     """Run `unmask VERB`.
 
-    The trained model goes to `output_dir/model`, beside checkpoints, `metrics.jsonl`, the resolved config and a manifest. With
+    The trained model goes to `output_dir/model`, beside checkpoints, `training_logs.json`, the resolved config and a manifest. With
     a task, the model is then evaluated on held-out problems (`evaluation.json`).
 
     Raises:
@@ -147,7 +148,7 @@ def forget_earlier_run(output: Path) -> None:
     """Remove the checkpoints and metrics of an earlier run that is overwritten: a later resume must not find them."""
     for folder in [*output.glob("checkpoint-*"), *output.glob("stage-*")]:
         shutil.rmtree(folder)
-    (output / "metrics.jsonl").unlink(missing_ok=True)
+    (output / LOG_NAME).unlink(missing_ok=True)
 
 
 def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, Rows | None]:
@@ -192,6 +193,8 @@ def load_model(config: RunConfig, verb: str) -> DiffusionLM:
     if config.model.from_scratch:
         if verb != "pretrain":
             raise ConfigError(f"{verb} of a model without training", where="model.from_scratch", remedy="Pre-train it first")
+        if config.model.quantization:
+            raise ConfigError("new weights are not quantised", where="model.quantization", remedy="Leave it out")
         kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code")}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)

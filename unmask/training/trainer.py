@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
@@ -27,21 +27,17 @@ from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
-from unmask.monitor import MetricsLog, peak_memory_bytes
+from unmask.monitor import peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.history import stage_entry
+from unmask.training.log import Progress, RunCallback, RunLog
+from unmask.training.switches import check_optimizer, check_sharding, deepspeed_config
 
 if TYPE_CHECKING:
     import peft
 
 Batch = dict[str, Tensor]
 NOT_FINITE = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
-
-
-class Progress(Protocol):
-    """What shows how far a run is: a stage of `unmask.monitor.Progress`, or a part of one."""
-
-    def update(self, fraction: float, **metrics: float) -> None: ...
 
 
 @dataclass(kw_only=True)
@@ -72,10 +68,13 @@ class StageConfig(TrainingArguments):
             message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=3)
             args.bf16 = args.fp16 = False
+        if args.deepspeed:
+            args.deepspeed = deepspeed_config(args.deepspeed)
         args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
         if args.learning_rate < 0:
             raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
         super().__post_init__()
+        check_optimizer(args)
 
 
 def row_length(lm: DiffusionLM, args: StageConfig) -> int:
@@ -118,6 +117,7 @@ class DiffusionTrainer(Trainer):
         eval_dataset: the same, held out.
         peft_config: train adapters instead of the weights.
         progress: a stage of a progress display to keep up to date.
+        log: where the metrics go; None: `training_logs.json` in the output directory.
         data_collator, callbacks, optimizers: as in transformers.Trainer.
 
     Raises:
@@ -134,6 +134,7 @@ class DiffusionTrainer(Trainer):
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: peft.PeftConfig | None = None,
         progress: Progress | None = None,
+        log: RunLog | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         **trainer_arguments: Any,
@@ -144,8 +145,14 @@ class DiffusionTrainer(Trainer):
         )
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
+        if peft_config is None and quantised(lm):
+            remedy = "Train adapters (lora), or load it without quantization"
+            raise ConfigError("quantised weights take no gradients", where="model.quantization", remedy=remedy)
         set_seed(args.seed)  # new adapters follow from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
+        check_sharding(args, self.lm)
+        if args.torch_compile:  # the rows asked for hang on the head, and their number is another at each step
+            torch._dynamo.config.force_nn_module_property_static_shapes = False
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
@@ -156,7 +163,7 @@ class DiffusionTrainer(Trainer):
             eval_dataset=eval_rows,
             processing_class=lm.tokenizer,
             data_collator=data_collator or Collator(lm.pad_token_id),
-            callbacks=[*(callbacks or []), RunCallback(progress)],
+            callbacks=[*(callbacks or []), RunCallback(progress, log or RunLog(folder=Path(str(args.output_dir))))],
             **trainer_arguments,
         )
         for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
@@ -339,32 +346,28 @@ class DiffusionTrainer(Trainer):
             write_card(self.lm, str(self.args.output_dir))
 
 
-class RunCallback(TrainerCallback):
-    """Keeps `metrics.jsonl` in the output directory and the progress display."""
-
-    def __init__(self, progress: Progress | None):
-        self.progress = progress
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
-        if state.is_world_process_zero and logs and args.output_dir:
-            MetricsLog(Path(args.output_dir) / "metrics.jsonl").write({"step": state.global_step, **logs})
-        if self.progress is not None and logs:
-            shown = {k: v for k, v in logs.items() if k in ("loss", "cross_entropy", "reward", "margin", "accuracy") and math.isfinite(v)}
-            self.progress.update(state.global_step / max(state.max_steps, 1), **shown)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.progress is not None:
-            self.progress.update(state.global_step / max(state.max_steps, 1))
+def quantised(lm: DiffusionLM) -> bool:
+    """Whether the weights are held in 4 or 8 bits."""
+    return getattr(lm.model, "is_quantized", False)
 
 
 def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with adapters of PEFT around it; only they are trained."""
-    from peft import get_peft_model
+    from peft import get_peft_model, prepare_model_for_kbit_training
 
+    if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
+        prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
     return lm.bind(get_peft_model(lm.model, peft_config))
 
 
 def merged(lm: DiffusionLM) -> DiffusionLM:
-    """A copy of the model with its adapters merged into the weights."""
-    copy = lm.frozen_copy()
-    return copy.bind(copy.model.merge_and_unload())
+    """A copy of the model with its adapters merged into the weights, which are dequantised first: rounded again, they would
+    lose most of what was learnt."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    model = lm.frozen_copy().model
+    if quantised(lm):
+        config, adapters = model.active_peft_config, get_peft_model_state_dict(model)
+        model = get_peft_model(model.unload().dequantize(), config)
+        set_peft_model_state_dict(model, adapters)
+    return lm.bind(model.merge_and_unload())

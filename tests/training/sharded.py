@@ -1,0 +1,82 @@
+"""One process of a run that test_sharding.py starts: torchrun ... sharded.py fsdp|fsdp-offload|zero1|zero2|zero3|zero2-offload FOLDER.
+
+It trains, saves, resumes, and writes down what only it can see.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+
+from tests.training.conftest import PAIRS, settings, tiny
+from unmask.training.sft import SFTConfig, SFTTrainer
+
+RUN = {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
+
+
+def trainer(folder: Path, **more: Any) -> SFTTrainer:
+    """The same run in all modes, but for what shards it."""
+    args = SFTConfig(**settings(folder, **RUN | more))
+    if args.fsdp:  # accelerate shards across GPUs alone: these processes pass for some, and memory for pinned
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    return SFTTrainer(tiny(), args, PAIRS)
+
+
+def switches(mode: str) -> dict[str, Any]:
+    if mode.startswith("fsdp"):
+        return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_offload": mode != "fsdp"}}
+    zero: dict[str, Any] = {"stage": int(mode[4])}
+    if zero["stage"] == 3:  # else weights as small as these are never shared out
+        zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    if mode.endswith("offload"):
+        zero["offload_optimizer"] = {"device": "cpu"}
+    batches = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto", "gradient_clipping": "auto"}
+    untested = {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
+    return {"deepspeed": mode if mode in ("zero1", "zero2") else batches | untested | {"zero_optimization": zero}}
+
+
+def seen(run: SFTTrainer, mode: str) -> dict[str, Any]:
+    """How many numbers of weights and of Adam's first moments this process holds, and where its optimizer works."""
+    parameters = list(run.model.parameters())
+    if mode.startswith("fsdp"):
+        held = [parameter.to_local() for parameter in parameters]  # only a DTensor has it
+        moments = [state["exp_avg"].to_local() for state in run.optimizer.state.values()]
+        offload = run.model.model.layers[0]._get_fsdp_state()._fsdp_param_groups[0].fsdp_params[0].offload_to_cpu
+    else:
+        engine = run.model_wrapped
+        assert engine.zero_optimization_stage() == int(mode[4])
+        assert engine.zero_optimization_partition_gradients() == (mode[4] in "23")
+        held = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
+        moments = [state["exp_avg"] for state in run.optimizer.state.values()]
+        offload = getattr(engine.optimizer, "cpu_offload", False)
+    return {
+        "weights": sum(one.numel() for one in held),
+        "moments": sum(one.numel() for one in moments),
+        "offload": bool(offload),
+        "losses": [line["loss"] for line in run.state.log_history if "loss" in line],
+    }
+
+
+def main(mode: str, folder: Path) -> None:
+    shares = {"per_device_train_batch_size": 2} | switches(mode)
+    first = trainer(folder, **shares)
+    first.train()
+    report = seen(first, mode)
+    first.save_model(str(folder / "model"))
+    resumed = trainer(folder, **shares)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    resumed.save_model(str(folder / "resumed"))
+    (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,308 @@
+"""Memory and speed switches: each takes effect, and one that cannot is refused before the first step.
+
+What it takes several processes to see is in test_sharding.py.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import training_args
+
+from tests.training.conftest import PAIRS, equal, make, tiny, weights
+from unmask.config import ModelConfig
+from unmask.errors import ConfigError, ModelError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+from unmask.training import switches
+from unmask.training.sft import SFTConfig
+from unmask.training.switches import deepspeed_config
+from unmask.training.trainer import DiffusionTrainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks for it
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # bitsandbytes and inductor use it
+]
+needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+ATTENTIONS = [("bidirectional", None), ("block_causal", 2)]  # plain rows, and [x_t ; x_0]
+
+
+def counted(trainer: DiffusionTrainer) -> list[torch.dtype]:
+    """Filled by every call of a layer's first projection, with the dtype of what it gives."""
+    calls: list[torch.dtype] = []
+    module = trainer.lm.model.model.layers[0].self_attn.q_proj
+    module.register_forward_hook(lambda module, args, out: calls.append(out.dtype))
+    return calls
+
+
+def losses(trainer: DiffusionTrainer) -> list[float]:
+    trainer.train()
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+# Activation checkpointing
+
+
+@pytest.mark.parametrize(("attention", "block_size"), ATTENTIONS)
+def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(attention, block_size, tmp_path):
+    def run(**more: Any) -> tuple[int, dict[str, torch.Tensor]]:
+        trainer = make("sft", tmp_path, tiny(attention, block_size), optim="sgd", max_steps=3, **more)
+        calls = counted(trainer)
+        trainer.train()
+        return len(calls), weights(trainer.lm)
+
+    plain_calls, plain = run()
+    calls, checkpointed = run(activation_checkpointing=True)
+    assert (plain_calls, calls) == (3, 6)
+    assert equal(checkpointed, plain)
+
+
+def test_the_old_name_of_activation_checkpointing_still_acts(tmp_path):
+    with pytest.warns(FutureWarning, match="activation_checkpointing"):
+        trainer = make("sft", tmp_path, gradient_checkpointing=True)
+    calls = counted(trainer)
+    trainer.train()
+    assert len(calls) == 4
+
+
+# Optimizers of bitsandbytes
+
+
+def wide() -> DiffusionLM:
+    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096 numbers in 32 bits."""
+    return tiny(hidden_size=64, intermediate_size=64)
+
+
+@needs_bitsandbytes
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
+@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit"])
+def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(name, tmp_path):
+    lm = wide()
+    start = weights(lm)
+    trainer = make("sft", tmp_path, lm, optim=name)
+    trainer.train()
+    optimizer = trainer.optimizer.optimizer
+    assert type(optimizer).__module__.startswith("bitsandbytes")
+    assert optimizer.is_paged == name.startswith("paged")  # on a CPU the pages are plain memory
+    state = optimizer.state[lm.model.model.layers[0].mlp.up_proj.weight]
+    assert state["state1"].dtype == (torch.float32 if name.endswith("32bit") else torch.uint8)
+    assert not equal(weights(lm), start)
+
+
+def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(switches.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"):
+        make("sft", tmp_path, optim="adamw_bnb_8bit")
+    SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_torch_8bit")  # of another library
+
+
+@needs_bitsandbytes
+def test_an_optimizer_is_refused_on_a_device_that_it_cannot_work_on(tmp_path, monkeypatch):
+    import bitsandbytes
+
+    def step(self: Any) -> None:
+        raise NotImplementedError("no kernel")
+
+    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", step)
+    with pytest.raises(ConfigError, match=r"optim: adamw_bnb_8bit cannot work on cpu \(no kernel\)\. Use adamw_torch"):
+        make("sft", tmp_path, optim="adamw_bnb_8bit")
+
+
+# Quantised weights
+
+
+def quantised(folder: Path, name: str, **options: Any) -> DiffusionLM:
+    if not folder.exists():
+        wide().save(folder)
+    return load(folder, quantization=name, **options)
+
+
+def adapters(**more: Any) -> peft.LoraConfig:
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", **more)
+
+
+@needs_bitsandbytes
+@pytest.mark.parametrize(("name", "kind", "stored"), [("4bit", "Linear4bit", torch.uint8), ("8bit", "Linear8bitLt", torch.int8)])
+def test_a_quantised_model_trains_its_adapters_alone_and_is_saved_whole(name, kind, stored, tmp_path):
+    lm = quantised(tmp_path / "model", name, dtype="bfloat16" if name == "4bit" else "float32")
+    model, block = lm.model, lm.model.model.layers[0]
+    assert {type(block.mlp.up_proj).__name__, type(block.self_attn.o_proj).__name__} == {kind}
+    assert block.mlp.up_proj.weight.dtype == stored
+    if name == "4bit":
+        assert block.mlp.up_proj.weight.quant_state.nested and block.mlp.up_proj.weight.quant_type == "nf4"
+    assert type(model.lm_head) is torch.nn.Linear and model.lm_head.weight.is_floating_point()
+    assert model.get_input_embeddings().weight.is_floating_point()
+
+    start = {key: value for key, value in weights(lm).items() if value.dtype == stored}
+    trainer = make("sft", tmp_path / "run", lm, peft_config=adapters(), max_steps=16, learning_rate=0.05)
+    before = trainer.evaluate(trainer.train_dataset)["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate(trainer.train_dataset)["eval_loss"] < before
+    assert all(("lora_" in key) == weight.requires_grad for key, weight in trainer.lm.model.named_parameters())
+    assert block.input_layernorm.weight.dtype == torch.float32  # peft.prepare_model_for_kbit_training
+    after = {key.removeprefix("base_model.model.").replace(".base_layer", ""): value for key, value in weights(trainer.lm).items()}
+    assert start and all(torch.equal(after[key], value) for key, value in start.items())
+
+    trainer.save_model(str(tmp_path / "whole"))
+    whole, ids = load(tmp_path / "whole"), torch.tensor([[1, 4, 5, 6, lm.mask_token_id, 7]])
+    assert type(whole.model.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    trainer.lm.model.eval()
+    expected = trainer.lm.logits(ids)
+    torch.testing.assert_close(whole.logits(ids), expected, rtol=0, atol=0.02)  # computed in bfloat16, or on inputs in 8 bits
+    assert (wide().logits(ids) - expected).nan_to_num().abs().max() > 0.2
+
+
+@needs_bitsandbytes
+def test_a_resumed_run_of_a_quantised_model_is_the_same_run(tmp_path):
+    def run() -> DiffusionTrainer:
+        torch.manual_seed(0)
+        lm = quantised(tmp_path / "model", "4bit")
+        saving = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": PAIRS}
+        return make("sft", tmp_path / "run", lm, peft_config=adapters(), max_steps=4, **saving)
+
+    straight, resumed = run(), run()
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+@needs_bitsandbytes
+def test_quantised_weights_without_adapters_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.quantization: quantised weights take no gradients\. Train adapters"):
+        make("sft", tmp_path, quantised(tmp_path / "model", "4bit"))
+
+
+def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
+    tiny().save(tmp_path)
+    with pytest.raises(ModelError, match="unknown quantization '3bit'"):
+        load(tmp_path, quantization="3bit")
+    with pytest.raises(ModelError, match="4bit weights cannot be computed with in float64"):
+        load(tmp_path, quantization="4bit", dtype="float64")
+    with pytest.raises(ConfigError, match="quantization: '3bit' is refused"):
+        ModelConfig(path="x", quantization="3bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelError, match=r"4bit weights need bitsandbytes.*unmask\[cuda\]"):
+        load(tmp_path, quantization="4bit")
+
+
+# torch.compile
+
+
+def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None, backend: str) -> int:
+    """How many graphs a run of eight steps makes; its losses are those of the plain one."""
+
+    def run(**more: Any) -> list[float]:
+        return losses(make(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more))
+
+    plain = run()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = run(torch_compile=True, torch_compile_backend=backend)
+    assert len(compiled) == 8 and compiled == pytest.approx(plain, rel=1e-5)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.fixture
+def dynamo_as_it_was():
+    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("dynamo_as_it_was")
+@pytest.mark.parametrize(("attention", "block_size"), ATTENTIONS)
+def test_compiled_steps_share_a_graph_whatever_is_hidden(attention, block_size, tmp_path):
+    assert 1 <= compiled_run(tmp_path, "sft", attention, block_size, "eager") <= 3  # one, and one for sizes that vary
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("dynamo_as_it_was")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_code_trains_as_the_plain_one(backend, tmp_path):
+    assert 1 <= compiled_run(tmp_path, "pretrain", "causal", None, backend) <= 3
+
+
+# Precision
+
+
+def test_bfloat16_computes_in_16_bits_on_weights_in_32(tmp_path):
+    plain, trainer = make("sft", tmp_path), make("sft", tmp_path, bf16=True)
+    expected, found = counted(plain), counted(trainer)
+    plain.train()
+    trainer.train()
+    assert set(expected) == {torch.float32} and set(found) == {torch.bfloat16}
+    assert {weight.dtype for weight in trainer.lm.model.parameters()} == {torch.float32}
+    states = [value for state in trainer.optimizer.state.values() for value in state.values()]
+    assert {value.dtype for value in states} == {torch.float32}
+
+
+def test_weights_in_bfloat16_train(tmp_path):
+    tiny().save(tmp_path / "model")
+    lm = load(tmp_path / "model", dtype="bfloat16")
+    start = weights(lm)
+    trainer = make("sft", tmp_path / "run", lm)
+    assert all(torch.isfinite(torch.tensor(losses(trainer))))
+    assert {weight.dtype for weight in lm.model.parameters()} == {torch.bfloat16}
+    assert not equal(weights(lm), start)
+
+
+def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("pretends to have a GPU, and this machine has one")
+    monkeypatch.setattr(torch.backends, "fp32_precision", before := torch.backends.fp32_precision)
+    make("sft", tmp_path)
+    assert torch.backends.fp32_precision == before != "tf32"
+    with pytest.raises(ValueError, match="requires Ampere"):
+        make("sft", tmp_path, tf32=True)
+    monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
+    make("sft", tmp_path, tf32=True)
+    assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
+    make("sft", tmp_path, tf32=False)
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+# Transfer
+
+
+def test_pinned_memory_and_asynchronous_copies_reach_the_loader(tmp_path):
+    trainer = make("sft", tmp_path)
+    assert not trainer.get_train_dataloader().base_dataloader.pin_memory
+    trainer.args.dataloader_pin_memory = True  # as the config sets them where there is a GPU
+    trainer.args.accelerator_config.non_blocking = True
+    trainer.create_accelerator_and_postprocess()
+    loader = trainer.get_train_dataloader()
+    assert loader.base_dataloader.pin_memory and loader._non_blocking
+
+
+# Sharding: what is refused in one process
+
+
+def test_sharding_that_would_not_act_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="fsdp: shards nothing in one process, nor on CPUs"), warnings.catch_warnings():
+        make("sft", tmp_path, fsdp=True)
+
+
+def test_deepspeed_configs_are_presets_files_or_mappings(tmp_path, monkeypatch):
+    monkeypatch.setattr(switches.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"deepspeed: needs deepspeed.*unmask\[deepspeed\]"):
+        make("sft", tmp_path, deepspeed="zero1")
+    monkeypatch.setattr(switches.importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ConfigError, match="deepspeed: no launcher started this process"):
+        make("sft", tmp_path, deepspeed="zero1")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert [deepspeed_config(f"zero{stage}")["zero_optimization"]["stage"] for stage in (1, 2, 3)] == [1, 2, 3]
+    mapping = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    assert deepspeed_config(mapping) == mapping
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 1}}')
+    assert deepspeed_config(str(tmp_path / "zero.json")) == {"zero_optimization": {"stage": 1}}
+    with pytest.raises(ConfigError, match="deepspeed: cannot read 'zero4'"):
+        deepspeed_config("zero4")
+    with pytest.raises(ConfigError, match=r"deepspeed\.zero_optimization\.stage3_gather.*without weights"):
+        deepspeed_config({"zero_optimization": {"stage": 3}})

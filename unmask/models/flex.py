@@ -1,0 +1,52 @@
+"""FlexAttention on a GPU: of a sparse mask only the tiles are computed in which anything is visible.
+
+Shapes: B batch, Q queries, K keys, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+LEAST_QUERIES = 256  # shorter rows are a tile or two
+
+
+def usable(query_BHQD: Tensor) -> bool:
+    """Whether FlexAttention serves these queries: on a CPU it has no backward pass; its kernels want widths that are powers of 2."""
+    queries, width = query_BHQD.shape[2:]
+    return query_BHQD.is_cuda and queries >= LEAST_QUERIES and width >= 16 and width & (width - 1) == 0
+
+
+def block_mask(allowed_BQK: Tensor) -> BlockMask:
+    """A boolean mask [B or 1, 1, Q, K], and the tiles of 128 x 128 that it leaves something in."""
+    rows, _, queries, keys = allowed_BQK.shape
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return allowed_BQK[batch if rows > 1 else 0, 0, query, key]
+
+    return create_block_mask(visible, rows if rows > 1 else None, None, queries, keys, device=str(allowed_BQK.device))
+
+
+def attend(
+    query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: BlockMask, *, scaling: float | None, softcap: float | None
+) -> Tensor:
+    """Scaled dot-product attention under the mask, [B, H, Q, D]; fewer key heads serve groups of query heads.
+
+    Args:
+        scaling: of the scores; None: one over the root of D.
+        softcap: scores are capped smoothly to plus or minus this.
+    """
+    cap = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
+    grouped = query_BHQD.shape[1] != key_BHKD.shape[1]
+    return _compiled()(query_BHQD, key_BHKD, value_BHKD, score_mod=cap, block_mask=mask, scale=scaling, enable_gqa=grouped)
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """flex_attention as a fused kernel; uncompiled it would build the whole matrix of scores."""
+    return torch.compile(flex_attention)

@@ -1,0 +1,103 @@
+"""What memory and speed switches need: checked before any step is paid for, so that none is ignored in silence."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import nn
+from transformers import TrainingArguments
+from transformers.training_args import OptimizerNames
+
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import first_line
+
+AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+
+
+def zero_preset(stage: int) -> dict[str, Any]:
+    """A DeepSpeed config: ZeRO 1 shares out the optimizer's state, 2 the gradients too, 3 the weights too.
+
+    Other values come from the training arguments ("auto"). The optimizer is torch's, as without DeepSpeed.
+    """
+    precision = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
+    zero = {"stage": stage} | ({GATHER: True} if stage == 3 else {})
+    return AUTO | precision | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+
+
+def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
+    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed or not launched, no such preset or file, or a config whose saved models would
+            hold no weights.
+    """
+    require("deepspeed", "deepspeed", where="deepspeed")
+    if "LOCAL_RANK" not in os.environ:
+        remedy = "Start it with torchrun, accelerate launch or deepspeed, also where it is one process"
+        raise ConfigError("no launcher started this process", where="deepspeed", remedy=remedy)
+    if isinstance(setting, dict):
+        config = setting
+    elif setting in ("zero1", "zero2", "zero3"):
+        config = zero_preset(int(setting[-1]))
+    else:
+        try:
+            config = json.loads(Path(setting).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            remedy = "Give zero1, zero2, zero3, a JSON file or a mapping"
+            raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and not zero.get(GATHER):
+        raise ConfigError(
+            "ZeRO 3 would save models without weights", where=f"deepspeed.zero_optimization.{GATHER}", remedy="Set it to true"
+        )
+    return config
+
+
+def require(module: str, extra: str, *, where: str) -> None:
+    """Raise ConfigError unless an optional library is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")
+
+
+def check_optimizer(args: TrainingArguments) -> None:
+    """Try an optimizer of bitsandbytes on the device; those of others are left to transformers.
+
+    Raises:
+        ConfigError: bitsandbytes is not installed, or cannot work on the device.
+    """
+    name = OptimizerNames(args.optim).value
+    if "torch" in name or not re.search("8bit|bnb|paged|lion|ademamix", name):
+        return
+    require("bitsandbytes", "cuda", where="optim")
+    import bitsandbytes
+
+    probe = nn.Parameter(torch.zeros(4096, device=args.device))  # smaller ones are kept in 32 bits
+    probe.grad = torch.zeros_like(probe)
+    try:
+        bitsandbytes.optim.AdamW8bit([probe]).step()
+    except (RuntimeError, NotImplementedError) as error:
+        what = f"{name} cannot work on {args.device.type} ({first_line(error)})"
+        raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
+
+
+def check_sharding(args: Any, lm: DiffusionLM) -> None:
+    """Refuse what would shard nothing, or a model that could not be saved whole.
+
+    Raises:
+        ConfigError: FSDP in one process or on CPUs, which accelerate would pass over in silence; adapters on sharded weights.
+    """
+    if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
+        raise ConfigError("shards nothing in one process, nor on CPUs", where="fsdp", remedy=remedy)
+    sharded = args.fsdp or (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3
+    if sharded and hasattr(lm.model, "merge_and_unload"):
+        raise ConfigError("adapters cannot be merged into sharded weights", where="lora", remedy="Use zero1 or zero2, or no sharding")
