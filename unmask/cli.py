@@ -101,15 +101,21 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Make two steps of every stage, print the plan and stop.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
+    flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     layers = read_layers(
-        recipes=recipe or [],
+        recipes=[*(recipe or []), *(["debug"] if debug else [])],
         config_files=config or [],
         environ=os.environ,
-        flags={"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None},
+        flags=flags,
         overrides=overrides or [],
     )
+    if debug:
+        ctx.find_root().obj = True  # shows tracebacks
+        watch_for_anomalies()
     settings = resolve(layers)
     if print_config:
         from unmask.training.run import resolved, training_arguments
@@ -117,12 +123,29 @@ def train(
         with layers.naming_sources():
             typer.echo(to_yaml(resolved(settings, training_arguments(str(ctx.info_name), settings))), nl=False)
         return
+    if dry_run:
+        from unmask.training.rehearsal import rehearse
+
+        with layers.naming_sources():
+            lines = rehearse(str(ctx.info_name), settings)
+        by_stage = [{"": name, **{str(number): line[name] for number, line in enumerate(lines, start=1)}} for name in lines[0]]
+        show_columns(by_stage, title=f"{ctx.info_name}: two steps of every stage")
+        return
     claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
 
     from unmask.training.run import run_stage
 
     with layers.naming_sources():
         run_stage(str(ctx.info_name), settings, resume)
+
+
+def watch_for_anomalies() -> None:
+    """Let torch name the operation that makes a NaN, and transformers tell what it does."""
+    import torch
+    import transformers
+
+    torch.autograd.set_detect_anomaly(True)
+    transformers.logging.set_verbosity_info()
 
 
 for _verb, _help in VERBS.items():

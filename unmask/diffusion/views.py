@@ -164,6 +164,22 @@ def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     return _weighted(hidden_BVT & (group_BT >= 0)[:, None], size_BT[:, None] / count_BVT / views)
 
 
+def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
+    """Two views of exact counts that between them hide every token once: k and the other L - k of the L tokens of a group.
+
+    k ~ U{1..L}. For k = L the second view hides nothing and the first weighs 1; else they weigh L/k and L/(L - k), halved. The
+    mean is the same ELBO as that of `complementary_pair`, with weights of at most L/2, instead of 1/t.
+    """
+    size_B1T = _group_sizes(group_BT)[:, None]
+    count_B1T = 1 + (_stratified(draw, group_BT, 1) * size_B1T).long()
+    first_B1T = _ranks(group_BT, draw.uniform(_columns(group_BT), 1, Stream.MASK)) < count_B1T
+    hidden_BVT = torch.cat([first_B1T, ~first_B1T], 1) & (group_BT >= 0)[:, None]
+    whole_B1T = count_B1T == size_B1T
+    weight_B1T = torch.where(whole_B1T, 1.0, size_B1T / count_B1T / 2)
+    other_B1T = size_B1T / (size_B1T - count_B1T).clamp_min(1) / 2
+    return _weighted(hidden_BVT, torch.cat([weight_B1T, other_B1T], 1))
+
+
 def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     """The low-variance plan of the ELBO: one all-masked view, then complementary pairs of exact counts.
 

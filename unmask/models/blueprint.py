@@ -23,7 +23,7 @@ from unmask.config import ModelConfig
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import ATTENTION_NAME, Layout, Pattern, make_mask
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.load import first_line, make_diffusion, pattern_settings, read_config, read_tokenizer
+from unmask.models.load import check_vocabulary, first_line, make_diffusion, pattern_settings, read_config, read_tokenizer
 from unmask.models.planning import Network, Workload
 
 DEFAULT_BLOCK, DEFAULT_LENGTH = 32, 512
@@ -54,16 +54,18 @@ class Blueprint:
         source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         config, family = read_config(model.path, source)
         tokenizer = read_tokenizer(model.path, source, config, family)
-        tokens, rows = len(tokenizer), config.get_text_config().vocab_size
-        if tokens > rows:
-            what = f"the tokenizer has {tokens:,} tokens, but the embeddings only {rows:,} rows"
-            raise ModelError(what, where=model.path, remedy="Use the tokenizer that belongs to the model, or resize its embeddings")
+        check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.path)
         return cls(model.path, config, tokenizer, pattern_settings(config, model.attention, model.block_size, model.logit_shift))
 
     @property
     def stock(self) -> bool:
         """Whether it is a causal model that Unmask has not converted."""
         return getattr(self.config, SETTINGS_KEY, None) is None
+
+    @property
+    def context(self) -> int | None:
+        """The longest row the model was made for."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def facts(self) -> dict[str, str]:
         """What the model is, by name.
@@ -108,11 +110,10 @@ class Blueprint:
         Raises:
             ConfigError: rows longer than the model's context.
         """
-        context = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        sequence_length = sequence_length or min(DEFAULT_LENGTH, context or DEFAULT_LENGTH)
-        if context is not None and sequence_length > context:
-            what = f"{sequence_length:,} tokens, but the model's context is {context:,}"
-            raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {context}")
+        sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
+        if self.context is not None and sequence_length > self.context:
+            what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
+            raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {self.context}")
         chosen: Pattern = attention or ("bidirectional" if self.stock else self.settings["attention"])
         return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank)
 

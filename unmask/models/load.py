@@ -60,7 +60,7 @@ def load(
 
     Raises:
         ModelError: nothing to load there, no tokenizer, no safetensors weights or not all of them, an architecture that
-            cannot take a mask, an unknown dtype, a device that is not there, or quantization without bitsandbytes.
+            cannot take a mask, a tokenizer with tokens that the embeddings lack, an unknown dtype, a device that is not there, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where = str(path_or_id)
@@ -156,6 +156,7 @@ def make_diffusion(
         raise ModelError(
             "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
         )
+    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     return DiffusionLM(
         model.eval(),
@@ -167,6 +168,16 @@ def make_diffusion(
         causal_context=causal_context,
         time_embedding=time_embedding,
     )
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> None:
+    """Raise ModelError if a token other than the mask token has no row in the embeddings."""
+    if len(tokenizer) <= rows:
+        return
+    without = [token for token, number in tokenizer.get_vocab().items() if number >= rows and number != tokenizer.mask_token_id]
+    if without:
+        what = f"the tokenizer has {len(tokenizer):,} tokens, but the embeddings {rows:,} rows: none for {without[0]!r}"
+        raise ModelError(what, where=where, remedy="Use the tokenizer that belongs to the model, or resize its embeddings and train them")
 
 
 def as_diffusion_lm(

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from unmask.config import HardwareConfig
+from unmask.config import HardwareConfig, RunConfig
 from unmask.config_files import RECIPES, did_you_mean, read_layers
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
@@ -52,10 +52,19 @@ class Preset:
         if name not in preset_names():
             raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, preset_names()))
         values = read_layers(recipes=[name]).merged()
-        hardware = HardwareConfig(**values["hardware"])
+        return cls._of(name, HardwareConfig(**values["hardware"]), max_memory_gb, values["training"], values["model"]["dtype"])
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Preset:
+        """The machine and the switches of a run; without a `hardware` section this computer."""
+        hardware = config.hardware or cls.read(CPU).hardware
+        return cls._of(hardware.name, hardware, None, {"bf16": False} | config.training, config.model.dtype)
+
+    @classmethod
+    def _of(cls, name: str, hardware: HardwareConfig, max_memory_gb: float | None, training: Mapping[str, Any], dtype: str) -> Preset:
         devices = [device.model_copy(update={"memory_gb": device.memory_gb or own_memory_gb()}) for device in hardware.devices]
         changes = {"devices": devices, "max_memory_gb": max_memory_gb or hardware.max_memory_gb}
-        return cls(name, hardware.model_copy(update=changes), values["training"], values["model"]["dtype"])
+        return cls(name, hardware.model_copy(update=changes), training, dtype)
 
     def workload(self, work: Workload) -> Workload:
         """The same work with the recipe's switches."""

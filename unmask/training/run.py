@@ -114,18 +114,11 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     Raises:
         UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
     """
-    kind = VERBS[verb]
     args = training_arguments(verb, config)
-    task = get_task(config.data.task) if config.data.task else None
-    train, held_out = read_data(config, kind, task)
-    lm = load_model(config, verb)
-    rest: dict[str, Any] = {"peft_config": config.lora.to_peft()} if config.lora else {}
-    if verb == "grpo":
-        rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
     output = Path(config.output_dir)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with display as progress, progress.stage(verb) as stage, naming_files(config.data):
-        trainer = kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, progress=stage, **rest)
+        trainer = make_trainer(verb, config, args, progress=stage)
         if args.should_save:
             if config.overwrite and not resume:
                 forget_earlier_run(output)
@@ -134,7 +127,8 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
-    if task is not None and args.should_save:
+    if config.data.task and args.should_save:
+        task = get_task(config.data.task)
         rows = config.data.eval_rows
         problems = task.read(str(config.data.eval))[:rows] if config.data.eval else task.generate("test", rows, config.data.seed)
         write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, problems, config.sampler).to_json() + "\n")
@@ -142,6 +136,19 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     processes = PartialState()
     processes.wait_for_everyone()
     processes.destroy_process_group()
+
+
+def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
+    """The verb's trainer, with its model and data loaded; `rest` goes to it."""
+    kind = VERBS[verb]
+    task = get_task(config.data.task) if config.data.task else None
+    train, held_out = read_data(config, kind, task)
+    lm = load_model(config, verb)
+    if config.lora:
+        rest["peft_config"] = config.lora.to_peft()
+    if verb == "grpo":
+        rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
+    return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 
 
 def forget_earlier_run(output: Path) -> None:

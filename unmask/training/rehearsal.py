@@ -1,0 +1,118 @@
+"""A run before it is paid for: what it will take by formula, and two steps of every stage, really made."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from unmask.config import RunConfig
+from unmask.errors import ConfigError
+from unmask.models.blueprint import Blueprint
+from unmask.models.planning import Plan
+from unmask.monitor import peak_memory_bytes
+from unmask.training.convert import ConvertConfig
+from unmask.training.presets import Planner, Preset
+from unmask.training.run import make_trainer, training_arguments
+from unmask.training.trainer import StageConfig, rows_per_step
+
+STEPS = 2
+PLANNED = ("pretrain", "convert", "sft")
+"""The verbs whose step is one pass over a batch of rows; the others also generate, or score a reference."""
+
+
+def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
+    """The plan of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
+    verb that has no formula.
+
+    Raises:
+        ConfigError: it does not fit `hardware.max_memory_gb`.
+    """
+    if verb not in PLANNED:
+        return None
+    blueprint = Blueprint.read(config.model)
+    own: Any = args
+    attention = "causal" if verb == "pretrain" else own.attention if isinstance(args, ConvertConfig) else config.model.attention
+    copies = 2 if isinstance(args, ConvertConfig) and args.complementary else getattr(args, "views", 1)
+    length = min(args.max_length, blueprint.context or args.max_length)
+    planner = Planner(blueprint, blueprint.workload(attention, length, copies, config.lora.r if config.lora else None))
+    plan = planner.plan(Preset.of(config), own.per_device_train_batch_size)
+    if config.hardware is not None and not plan.fits:
+        what = (
+            f"a step of {own.per_device_train_batch_size} rows needs {plan.peak / 1e9:.3g} GB, but only {plan.limit / 1e9:.3g} may be used"
+        )
+        raise ConfigError(what, where="hardware", remedy=f"Use {plan.advice}")
+    return plan
+
+
+def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
+    """Make two steps of every stage, in a folder that is removed again.
+
+    Returns:
+        A line of a table per stage: what it trains, its share of the steps, and what a step was predicted to take and took.
+
+    Raises:
+        UnmaskError: all that the run itself would raise before its third step.
+    """
+    args = training_arguments(verb, config)
+    plan = plan_run(verb, config, args)
+    count = len(args.stages) if isinstance(args, ConvertConfig) else 1
+    short: dict[str, Any] = {"max_steps": STEPS * count, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 1}
+    if isinstance(args, ConvertConfig):
+        short["stages"] = [stage.model_copy(update={"share": 1.0}).model_dump() for stage in args.stages]
+    with tempfile.TemporaryDirectory() as folder:
+        training = config.training | short
+        if "warmup_steps" in training:
+            training["warmup_steps"] = 0
+        shortened = config.model_copy(update={"training": training, "output_dir": folder})
+        watch = Watch()
+        trainer = make_trainer(verb, shortened, training_arguments(verb, shortened), callbacks=[watch])
+        trainer.train()
+    steps = planned_steps(args, trainer)
+    return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
+
+
+def planned_steps(args: Any, trainer: Any) -> int:
+    """Optimizer steps of the whole run."""
+    if args.max_steps > 0:
+        return args.max_steps
+    rows = trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset
+    return round(len(rows) / rows_per_step(args) * args.num_train_epochs)
+
+
+class Watch(TrainerCallback):
+    """The seconds of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.started = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def _line(number: int, args: StageConfig, plan: Plan | None, seconds: float, steps: int) -> dict[str, str]:
+    line: dict[str, str] = {}
+    share, rate = 1.0, 1.0
+    if isinstance(args, ConvertConfig):
+        stage = args.stages[number]
+        share, rate = stage.share / sum(other.share for other in args.stages), stage.rate
+        size = stage.block_size or (args.block_size if stage.attention in (None, args.attention) else None)
+        line |= {"attention": f"{stage.attention or args.attention} {size or ''}".strip()}
+        line |= {"trains": stage.train if isinstance(stage.train, str) else ", ".join(stage.train)}
+    micro_batches = args.gradient_accumulation_steps
+    predicted = plan.seconds * micro_batches if plan and plan.seconds else None
+    return line | {
+        "steps": f"{share * steps:,.0f}",
+        "rate": f"{args.learning_rate * rate:.3g}",
+        "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
+        "seconds a step": f"{seconds:.3g}",
+        "hours in all": f"{seconds * share * steps / 3600:.3g}",
+        "predicted peak GB": "-" if plan is None else f"{plan.peak / 1e9:.3g}",
+        "peak GB so far": f"{peak_memory_bytes() / 1e9:.3g}",
+    }
