@@ -1,0 +1,103 @@
+"""How near a converted model comes to the causal model it was, by recipe and training time.
+
+    python -m benchmarks.stories MODEL STORIES.txt --recipes block full --minutes 10
+
+The figure is the ratio of two averages over the same held-out stories: the converted model's bound on the negative
+log-likelihood (an ELBO of 32 passes a story) and the causal model's exact negative log-likelihood before conversion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import unmask
+from benchmarks.harness import heading
+from unmask.data.sources import load_rows
+from unmask.models.load import with_pattern
+
+HELD_OUT = 400
+SAMPLES = 32
+SETTINGS = {
+    "learning_rate": 4e-3,
+    "per_device_train_batch_size": 16,
+    "max_length": 256,
+    "lr_scheduler_type": "cosine_with_min_lr",
+    "lr_scheduler_kwargs": {"min_lr_rate": 0.3},  # where the next stage begins
+    "warmup_steps": 20,
+    "adam_beta2": 0.95,
+    "max_grad_norm": 1.0,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+
+
+def nats_per_token(lm: unmask.DiffusionLM, stories: Sequence[str]) -> float:
+    """Of all tokens but the first of each story: exact for a causal model, else at most."""
+    documents = [ids[: lm.context_length] for ids in lm.tokenizer(list(stories)).input_ids]
+    prompts, completions = [ids[:1] for ids in documents], [ids[1:] for ids in documents]
+    estimator = "exact" if lm.autoregressive else "elbo"
+    log_probs = unmask.log_likelihood(lm, prompts, completions, estimator=estimator, samples=SAMPLES)
+    return -float(log_probs.sum()) / sum(map(len, completions))
+
+
+class Clock(TrainerCallback):
+    """The time spent in optimizer steps."""
+
+    def __init__(self) -> None:
+        self.seconds, self.started = 0.0, 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds += time.perf_counter() - self.started
+
+
+def train(model: str, recipe: str, texts: Sequence[str], steps: int, **more: Any) -> tuple[unmask.DiffusionLM, float]:
+    """The model after this many steps of a recipe, and the seconds that they took."""
+    clock = Clock()
+    with tempfile.TemporaryDirectory() as folder:
+        args = unmask.ConvertConfig.for_recipe(recipe, output_dir=folder, max_steps=steps, **SETTINGS | more)
+        trainer = unmask.ConvertTrainer(model, args, [{"text": text} for text in texts], callbacks=[clock])
+        trainer.train()
+    return trainer.lm, clock.seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument("stories", help="a text file; blank lines separate its documents")
+    parser.add_argument("--recipes", nargs="+", default=["block", "full", "growing", "distilled"])
+    parser.add_argument("--minutes", type=float, nargs="+", default=[10.0])
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    texts = load_rows(options.stories)["text"]
+    learnt, held_out = texts[:-HELD_OUT], texts[-HELD_OUT:]
+    causal = unmask.load(options.model)
+    exact = nats_per_token(causal, held_out)
+    print(f"{heading()}\ncausal: {exact:.4f} nats per token, exact, of {HELD_OUT} held-out documents", flush=True)
+    shifted = with_pattern(unmask.load(options.model), "block_causal", 1, True)
+    ids_BT = torch.tensor([causal.tokenizer(held_out[0]).input_ids])
+    print(f"block 1 with shift equals the causal model: {torch.equal(shifted.logits(ids_BT), causal.logits(ids_BT))}", flush=True)
+    for recipe in options.recipes:
+        pace = train(options.model, recipe, learnt, 12)[1] / 12
+        for minutes in options.minutes:
+            steps = round(minutes * 60 / pace)
+            lm, seconds = train(options.model, recipe, learnt, steps)
+            bound = nats_per_token(lm, held_out)
+            now = nats_per_token(lm.as_causal(), held_out)
+            figures = f"at most {bound:.4f} nats per token, {bound / exact:.3f} x the causal model"
+            print(f"{recipe:>10}: {steps:>6} steps, {seconds / 60:5.1f} minutes: {figures}; read as causal {now / exact:.3f} x", flush=True)
+
+
+if __name__ == "__main__":
+    main()
