@@ -34,6 +34,7 @@ SETTINGS = {
     "adam_beta2": 0.95,
     "max_grad_norm": 1.0,
     "save_strategy": "no",
+    "logging_strategy": "no",
     "disable_tqdm": True,
     "use_cpu": True,
 }

@@ -6,12 +6,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainerCallback
+from typer.testing import CliRunner
 
+from unmask.cli import app
 from unmask.data.characters import character_tokenizer
+from unmask.demo import DemoSettings, small_model
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
+from unmask.tasks import get_task
 from unmask.training.dpo import DPOConfig, DPOTrainer
 from unmask.training.grpo import GRPOConfig, GRPOTrainer
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
@@ -97,6 +102,32 @@ def weights(lm: DiffusionLM) -> dict[str, torch.Tensor]:
 def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Whether two sets of weights agree bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+QUICK = [
+    *("training.max_steps=2", "training.per_device_train_batch_size=4", "training.logging_steps=1", "training.use_cpu=true"),
+    *("data.max_rows=16", "data.eval_rows=4"),
+]
+"""Settings of a run of the command line that takes a blink."""
+
+
+def unmask(*args: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model over Sudoku's characters."""
+    path = tmp_path_factory.mktemp("models") / "causal"
+    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
+    return path
 
 
 class Before(TrainerCallback):

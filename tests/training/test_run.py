@@ -11,42 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests.helpers import REPOSITORY
-from tests.training.conftest import equal, weights
-from unmask.cli import app
+from tests.training.conftest import QUICK, equal, unmask, weights
 from unmask.config_files import parse_yaml
-from unmask.demo import DemoSettings, small_model
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
 from unmask.tasks import get_task
 
-QUICK = [
-    *("training.max_steps=2", "training.per_device_train_batch_size=4", "training.logging_steps=1", "training.use_cpu=true"),
-    *("data.max_rows=16", "data.eval_rows=4"),
-]
 GRPO = ["training.num_generations=2", "training.max_completion_length=17"]
 PAIR = {"prompt": "1200=", "completion": "34"}
-
-
-def unmask(*args: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(arg) for arg in args])
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A causal model over Sudoku's characters."""
-    path = tmp_path_factory.mktemp("models") / "causal"
-    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
-    return path
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
-    return path
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
@@ -69,8 +43,7 @@ def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
         assert parse_yaml((output / "config.yaml").read_text(), "config.yaml")["model"]["path"] == str(start)
         assert json.loads((output / "manifest.json").read_text())["verb"] == verb
         assert (output / "evaluation.json").exists() == ("sudoku" in options)
-        folder = output
-        assert MetricsLog(folder / "training_logs.json").read()[0]["step"] == 1
+        assert MetricsLog(output / "training_logs.json").read()[0]["step"] == 1
     evaluation = json.loads((tmp_path / "grpo" / "evaluation.json").read_text())
     assert evaluation["rows"] == 4 and len(evaluation["completions"]) == 4
 

@@ -15,7 +15,6 @@ from unmask.diffusion.views import Views
 from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM, Reading
 
-
 COPIES_AT_ONCE = 3
 """Beside one clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
 

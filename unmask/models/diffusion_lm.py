@@ -176,10 +176,16 @@ class DiffusionLM:
             rows_BT: boolean; the rows to compute, in row-major order. None: all.
             hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding. None: nowhere.
 
+        Raises:
+            ModelError: a row is too long, or a model that has to know the hidden positions is not told them.
+
         Returns:
             [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has -inf. Row 0
             of a shifted model has no predecessor and is undefined.
         """
+        if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
+            remedy = "Give hidden_BT (all False where the mask token is part of the text)"
+            raise ModelError("the model reads blocks in work differently, and is not told which", where="hidden_BT", remedy=remedy)
         logits = self.forward(self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT))
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)

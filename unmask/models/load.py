@@ -60,7 +60,8 @@ def load(
 
     Raises:
         ModelError: nothing to load there, no tokenizer, no safetensors weights or not all of them, an architecture that
-            cannot take a mask, a tokenizer with tokens that the embeddings lack, an unknown dtype, a device that is not there, or quantization without bitsandbytes.
+            cannot take a mask, a tokenizer with tokens that the embeddings lack, an unknown dtype, a device that is not
+            there, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where = str(path_or_id)

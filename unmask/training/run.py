@@ -117,7 +117,7 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     args = training_arguments(verb, config)
     output = Path(config.output_dir)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display as progress, progress.stage(verb) as stage, naming_files(config.data):
+    with display as progress, progress.stage(verb) as stage:
         trainer = make_trainer(verb, config, args, progress=stage)
         if args.should_save:
             if config.overwrite and not resume:
@@ -148,7 +148,8 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
         rest["peft_config"] = config.lora.to_peft()
     if verb == "grpo":
         rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
-    return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
+    with naming_files(config.data):
+        return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 
 
 def forget_earlier_run(output: Path) -> None:

@@ -1,0 +1,87 @@
+"""A rehearsal makes two steps of every stage, tells what the run takes, and leaves nothing behind; a debugging run looks at each step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from typer.testing import CliRunner
+
+from tests.training.conftest import QUICK, unmask
+from unmask.cli import app
+from unmask.config import DataConfig, HardwareConfig, ModelConfig, RunConfig
+from unmask.errors import ConfigError, UnmaskError
+from unmask.monitor import MetricsLog
+from unmask.training.rehearsal import rehearse
+
+BLOCK = {"attention": "block_causal", "block_size": 4, "use_cpu": True, "max_length": 32, "per_device_train_batch_size": 4}
+TWO_STAGES = [{"share": 1, "rate": 0.5, "train": ["attention"]}, {"share": 3, "attention": "bidirectional"}]
+
+
+def run_config(model: Path, text: Path, tmp_path: Path, **training: Any) -> RunConfig:
+    data = DataConfig(train=str(text))
+    return RunConfig(model=ModelConfig(path=str(model)), data=data, output_dir=str(tmp_path / "run"), training=BLOCK | training)
+
+
+def test_a_line_for_every_stage_says_what_it_takes(model, text, tmp_path, monkeypatch):
+    steps: list[int] = []
+    original = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *rest: (steps.append(1), original(self, *rest))[1])
+    config = run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=1000, learning_rate=1e-3, optim="adamw_torch", warmup_steps=50)
+    first, second = rehearse("convert", config)
+    assert len(steps) >= 4  # two of each stage, beside those that calibrate the prediction
+    assert (first["attention"], first["trains"], first["steps"], first["rate"]) == ("block_causal 4", "attention", "250", "0.0005")
+    assert (second["attention"], second["trains"], second["steps"], second["rate"]) == ("bidirectional", "all", "750", "0.001")
+    for line in (first, second):
+        assert float(line["seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
+        hours = float(line["seconds a step"]) * int(line["steps"]) / 3600
+        assert float(line["hours in all"]) == pytest.approx(hours, rel=0.02)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.training.rehearsal.make_trainer", lambda *_, **__: pytest.fail("a step was paid for"))
+    small = HardwareConfig(name="gpu", devices=[{"name": "gpu", "memory_gb": 24, "tflops": 10, "bandwidth_gb_s": 100}], max_memory_gb=0.5)
+    config = run_config(model, text, tmp_path).model_copy(update={"hardware": small})
+    with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used"):
+        rehearse("convert", config)
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo"])
+def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
+    config = run_config(model, tmp_path, tmp_path)
+    kept = {name: value for name, value in BLOCK.items() if name not in ("attention", "block_size")} | {"max_length": 64}
+    task = DataConfig(task="sudoku", max_rows=16)
+    (line,) = rehearse(verb, config.model_copy(update={"data": task, "training": kept | {"max_steps": 30}}))
+    assert line["steps"] == "30" and (line["predicted seconds a step"] == "-") == (verb == "dpo")
+
+
+def test_from_the_command_line(model, text, tmp_path):
+    output = tmp_path / "run"
+    result = unmask("convert", "--model", model, "--data", text, "--output", output, "--recipe", "block", "--dry-run", *QUICK)
+    assert result.exit_code == 0, result.output
+    assert "two steps of every stage" in result.output and "hours in all" in result.output
+    assert not output.exists()
+
+
+def test_debug_looks_at_every_step_of_a_short_run(model, text, tmp_path):
+    output = tmp_path / "run"
+    try:
+        result = unmask("convert", "--model", model, "--data", text, "--output", output, "--debug", "training.use_cpu=true")
+        assert torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        transformers.logging.set_verbosity_warning()
+    assert result.exit_code == 0, result.output
+    lines = [line for line in MetricsLog(output / "training_logs.json").read() if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 11)) and all("memory_gb" in line for line in lines)
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    result = CliRunner().invoke(app, ["sft", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "run"), "--debug"])
+    torch.autograd.set_detect_anomaly(False)
+    transformers.logging.set_verbosity_warning()
+    assert isinstance(result.exception, UnmaskError)
