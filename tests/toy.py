@@ -30,15 +30,18 @@ KINDS = {
 """Attention, block size and shift of the models that are noised. A causal model with a shift is not: it needs no noise."""
 
 
-def toy(kind: str = "bidirectional", *, attention: tuple[str, int | None, bool] | None = None, seed: int = 0) -> DiffusionLM:
-    """A toy of one of KINDS, or of any attention, block size and shift; its predictions depend strongly on what they see."""
+def toy(kind: str = "bidirectional", *, attention: tuple[str, int | None, bool] | None = None, seed: int = 0, **more: bool) -> DiffusionLM:
+    """A toy of one of KINDS, or of any attention, block size and shift; its predictions depend strongly on what they see.
+
+    `more` goes to `make_diffusion`.
+    """
     pattern, block_size, shift = attention or KINDS[kind]
     tokens = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = GPT2Config(n_embd=8, n_layer=2, n_head=2, n_positions=32, initializer_range=0.7, **tokens)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-    return make_diffusion(model, character_tokenizer(ALPHABET), attention=pattern, block_size=block_size, logit_shift=shift)
+    return make_diffusion(model, character_tokenizer(ALPHABET), attention=pattern, block_size=block_size, logit_shift=shift, **more)
 
 
 def random_row(length: int, seed: int = 0) -> Tensor:
@@ -64,7 +67,9 @@ def conditionals(lm: DiffusionLM, row_T: Tensor, positions: Sequence[int]) -> Te
     hidden_SL = torch.arange(2**count)[:, None] >> torch.arange(count) & 1 == 1
     noisy_ST = row_T[:stop].repeat(2**count, 1)
     noisy_ST[:, positions] = torch.where(hidden_SL, lm.mask_token_id, row_T[positions])
-    log_prob_STV = lm.logits(noisy_ST).log_softmax(-1)
+    is_hidden_ST = torch.zeros_like(noisy_ST, dtype=torch.bool)
+    is_hidden_ST[:, positions] = hidden_SL
+    log_prob_STV = lm.logits(noisy_ST, hidden_BT=is_hidden_ST).log_softmax(-1)
     return log_prob_STV[:, positions].gather(2, row_T[positions].expand(2**count, count)[..., None]).squeeze(2) * hidden_SL
 
 

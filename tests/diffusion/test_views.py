@@ -18,7 +18,16 @@ from tests import toy
 from unmask.diffusion.noise import Stream
 from unmask.diffusion.schedules import SCHEDULES, Noise, get_schedule
 from unmask.diffusion.score import noise_groups
-from unmask.diffusion.views import Draw, all_masked_views, complementary_pair, elbo_views, exact_count_views, random_views
+from unmask.diffusion.views import (
+    Draw,
+    all_masked_views,
+    cart_weights,
+    complementary_pair,
+    elbo_views,
+    exact_count_views,
+    random_views,
+)
+from unmask.models.attention import Layout, runs
 
 # Rows of groups: one, several of different sizes, ones that are not in one piece, single tokens, nothing at all.
 GROUPS = torch.tensor(
@@ -197,6 +206,26 @@ def test_views_are_taken_apart_by_view_and_by_row():
     assert torch.equal(chosen.hidden_BVT, plan.hidden_BVT[[4, 1]]) and chosen.count == 3
 
 
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
+@pytest.mark.parametrize(("pattern", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)])
+def test_cart_weighs_by_the_visible_tokens_near(pattern, block_size, p):
+    documents = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
+    run = runs(Layout.of(documents), pattern, block_size)
+    plan = random_views(
+        torch.where(documents > 0, run, -1), Draw(0, torch.arange(2)), Noise(get_schedule("linear"), weighting="cart"), views=3
+    )
+    weights = cart_weights(plan, run, documents, p=p)
+    assert torch.equal(weights.hidden_BVT, plan.hidden_BVT) and weights.weight_BVT.dtype == torch.float32
+    for row, view, at in plan.hidden_BVT.nonzero().tolist():
+        near = 0.0
+        for other in range(12):
+            clean = run[row, other] < run[row, at] or (run[row, other] == run[row, at] and not plan.hidden_BVT[row, view, other])
+            if documents[row, other] == documents[row, at] and clean:
+                near += p / 2 * (1 - p) ** (abs(other - at) - 1)
+        assert weights.weight_BVT[row, view, at].item() == pytest.approx(near / 3, rel=1e-5, abs=1e-6)
+    assert not weights.weight_BVT[~plan.hidden_BVT].any()
+
+
 # Expectations. A model is known by the tables of its conditionals, one table per group.
 
 PROMPT, LENGTH = 2, 5
@@ -268,12 +297,12 @@ def test_plans_of_exact_counts_average_to_the_exact_bound(tables, plan, views):
     assert total.std() > 1e-3
 
 
-def listed_subsets(width, rate, views, low, high):
+def listed_subsets(width, rate, views, low, high, points=30):
     """Every set of hidden tokens at the nodes of a quadrature over time, and the probability [N, V] of each.
 
     Times of several views lie in stretches of their own, so that a set has another probability in each.
     """
-    nodes, shares = (torch.from_numpy(numbers) for numbers in np.polynomial.legendre.leggauss(30))
+    nodes, shares = (torch.from_numpy(numbers) for numbers in np.polynomial.legendre.leggauss(points))
     sets = torch.tensor(list(itertools.product([False, True], repeat=LENGTH)))
     time_N = ((nodes + 1) / 2).repeat_interleave(len(sets))
     noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
@@ -288,8 +317,8 @@ RATES = {name: schedule.mask_rate for name, schedule in SCHEDULES.items()}
 EXACT_SCHEDULES = ["linear", "cosine"]  # the geometric one hides some tokens at time 0 already
 
 
-def expected_random(groups, tables, schedule, views=1, low=0.0, high=1.0):
-    draw, probability_NV = listed_subsets(groups.shape[1], RATES[schedule], views, low, high)
+def expected_random(groups, tables, schedule, views=1, low=0.0, high=1.0, points=30):
+    draw, probability_NV = listed_subsets(groups.shape[1], RATES[schedule], views, low, high, points)
     plan = random_views(groups.expand(len(draw.time_N), -1), draw, Noise(get_schedule(schedule), low, high), views=views)
     return (probability_NV * estimates(plan, tables)).sum().item()
 
@@ -304,6 +333,11 @@ def expected_pair(groups, tables, schedule, low):
 @pytest.mark.parametrize("schedule", EXACT_SCHEDULES)
 def test_random_views_average_to_the_exact_bound(tables, schedule, views):
     assert expected_random(*tables, schedule, views) == pytest.approx(bound_of(tables[1]), rel=1e-6)
+
+
+def test_the_geometric_schedule_leaves_out_next_to_nothing(tables):
+    exact = bound_of(tables[1])
+    assert 1e-6 < abs(expected_random(*tables, "geometric", points=200) / exact - 1) < 1e-3
 
 
 @pytest.mark.parametrize("schedule", EXACT_SCHEDULES)

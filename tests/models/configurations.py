@@ -85,12 +85,17 @@ def tiny_model(name: str, attention: str = "eager", dtype: torch.dtype = torch.f
 
 
 def tiny_lm(
-    name: str, attention: str = "causal", block_size: int | None = None, *, shift: bool | None = None, dtype: torch.dtype = torch.float64
+    name: str,
+    attention: str = "causal",
+    block_size: int | None = None,
+    *,
+    shift: bool | None = None,
+    dtype: torch.dtype = torch.float64,
+    **more: bool,
 ) -> DiffusionLM:
-    """The same model as a DiffusionLM; its mask token is added after a full vocabulary."""
-    return make_diffusion(
-        tiny_model(name, dtype=dtype), character_tokenizer(ALPHABET), attention=attention, block_size=block_size, logit_shift=shift
-    )
+    """The same model as a DiffusionLM; its mask token is added after a full vocabulary. `more` goes to `make_diffusion`."""
+    pattern = {"attention": attention, "block_size": block_size, "logit_shift": shift}
+    return make_diffusion(tiny_model(name, dtype=dtype), character_tokenizer(ALPHABET), **pattern, **more)
 
 
 def random_ids(batch: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -45,41 +47,53 @@ def block_of(position, pattern):
     return 0 if pattern == "bidirectional" else position // (BLOCKS[pattern] or 1)
 
 
-def sees(documents, pattern, i, j):
+def sees(documents, pattern, i, j, context=False):
+    """`context`: what is clean is read from left to right within its block, too."""
     if documents[i] == 0:
         return i == j
     place = positions(documents)
-    return documents[i] == documents[j] and block_of(place[j], pattern) <= block_of(place[i], pattern)
+    own, other = block_of(place[i], pattern), block_of(place[j], pattern)
+    return documents[i] == documents[j] and (other < own or (other == own and (j <= i or not context)))
 
 
-def sees_with_copy(documents, pattern, i, j):
-    """The same for `[x_t ; x_0]`: indices below T are the noised copy."""
-    length = len(documents)
-    if documents[i % length] == 0:
-        return i == j
+def sees_with_copies(documents, pattern, i, j, context, copies):
+    """The same for `[x_t ; ... ; x_0]`: the clean tokens stand behind this many noised copies."""
+    (copy, i), (other_copy, j) = divmod(i, len(documents)), divmod(j, len(documents))
     place = positions(documents)
-    own, other = block_of(place[i % length], pattern), block_of(place[j % length], pattern)
-    same_document, noisy = documents[i % length] == documents[j % length], j < length
-    if i >= length:
-        return same_document and not noisy and other <= own
-    return same_document and (other == own if noisy else other < own)
+    own, other = block_of(place[i], pattern), block_of(place[j], pattern)
+    if documents[i] == 0 or copy == other_copy == copies:
+        return copy == other_copy and sees(documents, pattern, i, j, context)
+    return documents[i] == documents[j] and (other == own if copy == other_copy else other_copy == copies and other < own)
 
 
-def table(rule, documents, pattern, size):
-    return torch.tensor([[rule(documents, pattern, i, j) for j in range(size)] for i in range(size)])
+def table(rule, size):
+    return torch.tensor([[rule(i, j) for j in range(size)] for i in range(size)])
 
 
 def reach(name, documents, pattern):
     """Whether row i of the last layer depends on token j: what it sees, and what those see, through layers with their windows."""
     size = len(documents)
-    seen = table(sees, documents, pattern, size)
-    reached = torch.eye(size, dtype=torch.bool)
-    for window in WINDOWS_OF_LAYERS.get(name, [None] * LAYERS):
-        layer = seen
-        if window is not None and pattern == "causal":
-            layer = seen & (torch.arange(size)[:, None] - torch.arange(size) < window)
+    seen = table(lambda i, j: sees(documents, pattern, i, j), size)
+    layers = [seen] * LAYERS
+    if pattern == "causal":
+        distance = torch.arange(size)[:, None] - torch.arange(size)
+        layers = [seen if window is None else seen & (distance < window) for window in WINDOWS_OF_LAYERS.get(name, [None] * LAYERS)]
+    return through(layers)
+
+
+def through(layers):
+    """What reaches what through layers of these masks."""
+    reached = torch.eye(len(layers[0]), dtype=torch.bool)
+    for layer in layers:
         reached = (layer.float() @ reached.float()) > 0
     return reached
+
+
+def changed_rows(ids_1T):
+    """The row once per token, batch row j with another token j."""
+    size = ids_1T.shape[1]
+    ids = ids_1T.repeat(size, 1)
+    return torch.where(torch.eye(size, dtype=torch.bool), torch.where(ids + 1 < VOCABULARY, ids + 1, 4), ids)
 
 
 @pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS.keys())
@@ -88,12 +102,10 @@ def reach(name, documents, pattern):
 def test_a_row_changes_exactly_when_it_may_see_what_changed(name, pattern, documents):
     lm = tiny_lm(name, pattern, BLOCKS[pattern], shift=False, dtype=torch.float32)
     size = len(documents)
-    ids = random_ids(1, size).repeat(size, 1)
-    other = torch.where(ids + 1 < VOCABULARY, ids + 1, 4)
-    changed = torch.where(torch.eye(size, dtype=torch.bool), other, ids)  # batch row j has another token j
+    ids = random_ids(1, size)
     padding = None if all(documents) else torch.tensor([documents] * size)
     with torch.no_grad():
-        before, after = lm.logits(ids, padding), lm.logits(changed, padding)
+        before, after = lm.logits(ids.repeat(size, 1), padding), lm.logits(changed_rows(ids), padding)
     differs = (before != after).any(-1).T
     assert torch.equal(differs, reach(name, documents, pattern))
 
@@ -108,19 +120,93 @@ def test_windows_narrow_what_a_causal_model_sees_and_nothing_else():
     assert narrow.within(2).allowed_BQK[0, 0].sum() == 21 and narrow.within(None).allowed_BQK[0, 0].sum() == 66
 
 
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.sampled_from(PATTERNS))
-def test_masks_follow_the_definition(lengths, pattern):
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.sampled_from(PATTERNS), st.booleans(), st.integers(1, 3))
+def test_masks_follow_the_definition(lengths, pattern, context, copies):
     documents = [0] * lengths[0] + [number for number, length in enumerate(lengths[1:], 1) for _ in range(length)] + [0] * lengths[-1]
-    if not documents:
-        documents = [1]
+    documents = documents or [1]
+    context &= pattern == "block_causal"
     layout = Layout.of(torch.tensor([documents]))
     size = len(documents)
-    assert torch.equal(make_mask(pattern, BLOCKS[pattern], layout, layout).allowed_BQK[0, 0], table(sees, documents, pattern, size))
-    double = layout.with_noised_copies()
-    allowed = make_mask(pattern, BLOCKS[pattern], double, double).allowed_BQK[0, 0]
-    assert torch.equal(allowed, table(sees_with_copy, documents, pattern, 2 * size))
-    last = make_mask(pattern, BLOCKS[pattern], layout.last(1), layout).allowed_BQK[0, 0]
-    assert torch.equal(last, table(sees, documents, pattern, size)[-1:])
+
+    def made(queries, keys):
+        return make_mask(pattern, BLOCKS[pattern], queries, keys, causal_context=context).allowed_BQK[0, 0]
+
+    expected = table(lambda i, j: sees(documents, pattern, i, j, context), size)
+    assert torch.equal(made(layout, layout), expected)
+    assert torch.equal(made(layout.last(1), layout), expected[-1:])
+    several = layout.with_noised_copies(copies)
+    expected = table(lambda i, j: sees_with_copies(documents, pattern, i, j, context, copies), (copies + 1) * size)
+    assert torch.equal(made(several, several), expected)
+
+
+ARCHITECTURES = ["gpt2", "qwen3_windows", "phi", "gemma2", "smollm3", "gpt_neox"]
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS.values(), ids=DOCUMENTS.keys())
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_with_a_causal_context_only_blocks_in_work_are_read_in_both_directions(name, documents):
+    lm = tiny_lm(name, "block_causal", BLOCK, shift=False, dtype=torch.float32, causal_context=True)
+    size, place = len(documents), positions(documents)
+    hidden = torch.tensor([[document > 0 and i in (4, 8) for i, document in enumerate(documents)]])
+    work = {(documents[i], place[i] // BLOCK) for i in hidden[0].nonzero().flatten().tolist()}
+    copy = [int((document, position // BLOCK) not in work) for document, position in zip(documents, place, strict=True)]  # 1: finished
+
+    def rule(i, j):
+        return sees_with_copies(documents, "block_causal", copy[i] * size + i, copy[j] * size + j, True, 1)
+
+    ids = torch.where(hidden, lm.mask_token_id, random_ids(1, size))
+    padding = None if all(documents) else torch.tensor([documents] * size)
+    with torch.no_grad():
+        before, after = (lm.logits(x, padding, hidden_BT=hidden.repeat(size, 1)) for x in (ids.repeat(size, 1), changed_rows(ids)))
+    assert torch.equal((before != after).any(-1).T, through([table(rule, size)] * LAYERS))
+
+
+@pytest.mark.parametrize("documents", [DOCUMENTS["left padding"], DOCUMENTS["packed"]], ids=["left padding", "packed"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_with_a_causal_context_clean_tokens_behind_noised_copies_are_read_from_left_to_right(name, documents):
+    lm = tiny_lm(name, "block_causal", BLOCK, dtype=torch.float32, causal_context=True)
+    hidden, width = torch.rand(1, 2, len(documents), generator=torch.Generator().manual_seed(0)) < 0.5, 3 * len(documents)
+    reading = lm.noised(random_ids(1, len(documents)), hidden, torch.tensor([documents]), hidden)
+    with torch.no_grad():
+        before, after = (
+            lm.forward(replace(reading, ids_BT=ids, index_N=None))
+            for ids in (reading.ids_BT.repeat(width, 1), changed_rows(reading.ids_BT))
+        )
+    expected = table(lambda i, j: sees_with_copies(documents, "block_causal", i, j, True, 2), width)
+    assert torch.equal((before != after).any(-1).T, through([expected] * LAYERS))
+
+
+@pytest.mark.parametrize("context", [False, True])
+@pytest.mark.parametrize("shift", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "qwen3_windows", "gemma2", "phi"])
+def test_copies_that_share_clean_tokens_are_what_each_is_alone(name, shift, context):
+    lm = tiny_lm(name, "block_causal", BLOCK, shift=shift, causal_context=context)
+    generator, documents = torch.Generator().manual_seed(0), torch.tensor([DOCUMENTS["packed"][:11], DOCUMENTS["left padding"]])
+    clean, hidden = random_ids(2, 11), torch.rand(2, 3, 11, generator=generator) < 0.5
+    together = torch.zeros(2, 3, 11, VOCABULARY + 1, dtype=torch.float64)
+    with torch.no_grad():
+        together[hidden] = lm.forward(lm.noised(clean, hidden, documents, hidden))
+        for copy in range(3):
+            one = hidden[:, copy : copy + 1]
+            alone = lm.forward(lm.noised(clean, one, documents, one))
+            torch.testing.assert_close(together[:, copy : copy + 1][one], alone, rtol=0, atol=5e-6)
+
+
+def test_annealing_goes_from_the_past_alone_to_the_whole_pattern():
+    whole = make_mask("bidirectional", None, *[Layout.of(torch.tensor([DOCUMENTS["packed"][:11], DOCUMENTS["left padding"]]))] * 2)
+    past = whole.allowed_BQK & torch.ones(11, 11, dtype=torch.bool).tril()
+    shares = [whole.annealed(seen, 7).allowed_BQK for seen in (0.0, 0.2, 0.6, 1.0)]
+    assert torch.equal(shares[0], past) and torch.equal(shares[-1], whole.allowed_BQK)
+    for fewer, more in pairwise(shares):
+        assert not (fewer & ~more).any() and fewer.sum() < more.sum()
+    assert torch.equal(whole.annealed(0.2, 7).allowed_BQK, shares[1]) and not torch.equal(whole.annealed(0.2, 8).allowed_BQK, shares[1])
+    long = unpadded_mask("bidirectional", None, 200, 0, torch.device("cpu")).annealed(0.3, 0).allowed_BQK
+    assert (long.sum() - 200 * 201 / 2).item() == pytest.approx(0.3 * 200 * 199 / 2, rel=0.03)
+
+
+def test_annealing_does_not_depend_on_the_padding_of_a_batch():
+    narrow, wide = (unpadded_mask("bidirectional", None, size, 0, torch.device("cpu")).annealed(0.4, 3).allowed_BQK for size in (9, 14))
+    assert torch.equal(wide[..., :9, :9], narrow)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from typer.testing import CliRunner
 
 from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, tiny, weights
+from unmask.cli import app
+from unmask.config import SamplerConfig
 from unmask.data.rows import Collator
 from unmask.errors import ConfigError, DataError
+from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training.convert import ConvertConfig, ConvertTrainer, StageTrainer
 from unmask.training.stages import STAGES, ConversionStage
+from unmask.training.trainer import DiffusionTrainer
 
 
 def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
@@ -229,3 +235,112 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="peft_config"):
         convert(tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM"))
+
+
+# Annealing, a causal context, and the recipes.
+
+
+def test_attention_is_causal_at_first_and_full_after_its_share(tmp_path, monkeypatch):
+    seen: dict[bool, list[float]] = {True: [], False: []}
+    cross_entropy = DiffusionTrainer.cross_entropy
+
+    def spied(self: StageTrainer, lm: DiffusionLM, rows: Any, views: Any) -> torch.Tensor:
+        mask, whole = (one.single(rows["input_ids"], rows["documents"]).mask.allowed_BQK[:, 0] for one in (lm, self.lm))
+        assert torch.equal(mask.tril(), whole.tril())
+        seen[self.model.training].append((mask.triu(1).sum() / whole.triu(1).sum()).item())
+        return cross_entropy(self, lm, rows, views)
+
+    monkeypatch.setattr(StageTrainer, "cross_entropy", spied)
+    rows = [{"text": "abcdefgh" * 3}] * 8
+    convert(tmp_path, attention_annealing=0.5, max_steps=20, rows=rows, eval_dataset=rows).train()
+    assert seen[True][:10] == pytest.approx([step / 11 for step in range(1, 11)], abs=0.15) and seen[True][9] < 1
+    assert seen[True][10:] == [1.0] * 10 and set(seen[False]) == {1.0}
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_conversion_resumed_in_the_middle_of_annealing_is_the_same_bit_for_bit(step, tmp_path):
+    run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 1, "attention_annealing": 0.8}
+    straight = converted(tmp_path, **run)
+    assert not equal(straight, converted(tmp_path / "at_once", **run | {"attention_annealing": 0.0}))
+    shutil.rmtree(tmp_path / "stage-3")
+    for later in range(step, 7):
+        shutil.rmtree(tmp_path / f"stage-2/checkpoint-{later}", ignore_errors=True)
+    trainer = convert(tmp_path, **run)
+    trainer.train(resume_from_checkpoint=True)
+    assert equal(weights(trainer.lm), straight)
+
+
+def test_annealing_leaves_stages_of_blocks_alone(tmp_path):
+    stages = [{"attention": "block_causal", "block_size": 4}]
+    plain, annealed = (converted(tmp_path / str(share), stages=stages, max_steps=2, attention_annealing=share) for share in (0.0, 1.0))
+    assert equal(plain, annealed)
+
+
+@pytest.mark.parametrize(("context", "passes"), [(False, 2), (True, 1)])
+def test_with_a_causal_context_the_auxiliary_loss_takes_no_second_pass(context, passes, tmp_path):
+    lm, calls = tiny("causal"), []
+    lm.model.register_forward_hook(lambda *_: calls.append(1))
+    trainer = convert(tmp_path, lm, attention="block_causal", causal_context=context, stages=[{"lm_loss": 0.5}], max_steps=3)
+    trainer.train()
+    assert len(calls) == 3 * passes and all(line["lm_cross_entropy"] > 0 for line in trainer.log_history if "loss" in line)
+
+
+RECIPES = {
+    "block": ("block_causal", 4),
+    "full": ("bidirectional", None),
+    "growing": ("block_causal", 32),
+    "distilled": ("block_causal", 4),
+}
+LONG = [{"text": "abcdefgh" * 4}, {"text": "hgfedcba" * 2}, {"text": "aabbccdd" * 3}, {"text": "cafe" * 3}] * 2
+
+
+def recipe(name: str, folder: Path, **more: Any) -> ConvertConfig:
+    return ConvertConfig.for_recipe(name, **settings(folder, max_steps=12, rollout_tokens=4, packing=False) | more)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_path):
+    trainer = ConvertTrainer(tiny("causal"), recipe(name, tmp_path / "run"), LONG)
+    trainer.train()
+    assert {line["stage"] for line in trainer.log_history if "loss" in line} >= {len(trainer.args.stages), len(trainer.args.stages) - 1}
+    trainer.save_model(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert (loaded.attention, loaded.block_size) == RECIPES[name] and loaded.settings == trainer.lm.settings
+    written = [generate(lm, ["abc", "h"], SamplerConfig(max_new_tokens=8)).tokens for lm in (trainer.lm, loaded)]
+    assert written[0] == written[1] and all(written[0])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
+    """In float64 and with SGD, so that what differs shows."""
+    ends = []
+    for size, accumulation in ((4, 1), (1, 4)):
+        sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "optim": "sgd", "learning_rate": 0.1}
+        lm = tiny("causal", dtype=torch.float64)
+        trainer = ConvertTrainer(lm, recipe(name, tmp_path / str(size), max_grad_norm=1e9, **sizes), LONG)
+        start = weights(lm)
+        trainer.train()
+        ends.append(weights(trainer.lm))
+    assert not equal(ends[0], start)
+    for end in ends[1:]:
+        for key, weight in end.items():
+            torch.testing.assert_close(weight, ends[0][key], rtol=0, atol=1e-6, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_a_recipe_gives_way_to_other_settings(tmp_path):
+    assert recipe("growing", tmp_path, block_size=8).block_size == 8
+    with pytest.raises(ConfigError, match="there is no recipe 'grwoing'"):
+        recipe("grwoing", tmp_path)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_are_a_word_on_the_command_line(name, tmp_path):
+    tiny("causal").save(tmp_path / "causal")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in LONG))
+    quick = ["max_steps=6", "max_length=32", "per_device_train_batch_size=4", "use_cpu=true", "rollout_tokens=4", "packing=false"]
+    command = ["convert", "--recipe", name, "--model", str(tmp_path / "causal"), "--data", str(tmp_path / "rows.jsonl")]
+    result = CliRunner().invoke(app, [*command, "--output", str(tmp_path / "out"), *(f"training.{setting}" for setting in quick)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    loaded = load(tmp_path / "out/model")
+    assert (loaded.attention, loaded.block_size) == RECIPES[name]
+    assert generate(loaded, ["abc"], SamplerConfig(max_new_tokens=4)).tokens[0]

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, make, settings, tiny, weights
 from unmask.diffusion.views import Views
-from unmask.errors import DataError, ModelError, TrainingError
+from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
 from unmask.training.log import RunLog
 from unmask.training.sft import SFTConfig, SFTTrainer
@@ -325,3 +325,10 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
     assert there.dataloader_pin_memory and there.accelerator_config["non_blocking"]
     assert SFTConfig(output_dir=str(tmp_path), accelerator_config={"non_blocking": False}).accelerator_config == {"non_blocking": False}
     assert not SFTConfig(output_dir=str(tmp_path), use_cpu=True).accelerator_config["non_blocking"]
+
+
+@pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "lm_head"]])
+def test_adapters_of_the_output_head_are_refused_as_they_would_not_be_trained(target, tmp_path):
+    with pytest.raises(ConfigError, match=r"an adapter of the output head.*modules_to_save"):
+        make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM"))
+    make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])).train()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -87,6 +87,20 @@ class Noise:
             return self.schedule.weight(time)
         rate = self.schedule.mask_rate(time)
         return (rate - self.schedule.mask_rate(time - 1 / self.timesteps)) * self.timesteps / rate
+
+    def paired(self) -> Noise:
+        """The same for a complementary pair: no time whose complement comes before `low`.
+
+        Raises:
+            ConfigError: discrete times, or a band without such times.
+        """
+        if self.timesteps is not None:
+            what = "a complementary pair has no discrete times: the complement's lie between them"
+            raise ConfigError(what, where="num_timesteps", remedy="Leave out num_timesteps, or complementary")
+        if self.low > 1 - self.low:
+            what = f"a complementary pair at times from {self.low}"
+            raise ConfigError(what, where="min_time", remedy="Use at most 0.5, or leave out complementary")
+        return replace(self, high=min(self.high, 1 - self.low))
 
     def _steps(self) -> tuple[int, int]:
         assert self.timesteps is not None

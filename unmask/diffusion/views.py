@@ -20,9 +20,8 @@ from torch import Tensor
 
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.schedules import Noise
-from unmask.errors import ConfigError
 
-PLASTIC = 1.32471795724474602596
+GOLDEN = (math.sqrt(5) - 1) / 2
 CART_CUT = 1e-6  # of a geometric distribution's tail
 
 
@@ -119,10 +118,7 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the schedule has
     this rate, and the change of variables: -alpha'(t) / alpha(t) for the ELBO.
     """
-    if noise.timesteps is not None:
-        what = "a complementary pair has no discrete times: the complement's lie between them"
-        raise ConfigError(what, where="num_timesteps", remedy="Leave out num_timesteps, or complementary")
-    noise = replace(noise, high=min(noise.high, 1 - noise.low))
+    noise = noise.paired()
     time_BVT = noise.time(_stratified(draw, group_BT, 1))
     rate_BVT, weight_BVT = noise.schedule.mask_rate(time_BVT), noise.weight(time_BVT)
     first_BVT = draw.uniform(_columns(group_BT), 1, Stream.MASK) < rate_BVT
@@ -228,9 +224,9 @@ def _stratified(draw: Draw, group_BT: Tensor, views: int) -> Tensor:
     view_1V1 = torch.arange(views, device=group_BT.device)[None, :, None]
     if draw.order_B is None:
         within_BVT = draw.uniform(group_BT.clamp_min(0), views, Stream.TIME)
-    else:  # R2, the additive recurrence of lowest discrepancy in two dimensions (Roberts 2018), shifted at random
+    else:  # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at random
         shift_1V1 = uniform(draw.seed, torch.zeros_like(view_1V1), stream=Stream.TIME, view=view_1V1)
-        place_BT = draw.order_B[:, None].double() / PLASTIC + group_BT.clamp_min(0).double() / PLASTIC**2
+        place_BT = draw.order_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(3)
         within_BVT = (shift_1V1 + place_BT[:, None]) % 1.0
     return (view_1V1 + within_BVT) / max(views, 1)
 

@@ -103,12 +103,12 @@ class AttentionMask:
         return self._windowed[window]
 
     def annealed(self, seen: float, key: int) -> AttentionMask:
-        """The mask with every key after its query left out but for a random share; `key` says which."""
-        device, (queries, keys) = self.allowed_BQK.device, self.allowed_BQK.shape[2:]
-        noise_QK = torch.rand(queries, keys, generator=torch.Generator(device).manual_seed(key), device=device)
-        return AttentionMask(
-            self.allowed_BQK & (torch.ones_like(noise_QK, dtype=torch.bool).tril(keys - queries) | (noise_QK < seen)), None
-        )
+        """The mask with every key after its query left out but for a random share; `key` says which, in rows of any width."""
+        keys = self.allowed_BQK.shape[3]
+        later, earlier = torch.tril_indices(keys, keys, -1)  # key by key, so that wider rows only add numbers
+        seen_QK = torch.ones(keys, keys, dtype=torch.bool)
+        seen_QK[earlier, later] = torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < seen
+        return AttentionMask(self.allowed_BQK & seen_QK.to(self.allowed_BQK.device), None)
 
     @cached_property
     def block_mask(self) -> BlockMask:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -42,11 +41,11 @@ class TimeEmbedding(nn.Module):
     It is a forward hook of the model's input embeddings and a module of the model, trained and saved with it.
     """
 
-    def __init__(self, width: int, share: Share, **kind: Any):
+    def __init__(self, width: int, share: Share):
         super().__init__()
         self.share = share
-        self.into = nn.Linear(2 * FREQUENCIES, width, **kind)
-        self.out = nn.Linear(width, width, **kind)
+        self.into = nn.Linear(2 * FREQUENCIES, width)
+        self.out = nn.Linear(width, width)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
@@ -69,7 +68,9 @@ def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
     if existing is not None:
         return existing
     table = model.get_input_embeddings()
-    time = TimeEmbedding(table.weight.shape[1], Share(), dtype=table.weight.dtype, device=table.weight.device)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # it begins as the same function everywhere
+        time = TimeEmbedding(table.weight.shape[1], Share()).to(table.weight)
     setattr(model, NAME, time)
     table.register_forward_hook(time.add)
     return time

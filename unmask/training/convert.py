@@ -81,6 +81,9 @@ class ConvertConfig(NoisingConfig, TextConfig):
         for name, high in (("attention_annealing", 1.0), ("distillation", 1.0), ("on_policy", 1.0), ("alignment", math.inf)):
             if not 0 <= getattr(self, name) <= high:
                 raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy=f"Use a number from 0 to {high:g}")
+        for name in ("teacher_top_k", "rollout_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy="Use 1 or more")
         if self.attention == "causal":
             raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
         if self.attention_annealing and self.attention != "bidirectional":
@@ -89,6 +92,8 @@ class ConvertConfig(NoisingConfig, TextConfig):
             self.block_size = DEFAULT_BLOCK
         check_pattern(self.attention, self.block_size, self.causal_context)
         super().__post_init__()
+        if self.complementary:
+            self.noise.paired()
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"stages": [stage.model_dump() for stage in self.stages]}
@@ -126,7 +131,8 @@ class StageTrainer(DiffusionTrainer):
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
         step, over = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
-        return lm.annealed((step + 1) / (over + 1), self.args.seed + step) if self.model.training and step < over else lm
+        annealed = self.model.training and step < over and lm.attention == "bidirectional"
+        return lm.annealed((step + 1) / (over + 1), self.args.seed + step) if annealed else lm
 
     def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
         lesson = learn(lm, teacher, batch["input_ids"], batch["documents"], views, top_k=self.args.teacher_top_k)
@@ -164,7 +170,7 @@ class StageTrainer(DiffusionTrainer):
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Weight decay must not move the embedding rows that a stage leaves as they are."""
         names = super().get_decay_parameter_names(model)
-        if not only_mask_row(self.stage):
+        if not only_mask_row(self.lm, self.stage):
             return names
         table = model.get_input_embeddings().weight
         frozen = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table}

@@ -46,7 +46,7 @@ class ConversionStage(Config):
         named = dict(lm.model.named_parameters())
         if self.train == "all":
             return set(named.values())
-        chosen = {name: _named(lm, name, named) for name in self.train}
+        chosen = {name: _named(lm, name, named, where) for name in self.train}
         empty = [name for name, found in chosen.items() if not found and name != "time_embedding"]
         if empty or not any(chosen.values()):
             remedy = "Use attention, mask_token, time_embedding (of a model that has one), or regular expressions of parameter names"
@@ -64,7 +64,7 @@ STAGES = (
 prediction."""
 
 
-def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter]) -> set[nn.Parameter]:
+def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: str = "train") -> set[nn.Parameter]:
     if name == "attention":  # as every attention module of transformers is named
         modules = [module for module in lm.model.modules() if type(module).__name__.endswith("Attention")]
         return {parameter for module in modules for parameter in module.parameters()}
@@ -72,7 +72,11 @@ def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter]) -> set[nn
         return {parameter for key, parameter in named.items() if f"{TIME_EMBEDDING}." in key}
     if name == MASK_TOKEN:
         return {lm.model.get_input_embeddings().weight}
-    return {parameter for key, parameter in named.items() if re.search(name, key)}
+    try:
+        return {parameter for key, parameter in named.items() if re.search(name, key)}
+    except re.error as error:
+        remedy = "Write it as for Python's re, such as mlp for all names that hold it"
+        raise ConfigError(f"{name!r} is no regular expression ({error})", where=where, remedy=remedy) from error
 
 
 @contextmanager
@@ -83,7 +87,7 @@ def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
     for parameter in before:
         parameter.requires_grad_(before[parameter] and parameter in trained)
     hook = None
-    if only_mask_row(stage):
+    if only_mask_row(lm, stage):
         table = lm.model.get_input_embeddings().weight
         row = torch.zeros(len(table), 1, dtype=table.dtype, device=table.device)
         row[lm.mask_token_id] = 1
@@ -97,6 +101,9 @@ def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
             parameter.requires_grad_(needed)
 
 
-def only_mask_row(stage: ConversionStage) -> bool:
+def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:
     """Whether the stage trains the mask token's row and no other of the embedding table."""
-    return stage.train != "all" and MASK_TOKEN in stage.train
+    if stage.train == "all" or MASK_TOKEN not in stage.train:
+        return False
+    named, table = dict(lm.model.named_parameters()), lm.model.get_input_embeddings().weight
+    return not any(table in _named(lm, name, named) for name in stage.train if name != MASK_TOKEN)

@@ -352,12 +352,21 @@ def quantised(lm: DiffusionLM) -> bool:
 
 
 def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """The model with adapters of PEFT around it; only they are trained."""
+    """The model with adapters of PEFT around it; only they are trained.
+
+    Raises:
+        ConfigError: one would stand beside the output head, which computes only the rows asked for.
+    """
     from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
     if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
-    return lm.bind(get_peft_model(lm.model, peft_config))
+    adapted: Any = get_peft_model(lm.model, peft_config)
+    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
+        remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
+        raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
+    return lm.bind(adapted)
 
 
 def merged(lm: DiffusionLM) -> DiffusionLM:
