@@ -146,9 +146,17 @@ def memory() -> None:
 
 
 def packing(rounds: int) -> None:
-    """Throughput per real token of packed against padded rows, on documents of 32 to 512 tokens."""
+    """Throughput per real token of packed against padded rows, on two mixes of documents of 32 to 512 tokens."""
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(32, LENGTH + 1, (64,), generator=generator).tolist()
+    share_N = torch.rand(64, generator=generator)
+    by_octave = (32 * (LENGTH / 32) ** share_N).long().tolist()  # as in collections of text, where most documents are short
+    pack("as many from 32 to 64 as from 256 to 512", by_octave, rounds)
+    pack("all lengths as often", (32 + (LENGTH - 32) * share_N).long().tolist(), rounds)
+
+
+def pack(mix: str, lengths: list[int], rounds: int) -> None:
+    """Both ways over the same documents; padded rows are as long as the longest of their batch."""
+    generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(10, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 
     def row(ids: list[int], numbers: list[int], sample: int) -> dict:
@@ -179,7 +187,7 @@ def packing(rounds: int) -> None:
         seconds = timed(calls, rounds)
         results.append((f"{attention}: packed / padded, tokens a second", f"{seconds['padded'] / seconds['packed']:.3f}", "at least 1.5"))
     held = sum(batch["input_ids"].numel() for batch in batches["padded"])
-    title = f"Packing: {len(lengths)} documents of 32 to {LENGTH} tokens, {sum(lengths)} in all; padded rows hold {held}"
+    title = f"Packing: {len(lengths)} documents of 32 to {LENGTH} tokens, {mix}, {sum(lengths)} in all; padded rows hold {held}"
     report(title, results)
 
 

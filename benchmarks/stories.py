@@ -26,8 +26,8 @@ HELD_OUT = 400
 SAMPLES = 32
 SETTINGS = {
     "learning_rate": 4e-3,
-    "per_device_train_batch_size": 16,
-    "max_length": 256,
+    "per_device_train_batch_size": 32,
+    "max_length": 128,
     "lr_scheduler_type": "cosine_with_min_lr",
     "lr_scheduler_kwargs": {"min_lr_rate": 0.3},  # where the next stage begins
     "warmup_steps": 20,

@@ -107,6 +107,42 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(context):
     assert learn(other, teacher, IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4).distance_N.min() > 1e-3
 
 
+@pytest.mark.parametrize(("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 4, True)])
+@pytest.mark.parametrize("hidden", [(1, 2), (2,), (1,)])
+def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(attention, block_size, shift, hidden):
+    """Over all texts of the teacher: x_0 and what it writes after it, x_1 and x_2."""
+    lm, teacher = pair(attention, block_size, shift)
+    real = [token for token in range(lm.config.vocab_size) if token != lm.mask_token_id]
+    ids_BT = torch.cartesian_prod(torch.tensor([4]), *[torch.tensor(real)] * 2)
+    documents = torch.ones_like(ids_BT)
+    hidden_BT = torch.isin(torch.arange(3), torch.tensor(hidden)).expand_as(ids_BT)
+    log_p_BTV = teacher.logits(ids_BT)[:, :, real].log_softmax(-1)
+    place_BT = torch.tensor([real.index(token) if token in real else 0 for token in range(lm.config.vocab_size)])[ids_BT]
+    p_B = log_p_BTV[:, 1:].gather(2, place_BT[:, 1:, None]).sum((1, 2)).exp()
+    assert p_B.sum().item() == pytest.approx(1)
+    views = all_masked_views(hidden_BT)
+    lesson = learn(lm, teacher, ids_BT, documents, views, top_k=10**6)
+    taught = hidden != (1,)  # else x_2 is shown, which the teacher does not see
+    assert (lesson.taught_N == taught).all()
+    p_N = p_B[:, None].expand_as(ids_BT)[hidden_BT]
+    parameters = list(lm.model.parameters())
+    gradients = [
+        torch.cat([g.flatten() for g in torch.autograd.grad((p_N * values).sum(), parameters, retain_graph=True, materialize_grads=True)])
+        for values in (-lesson.log_prob_N, lesson.divergence_N)
+    ]
+    difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+    assert difference < 1e-3 if taught else difference > 0.05
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_teacher_reads_several_rows_at_once(rows, monkeypatch):
+    lm, teacher = pair()
+    views = planned(lm)
+    one = learn(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N
+    monkeypatch.setattr(head, "LOGITS_AT_ONCE", rows * 9 * lm.config.vocab_size)
+    torch.testing.assert_close(learn(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N, one, rtol=1e-5, atol=1e-6)
+
+
 def test_where_nothing_is_scored_there_is_a_loss_of_0_with_gradients():
     lm, teacher = pair()
     nothing = torch.zeros_like(MASKABLE)

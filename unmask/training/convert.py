@@ -54,7 +54,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
     )
     distillation: float = field(
         default=0.0,
-        metadata={"help": "The share of the loss that is the KL divergence from the frozen causal model, instead of the data's."},
+        metadata={"help": "The share of the loss that is the KL divergence from the frozen causal model, where no later token is shown."},
     )
     teacher_top_k: int = field(
         default=64, metadata={"help": "Tokens of the causal model's prediction that are told apart; the others are one."}
@@ -139,8 +139,8 @@ class StageTrainer(DiffusionTrainer):
         weight_N, count = views.weight_BVT[views.scored_BVT], float(views.scored_BVT.sum())
         for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
-        share = self.args.distillation
-        likelihood = (weight_N * ((1 - share) * -lesson.log_prob_N + share * lesson.divergence_N)).sum()
+        share_N = self.args.distillation * lesson.taught_N.float()
+        likelihood = (weight_N * ((1 - share_N) * -lesson.log_prob_N + share_N * lesson.divergence_N)).sum()
         return likelihood + self.args.alignment * lesson.distance_N.sum()
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from unmask.diffusion.score import read
 from unmask.diffusion.views import Views
+from unmask.models import head
+from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM
 
 SMALLEST = 1e-9  # probability of the rest of a vocabulary
@@ -23,11 +25,13 @@ class Lesson(NamedTuple):
 
     Attributes:
         log_prob_N: of the real tokens, by the student.
+        taught_N: whether the teacher's prediction is what the student has to learn; else it is the real token.
         divergence_N: forward KL from the teacher's prediction to the student's, in nats.
         distance_N: 1 - cosine between their hidden states that predict the token.
     """
 
     log_prob_N: Tensor
+    taught_N: Tensor
     divergence_N: Tensor
     distance_N: Tensor
 
@@ -35,8 +39,10 @@ class Lesson(NamedTuple):
 def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor, views: Views, *, top_k: int) -> Lesson:
     """Compare a model that sees noised text with the causal teacher, which sees all that stands before each token.
 
-    In expectation over text from the teacher, the forward KL is least where the student predicts what the teacher does on
-    average over the hidden tokens: as the cross-entropy does, with far less variance.
+    Where nothing later is shown in a token's own block (or document), the gradient of the forward KL is in expectation over
+    text from the teacher that of the cross-entropy, with far less variance: the teacher's predictions, averaged over the hidden
+    tokens before, are the distribution of the token given what is shown. Where a later token is shown, which the teacher does
+    not see, they are not, and the student has to learn from the real token.
 
     Args:
         lm: the student.
@@ -56,16 +62,26 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
     with lm.capturing() as seen:
         log_q = lm.log_probs(reading, torch.cat([target_N[:, None], top_MK[of_N]], 1))
     divergence_N = forward_kl(log_p_MK[of_N], log_q[:, 1:])
-    return Lesson(log_q[:, 0], divergence_N, 1 - F.cosine_similarity(seen[0].float(), taught_MD[of_N].float(), dim=-1))
+    taught_N = ~later_shown(lm, views, document_BT)[scored_BVT]
+    return Lesson(log_q[:, 0], taught_N, divergence_N, 1 - F.cosine_similarity(seen[0].float(), taught_MD[of_N].float(), dim=-1))
+
+
+def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor) -> Tensor:
+    """Where [B, V, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
+    run_BVT = runs(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BVT)
+    shown_BVT = (~views.hidden_BVT).long()
+    in_run_BVT = torch.zeros_like(shown_BVT).scatter_add_(2, run_BVT, shown_BVT)
+    return in_run_BVT.cumsum(2).gather(2, run_BVT) > shown_BVT.cumsum(2)
 
 
 @torch.no_grad()
 def predictions(teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor, rows_BT: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     """The teacher's log-probabilities [M, K] of its most probable tokens, these tokens [M, K], and its hidden states [M, D]."""
     log_probs, tokens = [], []
+    at_once = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
     with teacher.capturing() as seen:
-        for ids_1T, document_1T, rows_1T in zip(ids_BT.split(1), document_BT.split(1), rows_BT.split(1), strict=True):  # a row at a time
-            logits_MV = teacher.forward(teacher.single(ids_1T, document_1T, rows_1T))
+        for part in zip(ids_BT.split(at_once), document_BT.split(at_once), rows_BT.split(at_once), strict=True):
+            logits_MV = teacher.forward(teacher.single(*part))
             top = logits_MV.log_softmax(-1).topk(min(top_k, logits_MV.shape[1] - 1), dim=-1)  # without the mask token
             log_probs.append(top.values)
             tokens.append(top.indices)
