@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -76,7 +76,7 @@ def common(
 
 VERBS = {
     "pretrain": "Train a causal model on text, token by token.",
-    "convert": "Turn a causal model into a diffusion model, in three stages.",
+    "convert": "Turn a causal model into a diffusion model, in stages.",
     "sft": "Fine-tune on prompts and their completions.",
     "dpo": "Prefer the chosen completions to the rejected ones (VRPO).",
     "grpo": "Raise the reward of the model's own completions (reinforcement learning).",
@@ -128,8 +128,8 @@ def train(
 
         with layers.naming_sources():
             lines = rehearse(str(ctx.info_name), settings)
-        by_stage = [{"": name, **{str(number): line[name] for number, line in enumerate(lines, start=1)}} for name in lines[0]]
-        show_columns(by_stage, title=f"{ctx.info_name}: two steps of every stage")
+        by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
+        show_table(by_stage, f"{ctx.info_name}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
         return
     claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
 
@@ -254,7 +254,7 @@ def evaluate(
     else:
         metrics = _evaluate_likelihood(model, str(likelihood), rows, estimator, samples, sampler.seed)
         report = json.dumps(metrics, indent=2)
-    show_table({name: f"{value:,.4g}" if isinstance(value, float) else str(value) for name, value in metrics.items()}, title=model.path)
+    show_table([(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in metrics.items()], title=model.path)
     if output:
         from unmask.monitor import write_atomic
 
@@ -323,25 +323,12 @@ def inspect(
         plain = {name: plan.to_dict() for name, plan in plans.items()}
         typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))
         return
-    show_table(facts, title=model.path)
-    show_table(changes, title="what conversion would change")
-    show_columns([plan.describe(name) for name, plan in plans.items()], title=f"a training step: {planner.work.describe()}")
+    show_table(facts.items(), title=model.path)
+    show_table(changes.items(), title="what conversion would change")
+    lines = [plan.describe(name) for name, plan in plans.items()]
+    show_table([line.values() for line in lines], title=f"a training step: {planner.work.describe()}", head=lines[0])
     for name, figures in measured.items():
-        show_table({key: f"{value:,.4g}" for key, value in figures.items()}, title=f"measured: {name}")
-
-
-def show_columns(rows: list[dict[str, str]], title: str) -> None:
-    """A table with the keys of its rows as head."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(title=escape(title))
-    for name in rows[0]:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row.values()))
-    Console().print(table)
+        show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
 
 
 @app.command(epilog="Example: unmask export runs/convert/model --layout sdar --output sdar")
@@ -360,13 +347,14 @@ def export(
     write(load_model(model), output, layout)
 
 
-def show_table(rows: dict[str, str], title: str) -> None:
+def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = ()) -> None:
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
+    from rich.table import Column, Table
 
-    table = Table(title=escape(title), show_header=False)
-    for row in rows.items():
+    columns = [Column(name, overflow="fold") for name in head]
+    table = Table(*columns, title=escape(title), show_header=bool(columns))
+    for row in rows:
         table.add_row(*map(escape, row))
     Console().print(table)
 

@@ -168,13 +168,13 @@ class DeviceConfig(Config):
     memory_gb: float | None = Field(default=None, gt=0)
     """Its memory, in 1e9 bytes; unset: this machine's own."""
     tflops: float | None = Field(default=None, gt=0)
-    """Matrix products in bfloat16 without sparsity, in 1e12 operations a second; unset: found by a short calibration."""
+    """Matrix products in bfloat16 without sparsity, in 1e12 operations a second; unset: no time is planned (a CPU is timed)."""
     bandwidth_gb_s: float | None = Field(default=None, gt=0)
     """Of its memory, in 1e9 bytes a second."""
 
 
 class HardwareConfig(Config):
-    """The machine that a run is planned for (`unmask inspect`). The run itself takes what is there."""
+    """The machine that a run is planned for (`unmask inspect`, `--dry-run`). The run itself takes what is there."""
 
     name: str
     """What the plan calls it."""
@@ -190,13 +190,9 @@ class HardwareConfig(Config):
     """Plan for at most this much memory on each device, in 1e9 bytes."""
 
     @property
-    def per_node(self) -> int:
-        return sum(device.count for device in self.devices)
-
-    @property
     def count(self) -> int:
         """Devices of all nodes."""
-        return self.per_node * self.nodes
+        return sum(device.count for device in self.devices) * self.nodes
 
     @property
     def is_cpu(self) -> bool:
@@ -224,7 +220,7 @@ class RunConfig(Config):
     training: dict[str, JsonValue] = {}
     """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
     hardware: HardwareConfig | None = None
-    """What the run is planned for; recorded, and read by `unmask inspect`."""
+    """What the run is planned for; recorded, and read by `--dry-run`."""
     rewards: list[str] = []
     """Names of built-in rewards, or package.module:function."""
     output_dir: str = Field(min_length=1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from unmask.data.characters import character_tokenizer
 from unmask.data.corpus import MANIFEST, ROWS, StreamedRows, cached_rows
-from unmask.data.rows import TEXTS_AT_ONCE, Column, iter_text_rows, text_rows
+from unmask.data.rows import TEXTS_AT_ONCE, Column, iter_text_rows
 from unmask.errors import DataError
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
@@ -35,7 +35,7 @@ def stream(source, max_length=4) -> StreamedRows:
 
 @given(corpora, st.integers(2, 9), st.integers(0, 5))
 def test_a_stream_is_the_corpus_over_and_over_with_ids_that_go_on(texts, max_length, skipped):
-    rows = text_rows(TOKENIZER, texts, max_length)
+    rows = list(iter_text_rows(TOKENIZER, texts, max_length))
     expected = [{**row, "sample_id": index} for index, row in enumerate(rows * 3)]
     streamed = stream([{"text": text} for text in texts], max_length)
     assert list(islice(streamed, len(expected))) == expected
@@ -88,7 +88,8 @@ def cached(folder, texts=TEXTS, tokenizer=TOKENIZER, max_length=4, **more) -> Da
 def test_cached_rows_are_those_of_the_texts(tmp_path_factory, texts, max_length, packed):
     folder = tmp_path_factory.mktemp("cache")
     for _ in range(2):  # made, then found
-        assert list(cached(folder, texts, max_length=max_length, packed=packed)) == text_rows(TOKENIZER, texts, max_length, packed=packed)
+        expected = list(iter_text_rows(TOKENIZER, texts, max_length, packed=packed))
+        assert list(cached(folder, texts, max_length=max_length, packed=packed)) == expected
     assert len(list(folder.iterdir())) == 1
 
 
@@ -156,7 +157,7 @@ def test_two_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path
             yield from TEXTS[1:]
 
     texts = Interrupted()
-    assert list(cached(tmp_path, texts)) == text_rows(TOKENIZER, TEXTS, 4)
+    assert list(cached(tmp_path, texts)) == list(iter_text_rows(TOKENIZER, TEXTS, 4))
     assert texts.passes == 2 and len(list(tmp_path.iterdir())) == 1
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.data.characters import character_tokenizer
-from unmask.data.rows import Collator, column, pad_rows, pair_row, pair_rows, text_rows
+from unmask.data.rows import Collator, column, iter_text_rows, pad_rows, pair_row, pair_rows
 from unmask.errors import DataError
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
@@ -36,7 +36,7 @@ def test_packing_lays_documents_end_to_end(texts, max_length, tokenizer):
         numbers += [number] * (len(stream) - len(numbers))
     if len(stream) % max_length == 1:  # a last row of one token would have nothing to learn
         stream.pop()
-    rows = text_rows(tokenizer, texts, max_length)
+    rows = list(iter_text_rows(tokenizer, texts, max_length))
     cuts = range(0, len(stream), max_length)
     assert [row["input_ids"] for row in rows] == [stream[start : start + max_length] for start in cuts]
     for start, row in zip(cuts, rows, strict=True):
@@ -45,7 +45,7 @@ def test_packing_lays_documents_end_to_end(texts, max_length, tokenizer):
 
 @given(texts, lengths, st.booleans(), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
 def test_all_is_learnt_but_bos_and_what_nothing_stands_before(texts, max_length, packed, tokenizer):
-    rows = text_rows(tokenizer, texts, max_length, packed=packed)
+    rows = list(iter_text_rows(tokenizer, texts, max_length, packed=packed))
     assert [row["sample_id"] for row in rows] == sorted({row["sample_id"] for row in rows})
     for row in rows:
         assert {len(row[name]) for name in ("input_ids", "documents", "maskable")} == {len(row["input_ids"])}
@@ -57,7 +57,7 @@ def test_all_is_learnt_but_bos_and_what_nothing_stands_before(texts, max_length,
 
 @given(texts, lengths, st.sampled_from([TOKENIZER, WITHOUT_BOS]))
 def test_unpacked_a_row_is_a_document_and_a_cut_is_not_an_end(texts, max_length, tokenizer):
-    rows = text_rows(tokenizer, texts, max_length, packed=False)
+    rows = list(iter_text_rows(tokenizer, texts, max_length, packed=False))
     for row, text in zip(rows, filter(None, texts), strict=True):
         whole = ids_of(text, tokenizer)
         assert row["input_ids"] == whole[:max_length]
@@ -69,7 +69,7 @@ def test_unpacked_a_row_is_a_document_and_a_cut_is_not_an_end(texts, max_length,
 @pytest.mark.parametrize("packed", [True, False])
 def test_no_text_is_an_error(texts, packed):
     with pytest.raises(DataError, match="no text to train on"):
-        text_rows(TOKENIZER, texts, 8, packed=packed)
+        list(iter_text_rows(TOKENIZER, texts, 8, packed=packed))
 
 
 pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda both: [{"prompt": p, "completion": c} for p, c in both])
@@ -126,7 +126,7 @@ def test_padding(rows, left):
 
 @given(texts, lengths)
 def test_batches_are_padded_with_nobodys_document(texts, max_length):
-    rows = text_rows(TOKENIZER, texts, max_length, packed=False)
+    rows = list(iter_text_rows(TOKENIZER, texts, max_length, packed=False))
     batch = Collator(PAD)(rows)
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
     kinds = {"input_ids": torch.long, "documents": torch.long, "maskable": torch.bool}

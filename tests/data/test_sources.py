@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import shared_path
 from unmask.config import DataSource
-from unmask.data.sources import load_mixture, load_rows, require_columns, split_documents
+from unmask.data.sources import load_mixture, load_rows, split_documents
 from unmask.errors import DataError
 
 ROWS = [{"prompt": "0012", "completion": "a\nb"}, {"prompt": "3400", "completion": "2024-01-01"}, {"prompt": "7", "completion": ""}]
@@ -197,13 +197,6 @@ def test_what_the_hub_refuses(monkeypatch, error):
     with pytest.raises(DataError, match=f"owner/rows: .*{error}") as caught:
         load_rows("owner/rows")
     assert caught.value.__cause__ is error
-
-
-def test_required_columns():
-    dataset = Dataset.from_list(ROWS)
-    require_columns(dataset, ["prompt", "completion"], "train.csv")
-    with pytest.raises(DataError, match=r"train.csv: no column 'prompts' \(present: 'prompt', 'completion'\). Did you mean 'prompt'\?"):
-        require_columns(dataset, ["prompts"], "train.csv")
 
 
 def test_a_cut_parquet_file_is_refused_streamed_or_not(tmp_path):

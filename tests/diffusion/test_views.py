@@ -24,6 +24,7 @@ from unmask.diffusion.views import (
     cart_weights,
     complementary_pair,
     elbo_views,
+    exact_count_pair,
     exact_count_views,
     random_views,
 )
@@ -53,6 +54,7 @@ PLANS = {
     "complementary": lambda groups, draw: complementary_pair(groups, draw, Noise(get_schedule("linear"))),
     "exact count": lambda groups, draw: exact_count_views(groups, draw, views=1),
     "exact count, stratified": lambda groups, draw: exact_count_views(groups, draw, views=4),
+    "exact count, complementary": exact_count_pair,
     "elbo, one view": lambda groups, draw: elbo_views(groups, draw, views=1),
     "elbo, even": lambda groups, draw: elbo_views(groups, draw, views=4),
     "elbo, odd": lambda groups, draw: elbo_views(groups, draw, views=5),
@@ -166,8 +168,9 @@ def test_random_views_hide_at_the_rate_of_their_schedule():
         assert torch.corrcoef(hidden.squeeze(1).T.double()).fill_diagonal_(0).abs().max() < 5 / math.sqrt(5000)  # tokens independently
 
 
-def test_a_complementary_pair_hides_every_token_once():
-    plan = complementary_pair(GROUPS, Draw(0, torch.arange(5)), Noise(get_schedule("linear")))
+@pytest.mark.parametrize("name", ["complementary", "exact count, complementary"])
+def test_a_complementary_pair_hides_every_token_once(name):
+    plan = PLANS[name](GROUPS, Draw(0, torch.arange(5)))
     assert plan.count == 2 and torch.equal(plan.hidden_BVT.sum(1), (GROUPS >= 0).long())
 
 
@@ -284,6 +287,7 @@ def listed_counts(width):
 
 EXACT_PLANS = {
     "exact count": (exact_count_views, [1, 2, 3, 5, 8]),
+    "exact count, complementary": (lambda groups, draw, views: exact_count_pair(groups, draw), [2]),
     "elbo": (elbo_views, [1, 2, 3, 4, 5, 8]),
 }
 

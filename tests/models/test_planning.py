@@ -13,8 +13,8 @@ from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES, tiny_lm
 from unmask.config import DeviceConfig, HardwareConfig, LoraSettings
 from unmask.data.characters import character_tokenizer
 from unmask.models.blueprint import Blueprint
+from unmask.models.head import LOGITS_AT_ONCE
 from unmask.models.planning import (
-    LOGIT_BUDGET,
     LOGIT_COPIES,
     Network,
     Plan,
@@ -128,6 +128,14 @@ def test_advice_is_the_least_change_that_fits() -> None:
     }
 
 
+def test_what_is_on_already_is_no_advice() -> None:
+    on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimiser="adamw_8bit", lora_rank=8)
+    advice = {gb: make_plan(lambda precision: NETWORK, on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
+    quantised = make_plan(lambda precision: NETWORK, dataclasses.replace(on, four_bit=True), machine(max_memory_gb=1)).advice
+    assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())
+    assert "LoRA" not in quantised
+
+
 def test_the_smallest_device_sets_the_batch_and_the_slowest_the_time() -> None:
     large, small = GPU.model_copy(update={"memory_gb": 48.0}), GPU.model_copy(update={"tflops": 50.0})
     work = Workload(sequence_length=512, precision="mixed")
@@ -140,7 +148,7 @@ def test_the_smallest_device_sets_the_batch_and_the_slowest_the_time() -> None:
 def test_logits_stop_at_the_budget() -> None:
     networks = [dataclasses.replace(NETWORK, hidden=64, vocabulary=vocabulary) for vocabulary in (8_000, 128_000)]
     peaks = [peak_memory(network, Workload(sequence_length=512, batch=64)) for network in networks]
-    assert [memory.logits for memory in peaks] == [4 * LOGIT_COPIES * LOGIT_BUDGET] * 2
+    assert [memory.logits for memory in peaks] == [4 * LOGIT_COPIES * LOGITS_AT_ONCE] * 2
 
 
 def test_flops_are_those_of_the_rule_of_thumb() -> None:

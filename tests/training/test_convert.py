@@ -287,6 +287,7 @@ def test_with_a_causal_context_the_auxiliary_loss_takes_no_second_pass(context, 
 
 RECIPES = {
     "block": ("block_causal", 4),
+    "block-sdar": ("block_causal", 4),
     "full": ("bidirectional", None),
     "growing": ("block_causal", 32),
     "distilled": ("block_causal", 4),

@@ -40,7 +40,7 @@ def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
     Workload(batch=4, sequence_length=64, attention="bidirectional"),
     Workload(batch=3, sequence_length=64, attention="block_causal", copies=2),
     Workload(batch=4, sequence_length=64, attention="block_causal", checkpointing=True),
-    Workload(batch=4, sequence_length=64, attention="causal", accumulate=False),
+    Workload(batch=4, sequence_length=64, attention="causal"),
 ], ids=lambda work: f"{work.attention}{' checkpointing' * work.checkpointing}")  # fmt: skip
 def test_peak_memory_is_predicted_within_a_tenth(work: Workload) -> None:
     model = llama(64, 4, 1024)

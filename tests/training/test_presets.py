@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 
 import pytest
@@ -36,8 +37,7 @@ def test_all_presets_are_there() -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
-    required = ["model.path=m", "output_dir=out", *(["training.attention=bidirectional"] if verb == "convert" else [])]
-    config = resolve(read_layers(recipes=[name], overrides=required))
+    config = resolve(read_layers(recipes=[name], overrides=["model.path=m", "output_dir=out"]))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "bf16 was asked for")  # on a GPU without bfloat16
         args = training_arguments(verb, config)
@@ -47,6 +47,23 @@ def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
     assert config.hardware is not None and (
         name == "cpu" or all(device.tflops and device.bandwidth_gb_s for device in config.hardware.devices)
     )
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [
+        ({"gradient_accumulation_steps": 2}, {"accumulate": True}),
+        ({"fsdp": True, "fsdp_config": {"cpu_offload": True}}, {"offload": True, "shards": 3}),
+        ({"deepspeed": "zero3"}, {"shards": 3}),
+        ({"deepspeed": "zero2", "gradient_accumulation_steps": 1}, {}),
+    ],
+)
+def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict) -> None:
+    preset = Preset.read("a40-48gb-x3")
+    base = {name: value for name, value in preset.training.items() if not name.startswith("fsdp")} | {"gradient_accumulation_steps": 1}
+    plain = dataclasses.replace(preset, training=base).workload(Workload(sequence_length=8))
+    changed = dataclasses.replace(preset, training=base | training).workload(Workload(sequence_length=8))
+    assert changed == dataclasses.replace(plain, **expected)
 
 
 def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:

@@ -30,13 +30,14 @@ def test_a_line_for_every_stage_says_what_it_takes(model, text, tmp_path, monkey
     steps: list[int] = []
     original = torch.optim.AdamW.step
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *rest: (steps.append(1), original(self, *rest))[1])
+    monkeypatch.setattr("unmask.training.presets.calibrate", lambda *_: 0.125)  # which makes steps too
     config = run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=1000, learning_rate=1e-3, optim="adamw_torch", warmup_steps=50)
     first, second = rehearse("convert", config)
-    assert len(steps) >= 4  # two of each stage, beside those that calibrate the prediction
+    assert len(steps) == 4  # two of each stage
     assert (first["attention"], first["trains"], first["steps"], first["rate"]) == ("block_causal 4", "attention", "250", "0.0005")
     assert (second["attention"], second["trains"], second["steps"], second["rate"]) == ("bidirectional", "all", "750", "0.001")
     for line in (first, second):
-        assert float(line["seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
+        assert line["predicted seconds a step"] == "0.125" and float(line["seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
         hours = float(line["seconds a step"]) * int(line["steps"]) / 3600
         assert float(line["hours in all"]) == pytest.approx(hours, rel=0.02)
     assert not (tmp_path / "run").exists()

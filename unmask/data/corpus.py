@@ -71,7 +71,7 @@ def cached_rows(
     packed: bool = True,
     where: str = "train_dataset",
 ) -> Dataset:
-    """What `text_rows` gives, memory-mapped from a cache, which is made if it is not there yet.
+    """What `iter_text_rows` gives, memory-mapped from a cache, which is made if it is not there yet.
 
     It is found by the texts, the tokenizer, `max_length` and `packed`: where one of them changes, another one is made beside it. Of
     several processes the first of each machine makes it.
@@ -79,10 +79,10 @@ def cached_rows(
     Args:
         folder: holds any number of caches, each in a folder of its own.
         texts: gone over once to find the cache, and once more to make it.
-        tokenizer, max_length, packed, where: as in `text_rows`.
+        tokenizer, max_length, packed, where: as in `iter_text_rows`.
 
     Raises:
-        DataError: as `text_rows`; and a cache that was cut off or altered.
+        DataError: as `iter_text_rows`; and a cache that was cut off or altered.
     """
     from accelerate import PartialState
 

@@ -65,13 +65,6 @@ def naming(where: str) -> Iterator[None]:
         raise DataError(error.what, where=f"{where}, {error.where}" if error.where else where, remedy=error.remedy) from error
 
 
-def text_rows(
-    tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
-) -> list[Row]:
-    """All of `iter_text_rows`."""
-    return list(iter_text_rows(tokenizer, texts, max_length, packed=packed, where=where))
-
-
 def iter_text_rows(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
 ) -> Iterator[Row]:

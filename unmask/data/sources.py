@@ -128,11 +128,6 @@ def _picked(rows: Iterable[dict[str, Any]], names: dict[str, str]) -> Iterator[d
     return ({new: row.get(old) for new, old in names.items()} for row in rows)
 
 
-def require_columns(dataset: Dataset | IterableDataset, columns: Iterable[str], where: str) -> None:
-    """Raise a DataError that names the columns that are missing, those present, and the nearest."""
-    require_names(dataset.column_names, columns, where)
-
-
 def split_documents(read: Callable[[], Iterable[str]]) -> Iterator[str]:
     """The blocks of a text that blank lines separate; a text without blank lines has a document on every line.
 

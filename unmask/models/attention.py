@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
+from unmask.config import AttentionName
 from unmask.errors import ConfigError, ModelError
 from unmask.models import flex
 
-Pattern = Literal["causal", "block_causal", "bidirectional"]
-PATTERNS = ("causal", "block_causal", "bidirectional")
+Pattern = AttentionName
+PATTERNS = get_args(AttentionName)
+DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
 ATTENTION_NAME = "unmask"
 TILE = 64  # queries and keys, on a CPU: SDPA is called for the tiles of a mask in which anything is visible
 NARROWEST = 16  # heads on a CPU: with 8 dimensions SDPA takes 1.3 times as long as with 16, of which 8 are 0
@@ -214,6 +216,11 @@ def check_pattern(pattern: str, block_size: int | None, causal_context: bool = F
     if causal_context and pattern != "block_causal":
         remedy = "Leave it out, or use attention='block_causal'"
         raise ConfigError(f"a causal context with {pattern} attention", where="causal_context", remedy=remedy)
+
+
+def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The attention module of every layer, by the name that all of transformers give it."""
+    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
 
 
 def unmask_attention(

@@ -11,6 +11,7 @@ import contextlib
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from transformers.pytorch_utils import Conv1D
 
 from unmask.config import ModelConfig
 from unmask.errors import ConfigError, ModelError
-from unmask.models.attention import ATTENTION_NAME, Layout, Pattern, make_mask
+from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, Pattern, attention_modules, make_mask
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import check_vocabulary, first_line, make_diffusion, pattern_settings, read_config, read_tokenizer
 from unmask.models.planning import Network, Workload
 
-DEFAULT_BLOCK, DEFAULT_LENGTH = 32, 512
+DEFAULT_LENGTH = 512
+WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
+"""The type of the weights, by precision."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Blueprint:
         Raises:
             ModelError: an architecture that cannot take a mask.
         """
-        lm, rows = self._fake_lm()
+        lm, rows = self._fake_lm
         network = lm.model
         mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
         return {
@@ -90,16 +93,16 @@ class Blueprint:
 
     def changes(self) -> dict[str, str]:
         """What a conversion would change, by name."""
-        lm, rows = self._fake_lm()
+        lm, rows = self._fake_lm
         table = lm.model.get_input_embeddings().weight.shape[0]
         new = self.tokenizer.mask_token_id is None
         window = getattr(self.config.get_text_config(), "sliding_window", None)  # of all layers, where a layer has none of its own
-        windows = sum(getattr(module, "sliding_window", window) is not None for module in attentions(lm.model))
+        windows = sum(getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model))
         tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
         return {
             "mask token": f"added, with an embedding row{tied}" if new else "already there",
             "embeddings": f"full: they grow from {rows:,} to {table:,} rows" if table > rows else f"no: {rows:,} rows have room",
-            "attention": f"{len(attentions(lm.model))} layers, to bidirectional or block_causal",
+            "attention": f"{len(attention_modules(lm.model))} layers, to bidirectional or block_causal",
             "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
             "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
         }
@@ -126,7 +129,7 @@ class Blueprint:
     def network(self, work: Workload) -> Network:
         """The numbers that the planning formula needs, read off one forward pass of fake tensors."""
         one, two = (saved_bytes(self.config, self.pattern(work.attention), work, rows) for rows in (1, 2))
-        lm, _ = self._fake_lm()
+        lm, _ = self._fake_lm
         model, text = lm.model, self.config.get_text_config()
         head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return Network(
@@ -141,6 +144,7 @@ class Blueprint:
             saved_per_row=two - one,
         )
 
+    @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
         """As `unmask.load` would make it, and the rows of its embeddings before that."""
         with FakeTensorMode():
@@ -167,11 +171,6 @@ def is_tied(model: Any) -> bool:
     return model.get_output_embeddings().weight is model.get_input_embeddings().weight
 
 
-def attentions(model: nn.Module) -> list[nn.Module]:
-    """The attention module of every layer."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-
-
 def linear_shapes(model: Any) -> list[tuple[int, int]]:
     """In and out width of every matrix but the output head."""
     head = model.get_output_embeddings()
@@ -191,9 +190,7 @@ def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Work
 
     compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
     with FakeTensorMode():
-        model = architecture(
-            config, torch.bfloat16 if work.precision == "bfloat16" else torch.float32, attn_implementation=ATTENTION_NAME
-        ).train()
+        model = architecture(config, WEIGHTS[work.precision], attn_implementation=ATTENTION_NAME).train()
         layout = Layout.full(work.sequence_length, torch.device("cpu"))
         layout = layout.with_noised_copies(work.copies) if work.attention == "block_causal" else layout
         mask = make_mask(work.attention, pattern["block_size"], layout, layout)

@@ -59,7 +59,7 @@ class DiffusionLM:
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
             was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
-        time_embedding: whether the model is told the share of hidden tokens.
+        config: of the model itself, whatever wraps it.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class DiffusionLM:
         layout, mask = self._layout(ids_BT, attention_mask_BT)
         share_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
-            share_BT = hidden_share(hidden_BT, runs(layout, self.attention, self.block_size).expand_as(ids_BT), layout.document_BT > 0)
+            share_BT = self._hidden_share(hidden_BT, layout)
             if self.causal_context:  # blocks in work are read in both directions
                 layout = replace(layout, copy_BT=(share_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
@@ -247,8 +247,7 @@ class DiffusionLM:
         share_BT = None
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BVT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
-            run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
-            share_BT = hidden_share(hidden_BT, run_BT, layout.document_BT > 0)
+            share_BT = self._hidden_share(hidden_BT, layout)
         return Reading(torch.cat([noisy_BVT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
 
     def forward(self, reading: Reading, cache: Cache | None = None) -> Tensor:
@@ -332,13 +331,13 @@ class DiffusionLM:
             mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=self.causal_context)
         return layout, mask if self._seen is None else mask.annealed(*self._seen)
 
-
-def hidden_share(hidden_BT: Tensor, run_BT: Tensor, real_BT: Tensor) -> Tensor:
-    """The share [B, T] of hidden tokens among the real ones of the same run; 0 at padding."""
-    real_BT = real_BT.expand_as(hidden_BT).float()
-    counted = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
-    hidden_count_BT, count_BT = (per_run_BR.gather(1, run_BT) for per_run_BR in counted)
-    return hidden_count_BT / count_BT.clamp_min(1)
+    def _hidden_share(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
+        """The share [B, T] of hidden tokens among the real ones of the same block or document; 0 at padding."""
+        run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
+        real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
+        counted = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
+        hidden_count_BT, count_BT = (per_run_BR.gather(1, run_BT) for per_run_BR in counted)
+        return hidden_count_BT / count_BT.clamp_min(1)
 
 
 def disable_dropout(model: nn.Module) -> None:

@@ -301,11 +301,9 @@ def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: F
 @torch.no_grad()
 def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     """Give the tokenizer a mask token if it has none; its embedding starts as the mean of the others."""
-    if tokenizer.mask_token_id is None:
+    new = tokenizer.mask_token_id is None
+    if new:
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
-        new = True
-    else:
-        new = False
     mask_id = tokenizer.mask_token_id
     rows = model.get_input_embeddings().weight.shape[0]
     if mask_id < rows and not new:

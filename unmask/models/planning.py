@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from unmask.config import AttentionName, DeviceConfig, HardwareConfig
+from unmask.models.head import LOGITS_AT_ONCE
 
 Precision = Literal["float32", "mixed", "bfloat16"]
 Optimiser = Literal["adamw", "adamw_8bit"]
 
 # Constants of the implementation: to be measured again when the attention function or the head changes.
 HIDDEN_SHARE = 0.5  # of the tokens are predicted in a noised row; a causal row predicts them all
-LOGIT_BUDGET = 2**24  # logits in memory at once; more are computed in chunks, and again in the backward pass
 LOGIT_COPIES = 4  # float32 copies of a chunk alive in the backward pass of its softmax; half of them in that of the head's product
 LAYER_WORKSPACE = 0.2  # gradients of activations alive within a layer's backward pass, as a share of what the layer saved
 BACKWARD_OF_ATTENTION = 2.5  # times the FLOPs of its forward pass: a fused kernel computes the scores again
@@ -206,7 +206,7 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     gradients = 0.0 if work.offload else trained
     activations, layer = _activations(network, work)
     table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
-    chunk = 4 * min(work.predicted * network.vocabulary, LOGIT_BUDGET)
+    chunk = 4 * min(work.predicted * network.vocabulary, LOGITS_AT_ONCE)
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
     # Of sharded weights the layer at work and the next one are whole.
     gathered = 2 * network.linear_weights / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
@@ -249,7 +249,7 @@ def _activations(network: Network, work: Workload) -> tuple[float, float]:
 def matmul_flops(network: Network, work: Workload) -> float:
     """Of a step's matrix products: 6 a weight and token, 8 with checkpointing, 2 fewer where the weight itself is frozen."""
     passes = (4 if work.lora_rank else 6) + (2 if work.checkpointing else 0)
-    chunked = work.predicted * network.vocabulary > LOGIT_BUDGET
+    chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
     return work.tokens * (network.linear_weights * passes + adapters) + head
@@ -349,9 +349,12 @@ def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wor
     if work.optimiser == "adamw":
         work = dataclasses.replace(work, optimiser="adamw_8bit")
         yield "8-bit AdamW", work
-    yield "LoRA of rank 16", dataclasses.replace(work, lora_rank=work.lora_rank or 16)
+    rank = work.lora_rank or 16
+    if work.lora_rank is None:
+        yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
     if not hardware.is_cpu:
-        yield "QLoRA of rank 16", dataclasses.replace(work, lora_rank=work.lora_rank or 16, four_bit=True, precision="bfloat16")
+        if not work.four_bit:
+            yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, four_bit=True, precision="bfloat16")
         for shards in (2, 4, 8, 16, 32, 64):
             if shards > work.shards:
                 yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)

@@ -20,7 +20,7 @@ from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError
 from unmask.generation.sampler import generate
-from unmask.models.attention import Pattern, check_pattern
+from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, with_pattern
 from unmask.training.log import Progress, RunLog
@@ -28,9 +28,7 @@ from unmask.training.noising import NoisingConfig
 from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
-from unmask.training.trainer import Batch, DiffusionTrainer, row_length, steps_per_epoch
-
-DEFAULT_BLOCK = 4
+from unmask.training.trainer import Batch, DiffusionTrainer, row_length, total_steps
 
 
 @dataclass(kw_only=True)
@@ -224,7 +222,7 @@ class ConvertTrainer:
 
     def train(self, resume_from_checkpoint: bool = False) -> None:
         """Run the stages, or those that are not finished yet."""
-        steps, first, shares = self._steps(), 0, [stage.share for stage in self.args.stages]
+        steps, first, shares = total_steps(self.args, self.train_rows), 0, [stage.share for stage in self.args.stages]
         for number in range(1, len(shares) + 1):
             last = round(sum(shares[:number]) / sum(shares) * steps)
             if last > first:
@@ -259,11 +257,6 @@ class ConvertTrainer:
         if self.eval_rows is not None:
             trainer.evaluate()
         self.log_history += [{**line, "step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
-
-    def _steps(self) -> int:
-        if self.args.max_steps > 0:
-            return self.args.max_steps
-        return math.ceil(steps_per_epoch(self.args, self.train_rows) * self.args.num_train_epochs)
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:

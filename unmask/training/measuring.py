@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from unmask.config import LoraSettings
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Views
-from unmask.models.blueprint import Blueprint, architecture
+from unmask.models.blueprint import WEIGHTS, Blueprint, architecture
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.models.planning import Network, Workload, attention_flops, matmul_flops
@@ -36,7 +36,6 @@ CALIBRATION_PARAMETERS = 6e7
 """Models that are larger even with few layers are not built; only their matrix products are timed."""
 CALIBRATION_SECONDS = 1.0
 """For each of the two models, after a warm-up, and at least three steps."""
-DTYPES = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,10 @@ class Measured:
 
     Attributes:
         seconds: the median.
-        update_seconds: the part of clipping and optimiser.
         peak_bytes: of all tensors alive at once, parameters and optimiser states included.
     """
 
     seconds: float
-    update_seconds: float
     peak_bytes: float
 
 
@@ -125,7 +122,7 @@ def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, devic
     """Time steps of the whole model, with random weights, for about so many seconds (at least five steps), and take its peak memory."""
     step = Step(built(blueprint, work, device), work)
     times = timed([step], seconds, at_least=5)[0]
-    return Measured(sum(times), times[1], step.peak_bytes())
+    return Measured(sum(times), step.peak_bytes())
 
 
 def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
@@ -183,6 +180,6 @@ def built(blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: 
             if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry for each layer
                 setattr(text, name, (value * layers)[:layers])
         text.num_hidden_layers = layers
-    model = architecture(config, DTYPES[work.precision]).to(device)
+    model = architecture(config, WEIGHTS[work.precision]).to(device)
     lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.pattern(work.attention))
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm

@@ -68,13 +68,16 @@ class Preset:
 
     def workload(self, work: Workload) -> Workload:
         """The same work with the recipe's switches."""
-        fsdp = self.training.get("fsdp_config", {})
+        fsdp = self.training.get("fsdp_config") or {}
+        whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
         return dataclasses.replace(
             work,
             precision="bfloat16" if self.dtype == "bfloat16" else "mixed" if self.training["bf16"] else "float32",
             checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
             optimiser="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
-            shards=self.hardware.count if self.training.get("fsdp") else 1,
+            shards=1 if whole else self.hardware.count,
+            offload=bool(fsdp.get("cpu_offload")),
+            accumulate=self.training.get("gradient_accumulation_steps", 1) > 1,
         )
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from dataclasses import replace
 from typing import Any
 
 from transformers import TrainerCallback
@@ -16,7 +17,7 @@ from unmask.monitor import peak_memory_bytes
 from unmask.training.convert import ConvertConfig
 from unmask.training.presets import Planner, Preset
 from unmask.training.run import make_trainer, training_arguments
-from unmask.training.trainer import StageConfig, rows_per_step
+from unmask.training.trainer import StageConfig, total_steps
 
 STEPS = 2
 PLANNED = ("pretrain", "convert", "sft")
@@ -28,7 +29,7 @@ def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
     verb that has no formula.
 
     Raises:
-        ConfigError: it does not fit `hardware.max_memory_gb`.
+        ConfigError: it does not fit that machine.
     """
     if verb not in PLANNED:
         return None
@@ -37,7 +38,8 @@ def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
     attention = "causal" if verb == "pretrain" else own.attention if isinstance(args, ConvertConfig) else config.model.attention
     copies = 2 if isinstance(args, ConvertConfig) and args.complementary else getattr(args, "views", 1)
     length = min(args.max_length, blueprint.context or args.max_length)
-    planner = Planner(blueprint, blueprint.workload(attention, length, copies, config.lora.r if config.lora else None))
+    work = blueprint.workload(attention, length, copies, config.lora.r if config.lora else None)
+    planner = Planner(blueprint, replace(work, four_bit=config.model.quantization == "4bit"))
     plan = planner.plan(Preset.of(config), own.per_device_train_batch_size)
     if config.hardware is not None and not plan.fits:
         what = (
@@ -70,16 +72,8 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
         watch = Watch()
         trainer = make_trainer(verb, shortened, training_arguments(verb, shortened), callbacks=[watch])
         trainer.train()
-    steps = planned_steps(args, trainer)
+    steps = total_steps(args, trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset)
     return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
-
-
-def planned_steps(args: Any, trainer: Any) -> int:
-    """Optimizer steps of the whole run."""
-    if args.max_steps > 0:
-        return args.max_steps
-    rows = trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset
-    return round(len(rows) / rows_per_step(args) * args.num_train_epochs)
 
 
 class Watch(TrainerCallback):

@@ -13,7 +13,7 @@ from torch import nn
 
 from unmask.config import Config
 from unmask.errors import ConfigError
-from unmask.models.attention import Pattern
+from unmask.models.attention import Pattern, attention_modules
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.time_embedding import NAME as TIME_EMBEDDING
 
@@ -65,9 +65,8 @@ prediction."""
 
 
 def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: str = "train") -> set[nn.Parameter]:
-    if name == "attention":  # as every attention module of transformers is named
-        modules = [module for module in lm.model.modules() if type(module).__name__.endswith("Attention")]
-        return {parameter for module in modules for parameter in module.parameters()}
+    if name == "attention":
+        return {parameter for module in attention_modules(lm.model) for parameter in module.parameters()}
     if name == "time_embedding":
         return {parameter for key, parameter in named.items() if f"{TIME_EMBEDDING}." in key}
     if name == MASK_TOKEN:

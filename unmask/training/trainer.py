@@ -92,6 +92,11 @@ def steps_per_epoch(args: TrainingArguments, rows: Sequence[Any]) -> int:
     return math.ceil(len(rows) / rows_per_step(args))
 
 
+def total_steps(args: TrainingArguments, rows: Sequence[Any]) -> int:
+    """Optimizer steps of a run."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(steps_per_epoch(args, rows) * args.num_train_epochs)
+
+
 def rows_per_step(args: TrainingArguments) -> int:
     """Rows in an optimizer step, over all ranks."""
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
