@@ -14,8 +14,10 @@ from tests.training.conftest import QUICK, unmask
 from unmask.cli import app
 from unmask.config import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
+from unmask.models.blueprint import Blueprint
 from unmask.monitor import MetricsLog
-from unmask.training.rehearsal import rehearse
+from unmask.training.rehearsal import plan_run, rehearse
+from unmask.training.run import training_arguments
 
 BLOCK = {"attention": "block_causal", "block_size": 4, "use_cpu": True, "max_length": 32, "per_device_train_batch_size": 4}
 TWO_STAGES = [{"share": 1, "rate": 0.5, "train": ["attention"]}, {"share": 3, "attention": "bidirectional"}]
@@ -47,8 +49,16 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
     monkeypatch.setattr("unmask.training.rehearsal.make_trainer", lambda *_, **__: pytest.fail("a step was paid for"))
     small = HardwareConfig(name="gpu", devices=[{"name": "gpu", "memory_gb": 24, "tflops": 10, "bandwidth_gb_s": 100}], max_memory_gb=0.5)
     config = run_config(model, text, tmp_path).model_copy(update={"hardware": small})
-    with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used"):
+    with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used") as error:
         rehearse("convert", config)
+    assert "LoRA" not in str(error.value)  # which a conversion refuses
+
+
+def test_a_teacher_is_planned_for(model, text, tmp_path):
+    plain, taught = (run_config(model, text, tmp_path, max_steps=10, **more) for more in ({}, {"distillation": 1.0}))
+    plans = [plan_run("convert", config, training_arguments("convert", config)) for config in (plain, taught)]
+    weights = Blueprint.read(plain.model).network(plans[0].workload).parameters * 4
+    assert plans[1].peak - plans[0].peak == weights
 
 
 @pytest.mark.parametrize("verb", ["sft", "dpo"])

@@ -332,3 +332,33 @@ def test_adapters_of_the_output_head_are_refused_as_they_would_not_be_trained(ta
     with pytest.raises(ConfigError, match=r"an adapter of the output head.*modules_to_save"):
         make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=target, task_type="CAUSAL_LM"))
     make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])).train()
+
+
+def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_batched(tmp_path):
+    lm, rows = tiny(), [{"prompt": "a", "completion": "bc" * n} for n in (1, 9, 2, 7, 1)]
+    told = {}
+    for size in (1, 2, 5):
+        trainer = make("sft", tmp_path, lm, rows=rows, eval_dataset=rows, per_device_eval_batch_size=size)
+        told[size] = trainer.evaluate()["eval_loss"]
+        assert trainer.state.log_history[-1]["eval_loss"] == told[size]
+    assert told[1] == pytest.approx(told[5], rel=1e-5) and told[2] == pytest.approx(told[5], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0 is refused"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is refused"),
+        ({"score_chunk": -1}, "score_chunk: -1 is refused"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"eval_strategy": "steps"}, "eval_strategy: there is nothing to evaluate on"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_before_the_first_step(refused, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        make("sft", tmp_path, **refused)
+
+
+def test_an_optimizer_that_is_not_installed_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"optim: .*galore"):
+        make("sft", tmp_path, optim="galore_adamw", optim_target_modules=["mlp"]).train()

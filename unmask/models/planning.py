@@ -88,6 +88,8 @@ class Workload:
         shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
         offload: keep gradients and optimiser states in the host's memory.
         accumulate: gradients of earlier micro-batches are there during the forward pass.
+        teacher: a frozen copy of the model stands beside it on every device, and reads the clean tokens.
+        adapters: whether low-rank adapters are possible at all (a conversion refuses them).
     """
 
     sequence_length: int
@@ -102,6 +104,8 @@ class Workload:
     shards: int = 1
     offload: bool = False
     accumulate: bool = False
+    teacher: bool = False
+    adapters: bool = True
 
     def describe(self) -> str:
         """What was asked for, in words."""
@@ -234,7 +238,8 @@ def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
         if work.four_bit:
             stored -= network.linear_weights * (width - FOUR_BIT_WEIGHT)
     state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
-    return stored / work.shards, trained * trained_width / work.shards, 0.0 if work.offload else state / work.shards
+    teacher = network.parameters * width if work.teacher else 0.0
+    return stored / work.shards + teacher, trained * trained_width / work.shards, 0.0 if work.offload else state / work.shards
 
 
 def _activations(network: Network, work: Workload) -> tuple[float, float]:
@@ -252,7 +257,8 @@ def matmul_flops(network: Network, work: Workload) -> float:
     chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
-    return work.tokens * (network.linear_weights * passes + adapters) + head
+    teacher = 2 * work.batch * work.sequence_length * (network.linear_weights + network.hidden * network.vocabulary) if work.teacher else 0
+    return work.tokens * (network.linear_weights * passes + adapters) + head + teacher
 
 
 def attention_flops(network: Network, work: Workload) -> float:
@@ -350,10 +356,10 @@ def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wor
         work = dataclasses.replace(work, optimiser="adamw_8bit")
         yield "8-bit AdamW", work
     rank = work.lora_rank or 16
-    if work.lora_rank is None:
+    if work.lora_rank is None and work.adapters:
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
     if not hardware.is_cpu:
-        if not work.four_bit:
+        if not work.four_bit and work.adapters:
             yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, four_bit=True, precision="bfloat16")
         for shards in (2, 4, 8, 16, 32, 64):
             if shards > work.shards:

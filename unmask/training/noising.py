@@ -39,7 +39,7 @@ class NoisingConfig(StageConfig):
         if not (self.min_time > 0 and 0 < self.cart_p < 1):
             raise ConfigError("is not above 0, or cart_p not below 1", where="min_time, cart_p", remedy="Use min_time=1e-3, cart_p=0.1")
         noise = self.noise  # refuses what makes no sense
-        if self.exact_count and noise != Noise(get_schedule("linear"), self.min_time):
+        if self.exact_count and noise != Noise(get_schedule("linear"), NoisingConfig.min_time):
             what = "exact counts have no schedule, band of times or weighting"
             raise ConfigError(what, where="exact_count", remedy="Leave the other settings of the noise as they are, or exact_count out")
 

@@ -39,7 +39,9 @@ def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
     copies = 2 if isinstance(args, ConvertConfig) and args.complementary else getattr(args, "views", 1)
     length = min(args.max_length, blueprint.context or args.max_length)
     work = blueprint.workload(attention, length, copies, config.lora.r if config.lora else None)
-    planner = Planner(blueprint, replace(work, four_bit=config.model.quantization == "4bit"))
+    converts = isinstance(args, ConvertConfig)
+    teacher = isinstance(args, ConvertConfig) and bool(args.distillation or args.alignment)
+    planner = Planner(blueprint, replace(work, four_bit=config.model.quantization == "4bit", teacher=teacher, adapters=not converts))
     plan = planner.plan(Preset.of(config), own.per_device_train_batch_size)
     if config.hardware is not None and not plan.fits:
         what = (

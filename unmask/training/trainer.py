@@ -26,7 +26,7 @@ from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.load import as_diffusion_lm
+from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.history import stage_entry
@@ -73,6 +73,11 @@ class StageConfig(TrainingArguments):
         args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
         if args.learning_rate < 0:
             raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
+            if (value := getattr(args, name)) is not None and value < 1:
+                raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
+        if args.label_smoothing_factor:
+            raise ConfigError("a bound on the likelihood knows no smoothing", where="label_smoothing_factor", remedy="Leave it out")
         super().__post_init__()
         check_optimizer(args)
 
@@ -148,6 +153,9 @@ class DiffusionTrainer(Trainer):
         train_rows, eval_rows = (
             self._checked_rows(lm, args, rows, where) for rows, where in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
+        if eval_rows is None and args.eval_strategy != "no":
+            remedy = "Give held-out rows (data.eval, eval_dataset), or leave it out"
+            raise ConfigError("there is nothing to evaluate on", where="eval_strategy", remedy=remedy)
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
         if peft_config is None and quantised(lm):
@@ -274,7 +282,9 @@ class DiffusionTrainer(Trainer):
     ) -> Tensor | tuple[Tensor, None]:
         loss = self.micro_loss(self.lm.bind(model), inputs)
         if num_items_in_batch is None:  # evaluation: every batch by itself
-            loss = loss / self.count_items(inputs).clamp_min(1)
+            items = self.count_items(inputs)
+            loss = loss / items.clamp_min(1)
+            self.record("loss", loss.detach(), float(items))  # transformers takes the mean over rows, whatever they count
         else:  # DDP takes the mean over the ranks
             loss = loss / num_items_in_batch * self.accelerator.num_processes
         if not torch.isfinite(loss):
@@ -285,6 +295,12 @@ class DiffusionTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
         batches = self.prepared([batch | {"order": self._order(batch, index)} for index, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
+
+    def create_optimizer(self, *arguments: Any) -> Any:
+        try:
+            return super().create_optimizer(*arguments)
+        except ImportError as error:
+            raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of an optimizer step, before their items are counted."""
