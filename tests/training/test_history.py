@@ -45,6 +45,16 @@ def test_a_resumed_run_leaves_the_same_history(tmp_path):
     assert history(straight.lm) == history(resumed.lm) == history(again.lm)
 
 
+def test_a_conversion_tells_its_recipe_and_what_each_stage_was(tmp_path):
+    lm = tiny("causal")
+    args = ConvertConfig.for_recipe("block", **settings(tmp_path, max_steps=10))
+    ConvertTrainer(lm, args, TEXTS).train()
+    attention, everything, last = [entry["settings"] for entry in history(lm)]
+    assert {told["recipe"] for told in (attention, everything, last)} == {"block"}
+    assert attention["train"] == ["attention", "time_embedding", "mask_token"] and attention["rate"] == 0.5
+    assert "train" not in everything and last["lm_loss"] == 0.1 and last["learning_rate"] == pytest.approx(0.3 * args.learning_rate)
+
+
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "grpo"])
 def test_every_verb_writes_its_card(tmp_path, verb, monkeypatch):
     trainer = make(verb, tmp_path / "run", data_source="tales.jsonl", seed=5)

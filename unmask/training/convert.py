@@ -65,6 +65,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "What is trained one after another: share, rate, train, lm_loss, ..."}
     )
+    recipe: str | None = field(default=None, metadata={"help": "What the model card calls these settings."})
     canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
 
     @classmethod
@@ -112,6 +113,12 @@ class StageTrainer(DiffusionTrainer):
         self.stage, self.teacher = stage, teacher
         self.steps_before, self.steps_in_all = done
         super().__init__(*arguments, **rest)
+
+    def told_settings(self) -> dict[str, Any]:
+        """This stage's own in place of all stages."""
+        told = super().told_settings()
+        told.pop("stages", None)
+        return told | self.stage.model_dump(exclude_defaults=True)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         views = self.args.plan(self.lm, self.groups(batch), batch["documents"], draw, complementary=self.args.complementary)

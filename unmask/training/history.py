@@ -23,11 +23,14 @@ WITHOUT_EFFECT = {"data_source", "log_memory", "score_chunk", "token_cache"}
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "total_flos", "num_input_tokens_seen")
 
 
-def stage_entry(args: StageConfig, log: Sequence[Mapping[str, float]], *, rows: int | None, steps: int, tokens: int) -> dict[str, Any]:
+def stage_entry(
+    args: StageConfig, told: dict[str, Any], log: Sequence[Mapping[str, float]], *, rows: int | None, steps: int, tokens: int
+) -> dict[str, Any]:
     """One entry of a model's history.
 
     Args:
         args: the stage's config.
+        told: those of its settings that shape the result.
         log: what was logged, oldest first.
         rows: of training data; None of a stream.
         steps: optimizer steps made.
@@ -43,7 +46,7 @@ def stage_entry(args: StageConfig, log: Sequence[Mapping[str, float]], *, rows: 
         "steps": steps,
         "tokens": tokens,
         "seed": args.seed,
-        "settings": chosen_settings(args),
+        "settings": told,
         "metrics": last_metrics(log),
         "versions": {package: version for package in PACKAGES if (version := package_version(package))},
     }

@@ -29,7 +29,7 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
-from unmask.training.history import stage_entry
+from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.switches import check_optimizer, check_sharding, deepspeed_config
 
@@ -267,12 +267,17 @@ class DiffusionTrainer(Trainer):
             raise TrainingError("holds a checkpoint of an earlier run", where=last, remedy=remedy)
         return super().train(resume_from_checkpoint, **rest)
 
+    def told_settings(self) -> dict[str, Any]:
+        """What the model's history says of the settings."""
+        return chosen_settings(self.args)
+
     def _remember(self) -> None:
         """Put what this stage did into the model's history, after the earlier stages."""
         state: Any = self.state
         if state.global_step == 0:  # the evaluation of a model that is not trained yet
             return
-        entry = stage_entry(self.args, state.log_history, rows=self._rows, steps=state.global_step, tokens=state.num_input_tokens_seen)
+        done = {"rows": self._rows, "steps": state.global_step, "tokens": state.num_input_tokens_seen}
+        entry = stage_entry(self.args, self.told_settings(), state.log_history, **done)
         setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
 
     # What transformers.Trainer calls.
