@@ -72,10 +72,17 @@ def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
 
 def test_from_the_command_line(model, text, tmp_path):
     output = tmp_path / "run"
-    result = unmask("convert", "--model", model, "--data", text, "--output", output, "--recipe", "block", "--dry-run", *QUICK)
+    result = unmask(
+        "convert", "--model", model, "--data", text, "--output", output, "--recipe", "block", "--dry-run", *QUICK, "training.max_steps=10"
+    )
     assert result.exit_code == 0, result.output
     assert "two steps of every stage" in result.output and "hours in all" in result.output
     assert not output.exists()
+
+
+def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_path):
+    with pytest.raises(ConfigError, match="stages, stage 1: its share, 1 of 4, comes to none of the 2 steps"):
+        rehearse("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
 
 
 def test_debug_looks_at_every_step_of_a_short_run(model, text, tmp_path):

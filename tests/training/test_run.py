@@ -18,6 +18,7 @@ from unmask.config_files import parse_yaml
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
 from unmask.tasks import get_task
+from unmask.training.run import forget_earlier_run
 
 GRPO = ["training.num_generations=2", "training.max_completion_length=17"]
 PAIR = {"prompt": "1200=", "completion": "34"}
@@ -30,7 +31,7 @@ def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
     (architecture / "model.safetensors").unlink()
     runs = [
         ("pretrain", architecture, ["--data", text, "model.from_scratch=true"], "causal"),
-        ("convert", tmp_path / "pretrain" / "model", ["--task", "sudoku", "training.max_steps=4"], "bidirectional"),
+        ("convert", tmp_path / "pretrain" / "model", ["--task", "sudoku", "training.max_steps=6"], "bidirectional"),
         ("sft", tmp_path / "convert" / "model", ["--task", "sudoku"], "bidirectional"),
         ("dpo", tmp_path / "sft" / "model", ["--task", "sudoku", "lora.r=2"], "bidirectional"),
         ("grpo", tmp_path / "dpo" / "model", ["--task", "sudoku", *GRPO], "bidirectional"),
@@ -71,7 +72,18 @@ def test_a_run_goes_on_where_it_was_and_may_begin_with_resume(model, tmp_path):
     one, other = (weights(load(tmp_path / name / "model")) for name in ("straight", "resumed"))
     assert equal(one, other)
     steps = [line["step"] for line in MetricsLog(tmp_path / "resumed" / "training_logs.json").read() if "loss" in line]
-    assert steps == [1, 2, 3, 4, 3, 4]
+    assert steps == [1, 2, 3, 4]
+
+
+def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
+    for name in ("checkpoint-10", "stage-2", "stage-photos", "checkpoint-of-mine", "my-stage-2", "stage-2-old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("x")
+    for name in ("stage-plan.md", "stage-3", "training_logs.json"):
+        (tmp_path / name).write_text("x")
+    forget_earlier_run(tmp_path)
+    left = ["checkpoint-of-mine", "my-stage-2", "stage-2-old", "stage-3", "stage-photos", "stage-plan.md"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
 def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
@@ -187,7 +199,11 @@ data:
   streaming: true
   shuffle_buffer: 8
 """)
-    for verb, options in [("pretrain", []), ("convert", []), ("pretrain", [f"training.token_cache={tmp_path / 'cache'}"])]:
+    for verb, options in [
+        ("pretrain", []),
+        ("convert", ["training.stages=[{}]"]),
+        ("pretrain", [f"training.token_cache={tmp_path / 'cache'}"]),
+    ]:
         output = tmp_path / f"{verb}{len(options)}"
         result = unmask(verb, "--model", model, "--config", tmp_path / "data.yaml", "--output", output, *QUICK, *options)
         assert result.exit_code == 0, (result.output, result.exception)

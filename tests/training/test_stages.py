@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from tests.training.conftest import TEXTS, equal, tiny, weights
 from tests.training.test_convert import convert
 from unmask.cli import app
 from unmask.config_files import parse_yaml
+from unmask.errors import ConfigError
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
 from unmask.training.convert import StageTrainer
-from unmask.training.stages import ConversionStage, freezing
+from unmask.training.stages import ConversionStage, freezing, stage_ends
 
 TWO = "[{share: 0.25, rate: 0.5, train: [attention, mask_token]}, {share: 0.75, lm_loss: 0.2}]"
 FIVE = """
@@ -138,9 +142,24 @@ def test_each_stage_has_its_own_attention(tmp_path, monkeypatch):
     assert seen == [("block_causal", 1, False), ("block_causal", 4, True), ("bidirectional", None, True), ("block_causal", 2, True)]
 
 
-@pytest.mark.parametrize("share", [1e-9, 1e9])
-def test_stages_of_any_share_together_make_all_steps(share, tmp_path):
-    trainer = convert(tmp_path, stages=[{"share": share}, {"share": 1.0}, {"share": share}], max_steps=4)
-    trainer.train()
-    lines = [line["stage"] for line in trainer.log_history if "loss" in line]
-    assert lines == ([2] * 4 if share < 1 else [1, 1, 3, 3])
+@pytest.mark.parametrize(("share", "number"), [(1e-9, 1), (1e9, 2)])
+def test_a_stage_without_a_step_is_refused_before_training(share, number, tmp_path):
+    with pytest.raises(
+        ConfigError, match=rf"stages, stage {number}: its share.*none of the 4 steps.*max_steps of at least \d+.*larger share"
+    ):
+        convert(tmp_path, stages=[{"share": share}, {"share": 1.0}, {"share": share}], max_steps=4)
+    assert not list(tmp_path.iterdir())
+
+
+@given(shares=st.lists(st.integers(1, 20), min_size=1, max_size=6), steps=st.integers(1, 60))
+def test_all_steps_are_shared_out_and_the_number_advised_is_enough(shares, steps):
+    stages = [ConversionStage(share=share / 10) for share in shares]
+    try:
+        ends = stage_ends(stages, steps)
+    except ConfigError as error:
+        enough = int(re.search(r"at least (\d+)", str(error)).group(1))
+        assert enough > steps
+        ends = stage_ends(stages, enough)
+    else:
+        assert ends[-1] == steps
+    assert all(first < last for first, last in pairwise([0, *ends]))

@@ -114,6 +114,60 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(verb, tmp_path):
     assert not equal(weights(straight.lm), start)
 
 
+SAVING = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+
+
+def logged(folder: Path) -> list[dict[str, float]]:
+    """The log of a run, without its timings and transformers' mean loss, which is that of the steps since the resume."""
+    lines = [json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second", "train_loss"))} for line in lines]
+
+
+@pytest.mark.parametrize("torn", [None, '{"global_st'])
+def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(torn, tmp_path):
+    straight = make("sft", tmp_path, **SAVING)
+    straight.train()
+    lines = logged(tmp_path)
+    state = tmp_path / "checkpoint-6" / "trainer_state.json"
+    state.unlink() if torn is None else state.write_text(torn)
+    (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
+    resumed = make("sft", tmp_path, **SAVING)
+    with pytest.warns(RuntimeWarning, match="checkpoint-6 was not written to its end: going on from checkpoint-4") as warned:
+        resumed.train(resume_from_checkpoint=True)
+    assert len(warned) == 1
+    assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
+
+
+def test_without_a_whole_checkpoint_a_resumed_run_starts_anew(tmp_path):
+    straight = make("sft", tmp_path, **SAVING)
+    straight.train()
+    lines = logged(tmp_path)
+    for state in tmp_path.glob("checkpoint-*/trainer_state.json"):
+        state.unlink()
+    resumed = make("sft", tmp_path, **SAVING)
+    with pytest.warns(RuntimeWarning, match="checkpoint-6, checkpoint-4, checkpoint-2 was not .* going on from the start"):
+        resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_a_file_or_with_a_torn_one_is_refused(name, tmp_path):
+    make("sft", tmp_path, **SAVING).train()
+    path = tmp_path / "checkpoint-6" / name
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    for named in (name, "no weights" if name == "model.safetensors" else f"{name}: is missing"):
+        for resume in (True, str(path.parent)):
+            with pytest.raises(TrainingError, match=rf"checkpoint-6.*{named}.*Delete this checkpoint"):
+                make("sft", tmp_path, **SAVING).train(resume_from_checkpoint=resume)
+        path.unlink(missing_ok=True)
+
+
+def test_weights_alone_are_not_gone_on_from(tmp_path):
+    make("sft", tmp_path, **SAVING, save_only_model=True).train()
+    with pytest.raises(TrainingError, match=r"optimizer.pt: is missing.*save_only_model"):
+        make("sft", tmp_path, **SAVING, save_only_model=True).train(resume_from_checkpoint=True)
+
+
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_loss_that_is_not_finite_ends_the_run_and_spares_earlier_checkpoints(verb, tmp_path):
     lm = tiny("causal" if verb == "pretrain" else "bidirectional")
@@ -168,7 +222,7 @@ def test_metrics_are_kept_beside_the_checkpoints(tmp_path):
 
 
 def test_the_metrics_of_a_part_of_a_run_go_where_the_run_says(tmp_path):
-    make("sft", tmp_path / "stage-2", log=RunLog(folder=tmp_path, first_step=10, extra={"stage": 2})).train()
+    make("sft", tmp_path / "stage-2", log=RunLog(folder=tmp_path, first_step=10, stage=2)).train()
     lines = [json.loads(line) for line in (tmp_path / "training_logs.json").read_text().splitlines()]
     assert [(line["step"], line["stage"]) for line in lines] == [(11, 2), (12, 2), (12, 2)]
     assert not (tmp_path / "stage-2" / "training_logs.json").exists()

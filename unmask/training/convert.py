@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.config import SamplerConfig
 from unmask.config_files import read_recipe
@@ -23,9 +25,10 @@ from unmask.generation.sampler import generate
 from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, with_pattern
+from unmask.training.checkpoints import check_weights, steps_done
 from unmask.training.log import Progress, RunLog
 from unmask.training.noising import NoisingConfig
-from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row
+from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
 from unmask.training.trainer import Batch, DiffusionTrainer, row_length, total_steps
@@ -120,6 +123,22 @@ class StageTrainer(DiffusionTrainer):
         told.pop("stages", None)
         return told | self.stage.model_dump(exclude_defaults=True)
 
+    def restore(self) -> bool:
+        """Take over the weights and the history of an earlier run that brought this stage to its end; whether there is one."""
+        checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
+        logged = self.metrics.read()
+        # Sharded weights are loaded by a run alone, and so is the best checkpoint; it then has no step to make.
+        if steps_done(checkpoint) is None or not any("train_runtime" in line for line in logged):
+            return False
+        if self.sharded or self.args.load_best_model_at_end:
+            return False
+        check_weights(checkpoint)
+        self._load_from_checkpoint(str(checkpoint))
+        self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
+        self.state.log_history = logged
+        self._remember()
+        return True
+
     def plan(self, batch: Batch, draw: Draw) -> Views:
         views = self.args.plan(self.lm, self.groups(batch), batch["documents"], draw, complementary=self.args.complementary)
         return views.beside_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
@@ -198,7 +217,7 @@ class ConvertTrainer:
         rest: as in DiffusionTrainer, but for `peft_config`.
 
     Raises:
-        ConfigError: a causal pattern, adapters, or a stage that trains nothing.
+        ConfigError: a causal pattern, adapters, or a stage that trains nothing or has no step.
         DataError: a row without its columns, or no text.
     """
 
@@ -225,15 +244,14 @@ class ConvertTrainer:
         self.lm = self.lms[-1]
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
+        self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.log_history: list[dict[str, float]] = []
 
     def train(self, resume_from_checkpoint: bool = False) -> None:
         """Run the stages, or those that are not finished yet."""
-        steps, first, shares = total_steps(self.args, self.train_rows), 0, [stage.share for stage in self.args.stages]
-        for number in range(1, len(shares) + 1):
-            last = round(sum(shares[:number]) / sum(shares) * steps)
-            if last > first:
-                self._run(number, first, last, steps, resume_from_checkpoint)
+        first = 0
+        for number, last in enumerate(self.ends, start=1):
+            self._run(number, first, last, resume_from_checkpoint)
             first = last
         self.lm.model.eval()
 
@@ -249,7 +267,8 @@ class ConvertTrainer:
         time_embedding = args.time_embedding or None  # one that is there stays
         return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
 
-    def _run(self, number: int, first: int, last: int, steps: int, resume: bool) -> None:
+    def _run(self, number: int, first: int, last: int, resume: bool) -> None:
+        steps = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
         args = copy.copy(self.args)
         args.output_dir = str(Path(str(self.args.output_dir)) / f"stage-{number}")
@@ -257,13 +276,14 @@ class ConvertTrainer:
         args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
         rows, done = rows_from(self.train_rows, args, first), (first, steps)
-        log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, extra={"stage": number})
+        log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)
-        with freezing(trainer.lm, stage):
-            trainer.train(resume_from_checkpoint=resume)
-        if self.eval_rows is not None:
-            trainer.evaluate()
-        self.log_history += [{**line, "step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
+        if not (resume and trainer.restore()):
+            with freezing(trainer.lm, stage):
+                trainer.train(resume_from_checkpoint=resume)
+            if self.eval_rows is not None:
+                trainer.evaluate()
+        self.log_history += [line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
 from transformers import TrainerCallback
 
-from unmask.monitor import MetricsLog
+from unmask.monitor import MetricsLog, write_atomic
 
 LOG_NAME = "training_logs.json"
 
@@ -28,16 +30,38 @@ class RunLog:
     Attributes:
         folder: where `training_logs.json` lies.
         first_step: steps of the run that came before, where this is a part of it (a stage of a conversion).
-        extra: entries of every line, such as the number of the stage.
+        stage: the number of the stage, in every line of a conversion.
     """
 
     folder: Path
     first_step: int = 0
-    extra: Mapping[str, float] = field(default_factory=dict)
+    stage: int | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; `step` counts within this part."""
-        MetricsLog(self.folder / LOG_NAME).write({"step": self.first_step + step, **self.extra, **metrics})
+        stage = {} if self.stage is None else {"stage": self.stage}
+        MetricsLog(self.folder / LOG_NAME).write({"step": self.first_step + step, **stage, **metrics})
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines of this part as it wrote them, with its own steps."""
+        mine = [line for line in self._lines() if line.pop("stage", None) == self.stage]
+        return [line | {"step": line["step"] - self.first_step} for line in mine]
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after this step (0: all of this part), which will be logged again."""
+        lines = self._lines()
+        kept = list(takewhile(lambda line: not self._later(line, step), lines))
+        if len(kept) < len(lines):
+            write_atomic(self.folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def _later(self, line: Mapping[str, Any], step: int) -> bool:
+        """Whether it was written after a step's checkpoint; the summary of a part comes after its last."""
+        stage, own = line.get("stage", 0), self.stage or 0
+        return stage > own or (stage == own and (step == 0 or line["step"] > self.first_step + step or "train_runtime" in line))
+
+    def _lines(self) -> list[dict[str, Any]]:
+        path = self.folder / LOG_NAME
+        return MetricsLog(path).read() if path.exists() else []
 
 
 class RunCallback(TrainerCallback):

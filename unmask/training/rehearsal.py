@@ -17,6 +17,7 @@ from unmask.monitor import peak_memory_bytes
 from unmask.training.convert import ConvertConfig
 from unmask.training.presets import Planner, Preset
 from unmask.training.run import make_trainer, training_arguments
+from unmask.training.stages import stage_ends
 from unmask.training.trainer import StageConfig, total_steps
 
 STEPS = 2
@@ -73,8 +74,10 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
         shortened = config.model_copy(update={"training": training, "output_dir": folder})
         watch = Watch()
         trainer = make_trainer(verb, shortened, training_arguments(verb, shortened), callbacks=[watch])
+        steps = total_steps(args, trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset)
+        if isinstance(args, ConvertConfig):
+            stage_ends(args.stages, steps)  # those of the run itself
         trainer.train()
-    steps = total_steps(args, trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset)
     return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
 
 

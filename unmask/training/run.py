@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import io
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -154,8 +155,9 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
 
 def forget_earlier_run(output: Path) -> None:
     """Remove the checkpoints and metrics of an earlier run that is overwritten: a later resume must not find them."""
-    for folder in [*output.glob("checkpoint-*"), *output.glob("stage-*")]:
-        shutil.rmtree(folder)
+    for path in output.glob("*-*"):
+        if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
+            shutil.rmtree(path)
     (output / LOG_NAME).unlink(missing_ok=True)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Literal
 
 import torch
@@ -62,6 +64,32 @@ STAGES = (
 )
 """Attention first, so that it learns to look ahead before the rest forgets; then everything; then slowly, keeping next-token
 prediction."""
+
+
+def stage_ends(stages: Sequence[ConversionStage], steps: int) -> list[int]:
+    """The optimizer step at which each stage ends, of so many in all.
+
+    Raises:
+        ConfigError: a stage would have no step.
+    """
+    shares = [stage.share for stage in stages]
+    ends = _ends(shares, steps)
+    if (number := _without_steps(ends)) is not None:
+        enough = math.ceil(sum(shares) / min(shares))
+        enough += _without_steps(_ends(shares, enough)) is not None  # halves are rounded to even numbers
+        what = f"its share, {shares[number - 1]:g} of {sum(shares):g}, comes to none of the {steps} steps"
+        remedy = f"Use max_steps of at least {enough} (or more epochs), give it a larger share, or leave it out"
+        raise ConfigError(what, where=f"stages, stage {number}", remedy=remedy)
+    return ends
+
+
+def _ends(shares: list[float], steps: int) -> list[int]:
+    return [round(sum(shares[:number]) / sum(shares) * steps) for number in range(1, len(shares) + 1)]
+
+
+def _without_steps(ends: list[int]) -> int | None:
+    """The number of the first stage that ends where it begins."""
+    return next((number for number, (first, last) in enumerate(pairwise([0, *ends]), start=1) if first == last), None)
 
 
 def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: str = "train") -> set[nn.Parameter]:

@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import TrainOutput
 
 from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
@@ -29,6 +29,7 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
+from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.switches import check_optimizer, check_sharding, deepspeed_config
@@ -97,8 +98,8 @@ def steps_per_epoch(args: TrainingArguments, rows: Sequence[Any]) -> int:
     return math.ceil(len(rows) / rows_per_step(args))
 
 
-def total_steps(args: TrainingArguments, rows: Sequence[Any]) -> int:
-    """Optimizer steps of a run."""
+def total_steps(args: TrainingArguments, rows: Any) -> int:
+    """Optimizer steps of a run; a stream of rows needs `max_steps`."""
     return args.max_steps if args.max_steps > 0 else math.ceil(steps_per_epoch(args, rows) * args.num_train_epochs)
 
 
@@ -168,6 +169,7 @@ class DiffusionTrainer(Trainer):
             torch._dynamo.config.force_nn_module_property_static_shapes = False
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.metrics = log or RunLog(folder=Path(str(args.output_dir)))
         self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
         super().__init__(
             model=self.lm.model,
@@ -176,7 +178,7 @@ class DiffusionTrainer(Trainer):
             eval_dataset=eval_rows,
             processing_class=lm.tokenizer,
             data_collator=data_collator or Collator(lm.pad_token_id),
-            callbacks=[*(callbacks or []), RunCallback(progress, log or RunLog(folder=Path(str(args.output_dir))))],
+            callbacks=[*(callbacks or []), RunCallback(progress, self.metrics)],
             **trainer_arguments,
         )
         for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
@@ -256,16 +258,25 @@ class DiffusionTrainer(Trainer):
         return cls.make_rows(lm, args, dataset, where)
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but that True is no error where there is no checkpoint yet, and that the checkpoints of an
-        earlier run are not overwritten."""
+        """As in transformers.Trainer, but that True means the last whole checkpoint and is no error where there is none yet, that the
+        checkpoints of an earlier run are not overwritten, and that what is logged again replaces what was."""
         folder = Path(str(self.args.output_dir))
-        last = get_last_checkpoint(str(folder)) if folder.is_dir() else None
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = last
-        elif last is not None and not resume_from_checkpoint and self.state.global_step == 0:
-            remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
-            raise TrainingError("holds a checkpoint of an earlier run", where=last, remedy=remedy)
-        return super().train(resume_from_checkpoint, **rest)
+        if not resume_from_checkpoint:
+            if self.state.global_step == 0 and (earlier := checkpoints(folder)):
+                remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
+                raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
+            return super().train(None, **rest)
+        checkpoint = last_checkpoint(folder) if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+        if checkpoint is not None and not self.sharded:
+            check_whole(checkpoint)
+        if self.is_world_process_zero():
+            self.metrics.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
+        return super().train(checkpoint and str(checkpoint), **rest)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether checkpoints are those of FSDP or DeepSpeed, with other files."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     def told_settings(self) -> dict[str, Any]:
         """What the model's history says of the settings."""

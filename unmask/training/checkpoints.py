@@ -1,0 +1,81 @@
+"""Which checkpoint a run goes on from, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from unmask.errors import TrainingError
+
+DELETE = "Delete this checkpoint: --resume then goes on from the one before, or from the start"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the last step first."""
+    found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"\d+", _step(path)) and path.is_dir()]
+    return sorted(found, key=lambda path: int(_step(path)), reverse=True)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The last checkpoint that was written to its end; warns of later ones, which a run left that was killed while saving."""
+    torn = []
+    for checkpoint in checkpoints(folder):
+        if steps_done(checkpoint) is not None:
+            break
+        torn.append(checkpoint.name)
+    else:
+        checkpoint = None
+    if torn:
+        message = f"{folder}: {', '.join(torn)} was not written to its end: going on from {checkpoint.name if checkpoint else 'the start'}"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return checkpoint
+
+
+def steps_done(checkpoint: Path) -> int | None:
+    """The optimizer steps made before the checkpoint; None where its state, which is written last, is not there or torn."""
+    try:
+        return json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def check_whole(checkpoint: Path) -> None:
+    """That a checkpoint of a run that is not sharded has all that the run goes on with.
+
+    Raises:
+        TrainingError: a file is missing or torn.
+    """
+    if steps_done(checkpoint) is None:
+        raise TrainingError("is missing or torn", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
+    check_weights(checkpoint)
+    for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+        path = checkpoint / name
+        if not path.is_file():
+            remedy = f"{DELETE}. With save_only_model no checkpoint has it: start anew, from its weights"
+            raise TrainingError("is missing: the run would not be the same", where=str(path), remedy=remedy)
+        if not zipfile.is_zipfile(path):
+            raise TrainingError("cannot be read", where=str(path), remedy=DELETE)
+
+
+def check_weights(checkpoint: Path) -> None:
+    """That the weights are there and whole. Raises `TrainingError`."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    if not files:
+        raise TrainingError("has no weights", where=str(checkpoint), remedy=DELETE)
+    for path in files:
+        try:
+            with safe_open(path, framework="pt"):  # reads the header, and compares the file's length with it
+                pass
+        except SafetensorError as error:
+            raise TrainingError(f"cannot be read ({error})", where=str(path), remedy=DELETE) from error
+
+
+def _step(path: Path) -> str:
+    return path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
