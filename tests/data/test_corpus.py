@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from unmask.data.characters import character_tokenizer
 from unmask.data.corpus import MANIFEST, ROWS, StreamedRows, cached_rows
 from unmask.data.rows import TEXTS_AT_ONCE, Column, iter_text_rows
-from unmask.errors import DataError
+from unmask.errors import ConfigError, DataError
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
 TEXTS = ["abc", "", "hello", "z" * 30]
@@ -141,6 +141,13 @@ def test_a_damaged_cache_is_refused_with_file_and_remedy(name, damage, what, tmp
         (home / name).write_bytes(damage((home / name).read_bytes()))
     with pytest.raises(DataError, match=f"{home / name}: the token cache is {what}.*Remove the folder {home}"):
         cached(tmp_path)
+
+
+def test_a_cache_that_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file/below"):
+        with pytest.raises(ConfigError, match=f"token_cache: cannot make the folder {folder}: .*Name another"):
+            cached(folder)
 
 
 def test_two_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path):

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, column, iter_text_rows, pad_rows, pair_row, pair_rows
+from unmask.diffusion.score import score
+from unmask.diffusion.views import Views
 from unmask.errors import DataError
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
@@ -44,13 +47,17 @@ def test_packing_lays_documents_end_to_end(texts, max_length, tokenizer):
 
 
 @given(texts, lengths, st.booleans(), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
-def test_all_is_learnt_but_bos_and_what_nothing_stands_before(texts, max_length, packed, tokenizer):
+def test_all_is_learnt_but_the_first_token_of_a_row_and_of_every_document(texts, max_length, packed, tokenizer):
     rows = list(iter_text_rows(tokenizer, texts, max_length, packed=packed))
     assert [row["sample_id"] for row in rows] == sorted({row["sample_id"] for row in rows})
     for row in rows:
         assert {len(row[name]) for name in ("input_ids", "documents", "maskable")} == {len(row["input_ids"])}
         assert len(row["input_ids"]) <= max_length
-        assert row["maskable"] == [at > 0 and token != BOS for at, token in enumerate(row["input_ids"])]
+        documents = row["documents"]
+        bodies = [token != BOS for token in row["input_ids"]]
+        if tokenizer.bos_token_id is None:
+            bodies = [at > 0 and documents[at] == documents[at - 1] for at in range(len(documents))]
+        assert row["maskable"] == [False, *bodies[1:]]
         assert any(row["maskable"])
         assert row["documents"][0] == 1 and PAD not in row["input_ids"]
 
@@ -63,6 +70,56 @@ def test_unpacked_a_row_is_a_document_and_a_cut_is_not_an_end(texts, max_length,
         assert row["input_ids"] == whole[:max_length]
         assert (EOS in row["input_ids"]) == (len(whole) <= max_length)
         assert set(row["documents"]) == {1}
+
+
+PATTERNS = [("causal", None, {}), ("bidirectional", None, {}), ("block_causal", 3, {}), ("block_causal", 3, {"causal_context": True})]
+
+
+@pytest.mark.parametrize(("attention", "block_size", "more"), PATTERNS)
+@pytest.mark.parametrize("bos", [True, False])
+def test_with_a_logit_shift_packed_documents_are_learnt_as_they_are_alone(attention, block_size, more, bos):
+    lm = tiny_lm("llama", attention, block_size, shift=True, **more)
+    if not bos:
+        lm.tokenizer.bos_token = None
+
+    def scores(texts):
+        """Of everything that is learnt, all of it hidden, and with a causal context in the clean half as well."""
+        (row,) = iter_text_rows(lm.tokenizer, texts, 64)
+        ids, documents, maskable = (torch.tensor([row[name]]) for name in ("input_ids", "documents", "maskable"))
+        views = Views(maskable[:, None], maskable[:, None], maskable[:, None].float())
+        views = views.beside_causal(maskable, 1.0) if more else views
+        with torch.no_grad():
+            return score(lm, ids, documents, views)[0], maskable[0]
+
+    packed, learnt = scores(["abc", "defgh", "ij"])
+    moved, _ = scores(["lki", "defgh", "ij"])
+    second = len("abc") + bos + 1
+    assert torch.equal(packed[:, second:], moved[:, second:]) and not torch.equal(packed, moved)
+    alone = [scores([text]) for text in ("abc", "defgh", "ij")]
+    torch.testing.assert_close(packed, torch.cat([scores_VT for scores_VT, _ in alone], 1), rtol=0, atol=1e-12)
+    assert torch.equal(learnt, torch.cat([maskable for _, maskable in alone]))
+
+
+def test_text_that_holds_the_mask_token_is_refused():
+    tokenizer = character_tokenizer(string.ascii_lowercase)
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    words = r"the text holds the mask token '<|mask|>'.*Remove it".replace("|", r"\|")
+    with pytest.raises(DataError, match=f"eval_dataset, row 2: {words}"):
+        list(iter_text_rows(tokenizer, ["a", "b", "c<|mask|>d"], 8, where="eval_dataset"))
+    for pair in ({"prompt": "<|mask|>", "completion": "a"}, {"prompt": "a", "completion": "b<|mask|>"}, {"text": "<|mask|>"}):
+        with pytest.raises(DataError, match=f"train_dataset, row 1: {words}"):
+            pair_rows(tokenizer, [{"prompt": "a", "completion": "b"}, pair], 20)
+
+
+def test_a_row_whose_text_is_null_is_named():
+    for rows in (column, lambda rows, *_: pair_rows(TOKENIZER, rows, 9)):
+        with pytest.raises(
+            DataError,
+            match=r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, or remove the row",
+        ):
+            rows([{"text": "a"}, {"text": None}], "text", "train_dataset")
+    with pytest.raises(DataError, match=r"row 0: no value in column 'completion'.*filled: 'prompt'"):
+        pair_rows(TOKENIZER, [{"prompt": "a", "completion": None}], 9)
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])

@@ -57,6 +57,47 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
     assert list(load_rows(path, split=split, max_rows=2, streaming=True)) == ROWS[:2]
 
 
+def damaged_folder(home, suffix):
+    """Two files, the second damaged where only reading it shows."""
+    home.mkdir()
+    for number in range(2):
+        rows = Dataset.from_dict({"text": [f"{number} {row}" for row in range(300)]})
+        path = home / f"train-{number}.{suffix}"
+        rows.to_json(path) if suffix == "jsonl" else rows.to_parquet(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-9] if suffix == "jsonl" else content[:8] + b"?" * 400 + content[408:])
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_damaged_file_in_a_stream_is_refused_where_it_is_reached(tmp_path, suffix):
+    home = tmp_path / "rows"
+    path = damaged_folder(home, suffix)
+    sources = [(home, f"{home}, part 2 of 2")] + [(path, str(path))] * (suffix == "parquet")
+    for source, where in sources:
+        with pytest.raises(DataError, match=r"cannot be read on: .*Write the file again") as error:
+            list(load_rows(source, streaming=True))
+        assert error.value.where == where
+    rows = iter(load_rows(home, streaming=True))
+    assert [next(rows)["text"] for _ in range(300)] == [f"0 {row}" for row in range(300)]
+
+
+def test_a_stream_of_files_keeps_its_columns_and_its_shuffle(tmp_path):
+    home = tmp_path / "rows"
+    home.mkdir()
+    for number in range(3):
+        Dataset.from_dict({"text": [f"{number}{row}" for row in range(4)]}).to_parquet(home / f"train-{number}.parquet")
+    stream = load_rows(home, streaming=True)
+    assert (stream.column_names, stream.num_shards) == (["text"], 3)
+    assert list(stream) == [{"text": f"{number}{row}"} for number in range(3) for row in range(4)]
+    plain = datasets.load_dataset(str(home), split="train", streaming=True)
+    one, other = (rows.shuffle(seed=1, buffer_size=2) for rows in (stream, plain))
+    for epoch in range(2):
+        one.set_epoch(epoch)
+        other.set_epoch(epoch)
+        assert list(one) == list(other)
+
+
 def test_a_file_that_was_rewritten_is_read_anew(tmp_path):
     for rows in (ROWS, ROWS[:1]):
         Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")

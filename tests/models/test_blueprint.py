@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transformers import BloomConfig, LlamaConfig
+from transformers import BertConfig, BloomConfig, LlamaConfig
 
-from tests.models.configurations import ALPHABET, CONFIGURATIONS, VOCABULARY, WINDOWS_OF_LAYERS, tiny_lm
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, LAYERS, SIZES, VOCABULARY, WINDOWS_OF_LAYERS, tiny_lm
 from unmask.config import ModelConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
@@ -59,6 +59,11 @@ def test_a_model_without_an_attention_hook_is_an_error(tmp_path: Path) -> None:
 def test_sliding_windows_that_go_are_counted(name: str, tmp_path: Path) -> None:
     windows = sum(window is not None for window in WINDOWS_OF_LAYERS[name])
     assert saved(tmp_path, CONFIGURATIONS[name]).changes()["sliding windows"] == f"dropped in {windows} layers"
+
+
+@pytest.mark.parametrize("config", [CONFIGURATIONS["llama"], BertConfig(**SIZES, is_decoder=True)], ids=["llama", "bert"])
+def test_attention_layers_are_counted_once(config: object, tmp_path: Path) -> None:
+    assert saved(tmp_path, config).changes()["attention"] == f"{LAYERS} layers, to bidirectional or block_causal"
 
 
 def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -> None:

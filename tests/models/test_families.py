@@ -335,7 +335,7 @@ def qwen3(**changes: Any) -> DiffusionLM:
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as published
 def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
     lm = qwen3(attention="causal", block_size=None, logit_shift=True, rope_theta=1e6, use_sliding_window=True, sliding_window=8)
-    args = ConvertConfig(**settings(tmp_path / "run"), attention="block_causal", block_size=4)
+    args = ConvertConfig(**settings(tmp_path / "run", max_steps=10), attention="block_causal", block_size=4)
     trainer = ConvertTrainer(lm, args, TEXTS)
     trainer.train()
     export(trainer.lm, tmp_path / "sdar", "sdar")

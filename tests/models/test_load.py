@@ -7,12 +7,24 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, BloomConfig, GPTJConfig, MambaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    GPTJConfig,
+    Lfm2Config,
+    Lfm2MoeConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    MiniMaxConfig,
+    Qwen3NextConfig,
+)
 
 from tests.helpers import shared_path
-from tests.models.configurations import ALPHABET, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
+from tests.models.configurations import ALPHABET, GROUPED, HEADS, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
+from unmask.config import ModelConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
+from unmask.models.blueprint import Blueprint
 from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, with_pattern
 
 SETTINGS = [
@@ -242,14 +254,31 @@ def test_arguments_that_make_no_sense_are_refused(stock, asked, error, words):
         load(stock, **asked)
 
 
+EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8}
+LOCAL = {"num_local_experts": 2, "num_experts_per_tok": 1}
+
+
+def llama4(chunk):
+    types = ["chunked_attention", "full_attention"]
+    return Llama4TextConfig(**HEADS, **LOCAL, intermediate_size_mlp=24, attention_chunk_size=chunk, layer_types=types)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
         (BloomConfig(hidden_size=16, n_layer=1, n_head=2, **SHARED), "BloomForCausalLM: attention is built into"),
         (GPTJConfig(n_embd=16, n_layer=1, n_head=2, rotary_dim=4, **SHARED), "GPTJForCausalLM: attention is built into"),
         (MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **SHARED), "MambaForCausalLM: its recurrent layers"),
+        (Lfm2Config(**GROUPED, layer_types=["conv", "full_attention"]), "Lfm2ForCausalLM: .*'conv'"),
+        (
+            Lfm2MoeConfig(**GROUPED, **EXPERTS, num_dense_layers=1, layer_types=["conv", "full_attention"]),
+            "Lfm2MoeForCausalLM: .*'conv'",
+        ),
+        (MiniMaxConfig(**HEADS, **LOCAL, layer_types=["linear_attention", "full_attention"]), "MiniMaxForCausalLM: .*'linear_attention'"),
+        (Qwen3NextConfig(**HEADS, **EXPERTS, layer_types=["linear_attention", "full_attention"]), "Qwen3NextForCausalLM: its recurrent"),
+        (llama4(chunk=63), "Llama4ForCausalLM: .*'chunked_attention'"),
     ],
-    ids=["bloom", "gptj", "mamba"],
+    ids=["bloom", "gptj", "mamba", "lfm2", "lfm2_moe", "minimax", "qwen3_next", "llama4"],
 )
 def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config, words):
     model = AutoModelForCausalLM.from_config(config)
@@ -259,6 +288,15 @@ def test_a_model_that_would_ignore_the_mask_is_refused(tmp_path, config, words):
         make_diffusion(model, character_tokenizer(ALPHABET))
     with pytest.raises(ModelError, match=words):
         load(tmp_path)
+    with pytest.raises(ModelError, match=words):
+        Blueprint.read(ModelConfig(path=str(tmp_path))).facts()
+
+
+def test_attention_in_chunks_as_long_as_the_context_is_full_attention():
+    model, ids = AutoModelForCausalLM.from_config(llama4(chunk=64), dtype=torch.float32).eval(), random_ids(2, 7)
+    expected = model(ids).logits[:, :-1]
+    lm = make_diffusion(model, character_tokenizer(ALPHABET))
+    torch.testing.assert_close(lm.logits(ids)[:, 1:, :VOCABULARY], expected, rtol=0, atol=1e-5)
 
 
 def test_a_real_model_tells_its_story():

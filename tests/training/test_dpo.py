@@ -132,7 +132,7 @@ def test_rows_that_state_no_preference_are_named(tmp_path):
     for row, message in [
         ({"chosen": "ab", "rejected": "ab"}, "row 1, .*the same"),
         ({"prompt": "a", "chosen": "b" * 40, "rejected": "b"}, "row 1: 43 tokens, but a row holds 32"),
-        ({"prompt": "a", "chosen": "b", "rejected": None}, "row 1: no column 'rejected'"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "row 1: no value in column 'rejected'"),
     ]:
         with pytest.raises(DataError, match="train_dataset, " + message):
             make("dpo", tmp_path, rows=[PREFERENCES[0], row])

@@ -24,6 +24,7 @@ GRPO = ["training.num_generations=2", "training.max_completion_length=17"]
 PAIR = {"prompt": "1200=", "completion": "34"}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
     architecture = tmp_path / "architecture"
@@ -116,13 +117,17 @@ def lines(*rows: Any) -> str:
         ("sft", None, ["rows.jsonl", "no such file", "Check the path"]),
         ("sft", "\n \n", ["rows.jsonl", "empty", "at least one row"]),
         ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Mend or remove"]),
-        ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no column 'completion'", "prompt"]),
+        ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no value in column 'completion'", "prompt"]),
         ("sft", lines(PAIR, {**PAIR, "prompt": "1" * 200}), ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "drop the row"]),
-        ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no column 'text'", "story"]),
+        ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no value in column 'text'", "story"]),
         ("pretrain", lines({"text": 12}), ["rows.jsonl, row 0", "12 is not text", "strings"]),
-        ("dpo", lines({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2"}), ["row 1", "no column 'rejected'"]),
+        (
+            "dpo",
+            lines({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2"}),
+            ["row 1", "no value in column 'rejected'"],
+        ),
         ("grpo", lines(PAIR, {"prompt": "1" * 120}), ["rows.jsonl, row 1", "138 tokens", "context is 128", "max_completion_length"]),
-        ("grpo", lines(PAIR, {"text": "1"}), ["rows.jsonl, row 1", "no column 'prompt'"]),
+        ("grpo", lines(PAIR, {"text": "1"}), ["rows.jsonl, row 1", "no value in column 'prompt'"]),
     ],
 )
 def test_bad_data_is_named_and_nothing_is_written(verb, content, words, model, tmp_path):

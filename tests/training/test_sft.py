@@ -99,7 +99,7 @@ def test_chat_and_plain_rows_are_learnt_alike(tmp_path):
     ("row", "message"),
     [
         ({"prompt": "a", "completion": "b" * 40}, r"row 1: 43 tokens, but a row holds 32\. Raise max_length"),
-        ({"prompt": "a", "completion": None}, r"row 1: no column 'completion'"),
+        ({"prompt": "a", "completion": None}, r"row 1: no value in column 'completion'"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, r"row 1, .*different kinds"),
         ({"prompt": [{"role": "user", "content": "b"}], "completion": "b"}, r"row 1, .*different kinds"),
         ({"prompt": 3, "completion": "b"}, r"row 1, .*a prompt cannot be 3"),

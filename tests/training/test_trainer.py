@@ -381,6 +381,12 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
     assert not SFTConfig(output_dir=str(tmp_path), use_cpu=True).accelerator_config["non_blocking"]
 
 
+@pytest.mark.parametrize("length", [1, 0, -1])
+def test_rows_in_which_nothing_can_be_learnt_are_refused(length, tmp_path):
+    with pytest.raises(ConfigError, match=f"max_length: {length} tokens in a row. max_length must be at least 2"):
+        make("pretrain", tmp_path, max_length=length)
+
+
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "lm_head"]])
 def test_adapters_of_the_output_head_are_refused_as_they_would_not_be_trained(target, tmp_path):
     with pytest.raises(ConfigError, match=r"an adapter of the output head.*modules_to_save"):

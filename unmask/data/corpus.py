@@ -16,13 +16,13 @@ from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.rows import Column, Row, iter_text_rows
-from unmask.errors import DataError
+from unmask.errors import ConfigError, DataError
 from unmask.monitor import write_atomic
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
 """Raise it when rows are made or written in another way: earlier caches are then not found any more."""
 ROWS, MANIFEST = "rows.arrow", "manifest.json"
 ROWS_AT_ONCE = 256
@@ -83,9 +83,15 @@ def cached_rows(
 
     Raises:
         DataError: as `iter_text_rows`; and a cache that was cut off or altered.
+        ConfigError: the folder cannot be made.
     """
     from accelerate import PartialState
 
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what = f"cannot make the folder {folder}: {error.strerror}"
+        raise ConfigError(what, where="token_cache", remedy="Name another") from error
     home = Path(folder) / _cache_key(tokenizer, texts, max_length, packed)
     with PartialState().local_main_process_first():
         if not home.exists():
@@ -117,7 +123,6 @@ def _write_cache(home: Path, rows: Iterator[Row]) -> None:
         "sample_id": pa.int64(),
     }
     schema = pa.schema(columns)
-    home.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(dir=home.parent, prefix=f".{home.name}."))
     try:
         with (unfinished / ROWS).open("wb") as file:

@@ -52,8 +52,13 @@ def column(dataset: Iterable[Mapping[str, Any]], name: str, where: str) -> list[
 
 
 def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """As `require_names`, of a row: a cell that a file does not fill is None."""
-    require_names([name for name, value in row.items() if value is not None], names, where)
+    """As `require_names`, of a row: a cell that a file does not fill is None, which is an error too."""
+    names = list(names)
+    require_names(row, names, where)
+    if empty := [name for name in names if row[name] is None]:
+        filled = ", ".join(repr(name) for name, value in row.items() if value is not None) or "none"
+        what = f"no value in column {', '.join(map(repr, empty))}: null or left out (filled: {filled})"
+        raise DataError(what, where=where, remedy="Fill it in, or remove the row")
 
 
 @contextmanager
@@ -68,20 +73,19 @@ def naming(where: str) -> Iterator[None]:
 def iter_text_rows(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
 ) -> Iterator[Row]:
-    """Rows of plain text, made as they are asked for: every document begins with BOS (which is given, not learnt) and ends with EOS
-    (which is learnt).
+    """Rows of plain text, made as they are asked for: every document begins with BOS, if the tokenizer has one, and ends with EOS.
 
     Packed: documents are laid end to end and cut into rows of `max_length`. Else one document a row, cut where too long
-    (then without an EOS: a cut is not an end). The first token of a row is never learnt, as nothing stands before it from
-    which a shifted model could predict it; a row with nothing to learn is left out.
+    (then without an EOS: a cut is not an end). The first token of a document (the BOS, if there is one) and of a row is never
+    learnt, as nothing stands before it from which a shifted model could predict it; a row with nothing to learn is left out.
 
     Raises:
-        DataError: something is not text, or, at the end, there was no text.
+        DataError: something is not text or holds the mask token, or, at the end, there was no text.
     """
     bos, eos = ([token] if token is not None else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     documents = (bos + body + eos for body in _encoded(tokenizer, texts, where) if body)
     # A token is its id, the number of its document, and whether it is learnt.
-    numbered = (zip(document, repeat(number), chain([not bos], repeat(True))) for number, document in enumerate(documents, start=1))
+    numbered = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
     sample_id, empty = -1, True
     for tokens in [chain.from_iterable(numbered)] if packed else (islice(tokens, max_length) for tokens in numbered):
         while cut := list(islice(tokens, max_length)):
@@ -101,7 +105,16 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: st
         for index, text in chunk:
             if not isinstance(text, str):
                 raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
-        yield from tokenizer([text for _, text in chunk], add_special_tokens=False)["input_ids"]
+        encoded = tokenizer([text for _, text in chunk], add_special_tokens=False)["input_ids"]
+        for (index, _), ids in zip(chunk, encoded, strict=True):
+            _refuse_mask(tokenizer, ids, f"{where}, row {index}")
+            yield ids
+
+
+def _refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], where: str) -> None:
+    """A mask token in the text can never be predicted: its loss would be infinite."""
+    if tokenizer.mask_token_id in ids:
+        raise DataError(f"the text holds the mask token {tokenizer.mask_token!r}", where=where, remedy="Remove it, or write it otherwise")
 
 
 def pair_rows(
@@ -123,14 +136,15 @@ def pair_rows(
         where: what errors call the pairs.
 
     Raises:
-        DataError: a row without its columns or too long, or a completion longer than the canvas.
+        DataError: a row without its columns, too long or with the mask token in it, or a completion longer than the canvas.
     """
     rows: list[Row] = []
     for index, pair in enumerate(pairs):
         place = f"{where}, row {index}"
         given = {name: value for name, value in pair.items() if value is not None}
         if given.keys().isdisjoint(("messages", "text")):
-            require_names(given, ("prompt", "completion"), place)
+            wanted = [name for name in ("messages", "text") if name in pair and "prompt" not in pair]
+            require_values(pair, wanted or ("prompt", "completion"), place)
         with naming(place):
             prompt_ids, completion_ids = render(tokenizer, given)
         rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=place))
@@ -153,6 +167,7 @@ def pair_row(
         raise DataError(what, where=where, remedy="Raise canvas_length")
     filling = max(0, (canvas_length or 0) - len(completion_ids))
     ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * filling
+    _refuse_mask(tokenizer, ids, where)
     if len(ids) > max_length:
         remedy = "Raise max_length as far as the model's context goes, or drop the row"
         raise DataError(f"{len(ids)} tokens, but a row holds {max_length}", where=where, remedy=remedy)

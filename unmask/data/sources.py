@@ -180,7 +180,7 @@ def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     try:
         if not pyarrow.parquet.read_metadata(source).num_rows:  # at the end of the file: one that was cut off has none
             raise _empty(source)
-        return (datasets.IterableDataset if streaming else datasets.Dataset).from_parquet(source)
+        return _guarded(datasets.IterableDataset.from_parquet(source), source) if streaming else datasets.Dataset.from_parquet(source)
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
         raise DataError(what, where=source, remedy="Write the file again.") from error
@@ -194,7 +194,8 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
     except IndexError:  # how `datasets` fails on a saved dataset without rows
         raise _empty(source) from None
     except FileNotFoundError:
-        return _load_dataset(source, None, split, streaming)
+        rows = _load_dataset(source, None, split, streaming)
+        return _guarded(rows, source) if streaming else rows
     except ValueError as error:
         what = f"not a saved dataset: {error}"
         raise DataError(what, where=source, remedy="Save it again.") from error
@@ -203,6 +204,28 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
             raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}.")
         saved = saved[split]
     return saved.to_iterable_dataset() if streaming else saved
+
+
+def _guarded(rows: IterableDataset, source: str) -> IterableDataset:
+    """The same stream of files, whose errors name them; its parts (files) stay apart, to be shuffled."""
+    import datasets
+
+    count = rows.num_shards
+    names = [f"{source}, part {index + 1} of {count}" if count > 1 else source for index in range(count)]
+    arguments = {"parts": [rows.shard(count, index) for index in range(count)], "names": names}
+    return datasets.IterableDataset.from_generator(_read_on, features=rows.features, gen_kwargs=arguments)
+
+
+def _read_on(parts: Iterable[IterableDataset], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+    import datasets
+    import pyarrow
+
+    for part, name in zip(parts, names, strict=True):
+        try:
+            yield from part
+        except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise DataError(f"cannot be read on: {reason}", where=name, remedy="Write the file again.") from error
 
 
 def _from_hub(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:

@@ -219,8 +219,11 @@ def check_pattern(pattern: str, block_size: int | None, causal_context: bool = F
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention module of every layer, by the name that all of transformers give it."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    """The attention module of every layer, by the name that all of transformers give it; of one within another (BERT) the outer,
+    which holds the output projection."""
+    named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
+    inner = {part for module in named for part in module.modules() if part is not module}
+    return [module for module in named if module not in inner]
 
 
 def unmask_attention(

@@ -128,8 +128,8 @@ class Blueprint:
 
     def network(self, work: Workload) -> Network:
         """The numbers that the planning formula needs, read off one forward pass of fake tensors."""
+        lm, _ = self._fake_lm  # refuses what cannot take a mask
         one, two = (saved_bytes(self.config, self.pattern(work.attention), work, rows) for rows in (1, 2))
-        lm, _ = self._fake_lm
         model, text = lm.model, self.config.get_text_config()
         head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return Network(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import pathlib
 from typing import Any, Literal
 
@@ -157,6 +158,7 @@ def make_diffusion(
         raise ModelError(
             "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
         )
+    _check_layers(model)
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     return DiffusionLM(
@@ -169,6 +171,17 @@ def make_diffusion(
         causal_context=causal_context,
         time_embedding=time_embedding,
     )
+
+
+def _check_layers(model: PreTrainedModel) -> None:
+    """Raise ModelError if a layer mixes tokens otherwise than the attention mask says: convolutions, linear attention, chunks."""
+    text = model.config.get_text_config()
+    masked = {"full_attention", "sliding_attention"}
+    if (getattr(text, "attention_chunk_size", None) or 0) >= (getattr(text, "max_position_embeddings", None) or math.inf):
+        masked.add("chunked_attention")  # one chunk
+    if unmasked := set(getattr(text, "layer_types", None) or ()) - masked:
+        what = f"its layers of type {', '.join(map(repr, sorted(unmasked)))} do not heed the attention mask"
+        raise ModelError(what, where=type(model).__name__, remedy="Use a transformer whose layers are all full or sliding attention")
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) -> None:

@@ -26,7 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.models.planning import Network, Workload, attention_flops, matmul_flops
 from unmask.objectives.supervised import weighted_cross_entropy
-from unmask.training.trainer import with_adapters
+from unmask.training.adapters import with_adapters
 
 SHALLOW, DEEPER = 1, 3
 """Layers of the two models that are timed: their difference is what a layer takes, the rest is paid once."""

@@ -29,6 +29,7 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import peak_memory_bytes
 from unmask.objectives.supervised import weighted_cross_entropy
+from unmask.training.adapters import merged, quantised, with_adapters
 from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
@@ -72,6 +73,8 @@ class StageConfig(TrainingArguments):
         if args.deepspeed:
             args.deepspeed = deepspeed_config(args.deepspeed)
         args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
+        if args.max_length < 2:
+            raise ConfigError(f"{args.max_length} tokens in a row", where="max_length", remedy="max_length must be at least 2")
         if args.learning_rate < 0:
             raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
@@ -381,39 +384,3 @@ class DiffusionTrainer(Trainer):
         """What transformers does when it pushes to the hub."""
         if self.args.should_save:
             write_card(self.lm, str(self.args.output_dir))
-
-
-def quantised(lm: DiffusionLM) -> bool:
-    """Whether the weights are held in 4 or 8 bits."""
-    return getattr(lm.model, "is_quantized", False)
-
-
-def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """The model with adapters of PEFT around it; only they are trained.
-
-    Raises:
-        ConfigError: one would stand beside the output head, which computes only the rows asked for.
-    """
-    from peft import get_peft_model, prepare_model_for_kbit_training
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
-        prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
-    adapted: Any = get_peft_model(lm.model, peft_config)
-    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
-        remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
-        raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
-    return lm.bind(adapted)
-
-
-def merged(lm: DiffusionLM) -> DiffusionLM:
-    """A copy of the model with its adapters merged into the weights, which are dequantised first: rounded again, they would
-    lose most of what was learnt."""
-    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-
-    model = lm.frozen_copy().model
-    if quantised(lm):
-        config, adapters = model.active_peft_config, get_peft_model_state_dict(model)
-        model = get_peft_model(model.unload().dequantize(), config)
-        set_peft_model_state_dict(model, adapters)
-    return lm.bind(model.merge_and_unload())

@@ -1,0 +1,47 @@
+"""Adapters of PEFT around a model, and weights held in few bits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+
+if TYPE_CHECKING:
+    import peft
+
+
+def quantised(lm: DiffusionLM) -> bool:
+    """Whether the weights are held in 4 or 8 bits."""
+    return getattr(lm.model, "is_quantized", False)
+
+
+def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
+    """The model with adapters of PEFT around it; only they are trained.
+
+    Raises:
+        ConfigError: one would stand beside the output head, which computes only the rows asked for.
+    """
+    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
+        prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
+    adapted: Any = get_peft_model(lm.model, peft_config)
+    if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
+        remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
+        raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
+    return lm.bind(adapted)
+
+
+def merged(lm: DiffusionLM) -> DiffusionLM:
+    """A copy of the model with its adapters merged into the weights, which are dequantised first: rounded again, they would
+    lose most of what was learnt."""
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    model = lm.frozen_copy().model
+    if quantised(lm):
+        config, adapters = model.active_peft_config, get_peft_model_state_dict(model)
+        model = get_peft_model(model.unload().dequantize(), config)
+        set_peft_model_state_dict(model, adapters)
+    return lm.bind(model.merge_and_unload())
