@@ -39,7 +39,7 @@ SOURCES = {
 def room(module: str) -> str:
     """`unmask.models.load` is in models, `unmask.config_files` in config, and the public names of the package itself are a room too."""
     name = module.split(".")[1] if "." in module else module
-    return "config" if name == "config_files" else name
+    return "config" if name.startswith("config_") else name
 
 
 def imports(tree: ast.AST, package: str, known: set[str], late: bool = False) -> Iterator[Imported]:

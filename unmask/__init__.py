@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from unmask.config import SamplerConfig
     from unmask.errors import UnmaskError
     from unmask.evaluation.likelihood import log_likelihood
-    from unmask.generation.sampler import Generation, generate
+    from unmask.generation.sampler import generate, infill
+    from unmask.generation.trace import Generation
     from unmask.models.attention import clear_mask_cache, mask_cache_stats
     from unmask.models.diffusion_lm import DiffusionLM
     from unmask.models.load import load
@@ -29,8 +30,9 @@ _HOMES = {
     "SamplerConfig": "unmask.config",
     "UnmaskError": "unmask.errors",
     "log_likelihood": "unmask.evaluation.likelihood",
-    "Generation": "unmask.generation.sampler",
+    "Generation": "unmask.generation.trace",
     "generate": "unmask.generation.sampler",
+    "infill": "unmask.generation.sampler",
     "clear_mask_cache": "unmask.models.attention",
     "mask_cache_stats": "unmask.models.attention",
     "DiffusionLM": "unmask.models.diffusion_lm",
@@ -52,6 +54,7 @@ __all__ = [  # noqa: RUF022 (in the order of the pipeline)
     "DiffusionLM",
     "log_likelihood",
     "generate",
+    "infill",
     "Generation",
     "SamplerConfig",
     "generation",

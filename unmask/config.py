@@ -9,14 +9,16 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import ConfigDict, Field, JsonValue
 
+from unmask.config_base import Config, refused
 from unmask.config_files import Layers, did_you_mean, dump_yaml
+from unmask.config_sampler import SamplerConfig as SamplerConfig
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 
 if TYPE_CHECKING:
@@ -24,25 +26,6 @@ if TYPE_CHECKING:
 
 Arguments = TypeVar("Arguments")
 AttentionName = Literal["causal", "block_causal", "bidirectional"]
-
-
-class Config(pydantic.BaseModel):
-    """Base of every config: keyword-only, frozen, unknown keys refused.
-
-    Raises:
-        ConfigError: at construction; `where` is the dotted key.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
-
-    def __init__(self, **values: Any) -> None:
-        try:
-            super().__init__(**values)
-        except pydantic.ValidationError as error:
-            raise _config_error(error, values, type(self)) from None
-
-    # Nested configs are then validated in place, so that an error keeps its whole path.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 class ModelConfig(Config):
@@ -129,35 +112,6 @@ class LoraSettings(Config):
         )
 
 
-class SamplerConfig(Config):
-    """How to generate."""
-
-    max_new_tokens: int = Field(default=128, ge=1)
-    """The length of the completion, in tokens; shorter where it stops at EOS."""
-    steps: int | None = Field(default=None, ge=1)
-    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
-    each); within a block the tokens per step are as even as possible, the larger counts first."""
-    block_size: int | None = Field(default=None, ge=1)
-    """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
-    the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
-    policy: Literal["confidence", "margin", "entropy", "random"] = "confidence"
-    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, or any."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Divides the logits; 0: always the most probable token."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw among the most probable tokens that together reach this probability."""
-    top_k: int = Field(default=0, ge=0)
-    """Draw among this many most probable tokens; 0: all."""
-    stop_at_eos: bool = True
-    """Whether a completion ends with its first end-of-sequence token."""
-    seed: int = 0
-    """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
-    batch_size: int = Field(default=64, ge=1)
-    """Rows per forward pass; the results do not depend on it."""
-    trace: bool = False
-    """Whether to record what was revealed when."""
-
-
 class DeviceConfig(Config):
     """One kind of device in a machine, by its vendor's figures."""
 
@@ -217,11 +171,11 @@ class RunConfig(Config):
     """How to generate, for evaluation and for rollouts."""
     lora: LoraSettings | None = None
     """Low-rank adapters; unset: train the weights themselves."""
-    training: dict[str, JsonValue] = {}
+    training: dict[str, JsonValue] = Field(default_factory=dict)
     """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
     hardware: HardwareConfig | None = None
     """What the run is planned for; recorded, and read by `--dry-run`."""
-    rewards: list[str] = []
+    rewards: list[str] = Field(default_factory=list)
     """Names of built-in rewards, or package.module:function."""
     output_dir: str = Field(min_length=1)
     """The folder for checkpoints, metrics and the resolved config."""
@@ -297,53 +251,8 @@ def _checked(value: Any, annotation: Any, where: str) -> Any:
     except pydantic.errors.PydanticUserError:  # an annotation that pydantic cannot check: the dataclass itself must judge
         return value
     except pydantic.ValidationError as error:
-        raise _refused(error.errors(), value, where) from None
+        raise refused(error.errors(), value, where) from None
 
 
 def _mentions(message: str, word: str) -> bool:
     return re.search(rf"\b{re.escape(word)}\b", message) is not None
-
-
-def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
-    """The first of pydantic's errors in our words; unknown keys first, since a misspelt key also leaves another one missing, then those
-    deepest inside, since a section that is refused may also have been given as a single value."""
-    errors = sorted(error.errors(), key=lambda one: (one["type"] != "extra_forbidden", -len(_locate(one["loc"], values)[0])))
-    path, value = _locate(errors[0]["loc"], values)
-    if errors[0]["type"] == "extra_forbidden":
-        return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
-    if errors[0]["type"] == "missing":
-        key = ".".join([*path, str(errors[0]["loc"][-1])])
-        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE.")
-    return _refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
-
-
-def _refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
-    """Several errors of one value are the alternatives of a union."""
-    wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
-    return ConfigError(f"{value!r} is refused", where=where, remedy=f"It should be {wanted}.")
-
-
-def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
-    """The keys that an error's location follows through the input (it also holds names of union members), and the value there."""
-    path = []
-    for part in loc:
-        inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
-        if inside:
-            values = values[part]
-            path.append(str(part))
-    return path, values
-
-
-def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
-    """The keys of the section `path` of a config."""
-    for part in path:
-        if not part.isdecimal():  # a place in a list
-            cls = next(kind for kind in _kinds(cls.model_fields[part].annotation) if isinstance(kind, type) and issubclass(kind, Config))
-    return list(cls.model_fields)
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """An annotation and all that it is made of."""
-    yield annotation
-    for inner in typing.get_args(annotation):
-        yield from _kinds(inner)

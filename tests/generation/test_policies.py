@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import Stream, uniform
 from unmask.errors import GenerationError
-from unmask.generation.policies import decide, draw, filtered_probabilities, first_by_priority
+from unmask.generation.policies import decide, draw, first_by_priority, hidden_again, how_many, keep_likely, reshape_logits
 
 POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
 LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
@@ -71,7 +72,7 @@ def test_equal_steps_of_the_noise_draw_each_token_in_proportion(weights):
 @given(seeds, st.integers(2, 9), st.integers(0, 10), st.floats(0.01, 1.0))
 def test_filters_keep_the_most_likely(seed, width, top_k, top_p):
     logits_NV = random_logits(seed, 3, width)
-    kept_NV = filtered_probabilities(logits_NV, top_k, top_p)
+    kept_NV = keep_likely(logits_NV.softmax(-1), top_k, top_p)
     for logits_V, kept_V in zip(logits_NV, kept_NV, strict=True):
         probs = logits_V.softmax(-1).tolist()
         expected, mass = [0.0] * width, 0.0
@@ -84,9 +85,10 @@ def test_filters_keep_the_most_likely(seed, width, top_k, top_p):
 
 
 def test_of_equally_likely_tokens_filters_keep_the_first():
-    logits_NV = torch.tensor([[0.0, 1.0, 1.0, 1.0, 0.0]])
-    assert (filtered_probabilities(logits_NV, 2, 1.0) > 0).tolist() == [[False, True, True, False, False]]
-    assert (filtered_probabilities(logits_NV, 0, 0.3) > 0).tolist() == [[False, True, True, False, False]]
+    weight_NV = torch.tensor([[1.0, 3.0, 3.0, 3.0, 1.0]])
+    assert (keep_likely(weight_NV, 2, 1.0) > 0).tolist() == [[False, True, True, False, False]]
+    assert (keep_likely(weight_NV, 0, 0.2) > 0).tolist() == [[False, True, False, False, False]]
+    assert (keep_likely(weight_NV, 0, 0.5) > 0).tolist() == [[False, True, True, False, False]]
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}])
@@ -160,3 +162,77 @@ def test_the_first_by_priority_and_then_by_position(priorities, data):
     for row, count, chosen_T in zip(priorities, counts, chosen_BT, strict=True):
         ranked = sorted((position for position in range(5) if row[position] > -math.inf), key=lambda position: -row[position])
         assert chosen_T.nonzero().flatten().tolist() == sorted(ranked[:count])
+
+
+def priorities(scores: list[list[float]]) -> torch.Tensor:
+    """Padded with what is not hidden."""
+    width = max(map(len, scores)) + 1
+    return torch.tensor([row + [-math.inf] * (width - len(row)) for row in scores])
+
+
+def test_a_threshold_reveals_all_that_pass_it_and_at_least_the_best():
+    scores = priorities([[math.log(p) for p in row] for row in ([0.95, 0.2, 0.9, 0.1], [0.3, 0.2], [0.5, 0.5 - 1e-6, 0.4])])
+    assert how_many(scores, SamplerConfig(threshold=0.9)).tolist() == [2, 1, 2]  # min(threshold, best - 1e-5)
+
+
+def test_a_factor_asks_more_of_each_further_token():
+    """Of n revealed together the n-th must be at least 1 - factor / (n + 1) probable."""
+    scores = priorities([[math.log(p) for p in row] for row in ([0.9, 0.75, 0.5], [0.9, 0.6, 0.76], [0.1, 0.1])])
+    assert how_many(scores, SamplerConfig(factor=1.0)).tolist() == [2, 2, 1]
+
+
+def test_an_entropy_bound_holds_for_the_sum():
+    scores = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
+    assert how_many(scores, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.floats(0, 0.99))
+def test_remasking_hides_only_what_was_shown_and_never_at_the_end(counts, remask):
+    again = [hidden_again(counts, step, remask) for step in range(len(counts))]
+    assert again[0] == again[-1] == 0
+    hidden = sum(counts)
+    for step, count in enumerate(counts):
+        assert 0 <= again[step] <= sum(counts[:step]) and count + again[step] <= hidden
+        hidden -= count
+
+
+@given(seeds, st.sampled_from([1.0, 0.7, 1.4]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.6]))
+def test_records_are_those_of_the_distributions(seed, temperature, top_k, top_p):
+    logits_NV = random_logits(seed, 4, 7)
+    made = decide_rows(logits_NV, temperature=temperature, top_k=top_k, top_p=top_p, trace=True)
+    probs_NV = logits_NV.softmax(-1)
+    torch.testing.assert_close(made.entropy_N, torch.special.entr(probs_NV).sum(-1))
+    kept_NV = keep_likely((logits_NV / temperature).softmax(-1), top_k, top_p)
+    expected_N = (kept_NV / kept_NV.sum(-1, keepdim=True)).log().gather(1, made.token_N[:, None]).squeeze(1)
+    torch.testing.assert_close(made.sampled_log_prob_N, expected_N)
+    greedy = decide_rows(logits_NV, trace=True)
+    assert (greedy.sampled_log_prob_N == 0).all()
+
+
+@given(seeds, st.sampled_from([0.0, 1.0]))
+def test_only_what_is_allowed_is_drawn(seed, temperature):
+    logits_NV = random_logits(seed, 30, 9)
+    gone = seed % 9
+    allowed = [token for token in (1, 2, 5) if token != gone]
+    made = decide_rows(logits_NV, temperature=temperature, allowed_tokens=[1, 2, 5], forbidden_tokens=[7])
+    assert set(made.token_N.tolist()) <= set(allowed)
+    made = decide_rows(logits_NV, temperature=temperature, forbidden_tokens=[0, 3])
+    assert not {0, 3, gone} & set(made.token_N.tolist())
+    expected_N = logits_NV.log_softmax(-1).gather(1, made.token_N[:, None]).squeeze(1)
+    torch.testing.assert_close(made.log_prob_N, expected_N)  # still the model's own
+
+
+def test_repetition_is_penalised_as_transformers_does_it():
+    logits_NV = torch.randn(5, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids_NT = torch.randint(0, 11, (5, 6), generator=torch.Generator().manual_seed(1))
+    present_NV = torch.zeros(5, 11, dtype=torch.bool).scatter_(1, ids_NT, True)
+    expected_NV = RepetitionPenaltyLogitsProcessor(1.7)(ids_NT, logits_NV.clone())
+    torch.testing.assert_close(reshape_logits(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV)
+
+
+@pytest.mark.parametrize("width", [1, 255, 256, 257, 700])
+def test_drawing_by_groups_draws_from_the_whole(width):
+    """Equal steps of the noise meet every token of a vocabulary of any size, in order."""
+    noise_N = (torch.arange(width, dtype=torch.float64) + 0.5) / width
+    for dtype in (torch.float32, torch.float64):
+        assert draw(torch.ones(width, width, dtype=dtype), noise_N).tolist() == list(range(width))

@@ -16,7 +16,7 @@ from unmask.config import SamplerConfig
 from unmask.diffusion.noise import sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation import reference, sampler
-from unmask.generation.trace import make_requests
+from unmask.generation.requests import make_infill_requests, make_requests
 
 every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
@@ -28,21 +28,40 @@ def prompt_lists(shortest: int):
     return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
 
 
-def configs(attention: str, block_size: int | None):
-    decoding_block = {"causal": st.sampled_from([None, 1]), "block_causal": st.sampled_from([None, block_size])}
-    return st.builds(
-        SamplerConfig,
-        max_new_tokens=st.integers(1, 9),
-        steps=st.none() | st.integers(1, 10),
-        block_size=decoding_block.get(attention, st.none() | st.integers(1, 10)),
-        policy=st.sampled_from(["confidence", "margin", "entropy", "random"]),
-        temperature=st.sampled_from([0.0, 0.7, 1.5]),
-        top_k=st.sampled_from([0, 1, 4]),
-        top_p=st.sampled_from([1.0, 0.8, 0.3]),
-        stop_at_eos=st.booleans(),
-        seed=st.integers(-1, 2),
-        batch_size=st.integers(1, 4),
-        trace=st.just(True),
+@st.composite
+def configs(draw, attention: str, block_size: int | None):
+    """Any settings that fit the model and one another."""
+    size = draw(st.integers(1, 9))
+    divisors = [None, *(d for d in range(1, size + 1) if size % d == 0)]
+    decoding_block = {"causal": [None, 1], "block_causal": [None, block_size]}.get(attention, divisors)
+    shared = {
+        "max_new_tokens": size,
+        "block_size": draw(st.sampled_from(decoding_block)),
+        "temperature": draw(st.sampled_from([0.0, 0.7, 1.0, 1.5])),
+        "top_k": draw(st.sampled_from([0, 0, 1, 4])),
+        "top_p": draw(st.sampled_from([1.0, 1.0, 0.8, 0.3])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5, 0.7])),
+        "forbidden_tokens": draw(st.sampled_from([None, None, [3], [0, 4]])),
+        "allowed_tokens": draw(st.sampled_from([None, None, None, [1, 2, 5, 6]])),
+        "guidance": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
+        "stop_at_eos": draw(st.booleans()),
+        "seed": draw(st.integers(-1, 2)),
+        "batch_size": draw(st.integers(1, 4)),
+        "trace": True,
+    }
+    rule = draw(st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"]))
+    if rule == "entropy_bound":
+        return SamplerConfig(entropy_bound=draw(st.sampled_from([0.0, 0.5, 3.0])), policy="entropy", **shared)
+    if rule in ("threshold", "factor"):
+        bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
+        return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
+    policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random"]))
+    return SamplerConfig(
+        **{rule: draw(st.none() | st.integers(1, size))},
+        policy=policy,
+        order_temperature=0.0 if policy == "random" else draw(st.sampled_from([0.0, 0.0, 0.5])),
+        remask=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
+        **shared,
     )
 
 
@@ -53,7 +72,8 @@ def assert_same(one, other):
         assert got == pytest.approx(expected, abs=1e-10)
     for got, expected in zip(one.trace or [], other.trace or [], strict=True):
         assert (got.canvas, got.steps, got.forward_passes) == (expected.canvas, expected.steps, expected.forward_passes)
-        assert got.log_probs == pytest.approx(expected.log_probs, abs=1e-10)
+        for name in ("log_probs", "sampled_log_probs", "entropies"):
+            assert getattr(got, name) == pytest.approx(getattr(expected, name), abs=1e-10), name
 
 
 @every_pattern
@@ -139,7 +159,7 @@ def test_the_mask_token_is_never_produced(attention, block_size, policy):
 def test_a_completion_ends_with_its_first_eos_and_its_row_leaves(attention, block_size):
     lm = tiny("phi", attention, block_size)
     decoding_block = 3 if attention == "bidirectional" else None
-    config = SamplerConfig(max_new_tokens=10, steps=7, block_size=decoding_block, temperature=5.0, trace=True)
+    config = SamplerConfig(max_new_tokens=12, steps=7, block_size=decoding_block, temperature=5.0, trace=True)
     prompts = PROMPTS * 3
     with Watch(lm) as watch:
         generation = sampler.generate(lm, prompts, config)
@@ -147,15 +167,16 @@ def test_a_completion_ends_with_its_first_eos_and_its_row_leaves(attention, bloc
     for request, tokens, trace in zip(make_requests(lm, prompts, config), generation.tokens, generation.trace, strict=True):
         lengths.add(len(tokens))
         assert lm.eos_token_id not in tokens[:-1]
-        assert tokens[-1] == lm.eos_token_id or len(tokens) == 10
+        assert tokens[-1] == lm.eos_token_id or len(tokens) == 12
         last = len(request.prompt) + len(tokens)  # the block that holds the first EOS is completed, and is the last
         done = [counts for (start, _), counts in zip(request.blocks, request.counts, strict=True) if start < last]
         assert trace.forward_passes == sum(map(len, done))
         assert sum(step >= 0 for step in trace.steps) == sum(map(sum, done))
         heads += sum(sum(counts[index:]) for counts in done for index in range(len(counts)))
-    assert len(lengths) > 4 and 10 in lengths
-    assert watch.rows == sum(generation.forward_passes)
-    assert watch.heads == heads  # logits are computed at the hidden rows of the current block and nowhere else
+    assert len(lengths) > 4 and 12 in lengths
+    prompts_read = 0 if attention == "bidirectional" else len(set(prompts))  # at most: short ones lie within the first block
+    assert watch.rows <= sum(generation.forward_passes) + prompts_read
+    assert watch.heads <= heads + prompts_read  # logits are computed at the hidden rows of the current block and nowhere else
 
 
 @every_pattern
@@ -219,6 +240,39 @@ def test_requests_that_cannot_be_served(generate):
         generate(tiny("phi", "block_causal", 4), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
     with pytest.raises(GenerationError, match="decoding block 2 for an attention block of 1"):
         generate(tiny(), ["abc"], SamplerConfig(block_size=2, max_new_tokens=4))
+
+
+@st.composite
+def texts_with_holes(draw, lm):
+    """Lists of ids, each with something hidden, in any place."""
+    ids = st.lists(st.sampled_from([4, 5, 6, 7, lm.mask_token_id, lm.mask_token_id]), min_size=1, max_size=14)
+    texts = draw(st.lists(ids.filter(lambda ids: lm.mask_token_id in ids), min_size=1, max_size=5))
+    return [[4, *text] for text in texts] if lm.logit_shift else texts
+
+
+@every_pattern
+@pytest.mark.parametrize("logit_shift", [False, True])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, data):
+    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=2.0)
+    texts = data.draw(texts_with_holes(lm))
+    config = data.draw(configs(attention, block_size)).model_copy(update={"forbidden_tokens": [lm.eos_token_id], "allowed_tokens": None})
+    filled = sampler.infill(lm, texts, config)
+    assert_same(filled, reference.complete(lm, make_infill_requests(lm, texts, config), config))
+    for ids, tokens in zip(texts, filled.tokens, strict=True):
+        assert len(tokens) == len(ids) and not {lm.mask_token_id, lm.eos_token_id} & set(tokens)
+        assert all(token in (given, *[token] * (given == lm.mask_token_id)) for given, token in zip(ids, tokens, strict=True))
+
+
+def test_infilling_reads_text_with_marks():
+    lm = tiny("phi", "bidirectional", eos_bias=9.0)
+    mark = lm.tokenizer.mask_token
+    filled = sampler.infill(lm, [f"ab{mark}{mark}cd"])
+    assert filled.texts[0].startswith("ab") and filled.texts[0].endswith("cd") and len(filled.texts[0]) == 6
+    assert filled.forward_passes == [2]
+    allowing = sampler.infill(lm, [f"ab{mark}{mark}cd"], SamplerConfig(allowed_tokens=[lm.eos_token_id, 4]))
+    assert allowing.tokens[0].count(lm.eos_token_id) == 2
 
 
 class Watch:

@@ -30,6 +30,7 @@ class Stream(IntEnum):
     TIME = 3
     PROMPT = 4
     ROLLOUT = 5
+    ORDER_NOISE = 6
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:

@@ -14,7 +14,7 @@ from unmask.diffusion.bounds import elbo, exact_log_likelihood
 from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, GenerationError
-from unmask.generation.trace import check_ids
+from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
 ROWS_PER_PASS = 128

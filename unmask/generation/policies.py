@@ -1,6 +1,6 @@
 """Pure functions of logits: which token would stand at a row, and how soon it should be revealed.
 
-Shapes: N rows, V vocabulary.
+Shapes: N rows, V vocabulary, G groups of the vocabulary, B sequences, W positions of the current block.
 """
 
 from __future__ import annotations
@@ -9,10 +9,14 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import Stream, uniform
 from unmask.errors import GenerationError
+
+GROUP = 256  # entries of the vocabulary that a draw sums up before it looks inside
+LOGITS_AT_ONCE = 2**19  # on a CPU: what stays in its cache between the passes over them
 
 
 class Decision(NamedTuple):
@@ -23,14 +27,22 @@ class Decision(NamedTuple):
         log_prob_N: their log-probability under the model at temperature 1.
         priority_N: the policy's score, float32 so that rounding does not part equals; the highest are revealed first, ties go to
             the lower position.
+        sampled_log_prob_N: the log-probability under the distribution that they are drawn from; with a trace.
+        entropy_N: of the model's distribution, in nats; with a trace or where the policy asks for it.
+        margin_N: between the probabilities of the two best tokens; where the policy asks for it.
     """
 
     token_N: Tensor
     log_prob_N: Tensor
     priority_N: Tensor
+    sampled_log_prob_N: Tensor | None = None
+    entropy_N: Tensor | None = None
+    margin_N: Tensor | None = None
 
 
-def decide(logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor) -> Decision:
+def decide(
+    logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
+) -> Decision:
     """Draw a token for each row and rank it. All randomness is keyed by (seed, key, step, position).
 
     Args:
@@ -39,51 +51,138 @@ def decide(logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tens
         key_N: keys of the sequences that the rows belong to.
         step_N: denoising steps that each sequence has made.
         position_N: positions counted from the start of the sequence.
+        present_NV: the tokens that stand in each row's sequence, for a repetition penalty.
 
     Raises:
         GenerationError: the logits are not numbers.
     """
-    log_probs_NV = logits_NV.log_softmax(-1)
-    if log_probs_NV[:, 0].isnan().any():  # a NaN anywhere in a row spoils all of it
+    rows, vocabulary = logits_NV.shape
+    portion = max(1, LOGITS_AT_ONCE // vocabulary) if logits_NV.device.type == "cpu" else max(rows, 1)
+    parts = []
+    for first in range(0, max(rows, 1), portion):
+        at = slice(first, first + portion)
+        present = None if present_NV is None else present_NV[at]
+        parts.append(_decide(logits_NV[at], config, key_N[at], step_N[at], position_N[at], present))
+    if len(parts) == 1:
+        return parts[0]
+    return Decision(*(None if piece[0] is None else torch.cat(piece) for piece in zip(*parts, strict=True)))  # type: ignore[arg-type]
+
+
+def _decide(
+    logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None
+) -> Decision:
+    best_N, token_N = logits_NV.max(-1)
+    weight_NV = (logits_NV - best_N[:, None]).exp_()  # one exponential serves the statistics and, at temperature 1, the draw
+    total_N = weight_NV.sum(-1)
+    normaliser_N = best_N + total_N.log()
+    if normaliser_N.isnan().any():  # a NaN anywhere in a row spoils all of it
         raise GenerationError("the predictions are NaN", where="model", remedy="Its weights are damaged: load an earlier checkpoint")
+    entropy_N = margin_N = sampled_N = None
+    if config.trace or config.policy == "entropy":
+        entropy_N = normaliser_N - (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1) / total_N
+    if config.policy == "margin" or config.early_commit is not None:
+        best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
+        margin_N = best_N2[:, 0] - best_N2[:, 1]
+    shaped_NV = reshape_logits(logits_NV, config, present_NV)
     if config.temperature > 0:
-        noise_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN)
-        token_N = draw(filtered_probabilities(logits_NV / config.temperature, config.top_k, config.top_p), noise_N)
-    else:
-        token_N = logits_NV.argmax(-1)
-    log_prob_N = log_probs_NV.gather(1, token_N[:, None]).squeeze(1)
+        if shaped_NV is not logits_NV or config.temperature != 1:
+            scaled_NV = shaped_NV / config.temperature
+            weight_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+        weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
+        token_N = draw(weight_NV, uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN))
+    elif shaped_NV is not logits_NV:
+        token_N = shaped_NV.argmax(-1)
+    log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
+    if config.temperature > 0 and (config.trace or config.filtered_confidence):
+        sampled_N = (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
+    elif config.trace or config.filtered_confidence:
+        sampled_N = torch.zeros_like(log_prob_N)  # the most probable token for certain
     match config.policy:
         case "confidence":
-            priority_N = log_prob_N
+            priority_N = sampled_N if config.filtered_confidence and sampled_N is not None else log_prob_N
         case "margin":
-            best_N2 = log_probs_NV.exp().topk(2).values
-            priority_N = best_N2[:, 0] - best_N2[:, 1]
+            assert margin_N is not None
+            priority_N = margin_N
         case "entropy":
-            priority_N = -torch.special.entr(log_probs_NV.exp()).sum(-1)
+            assert entropy_N is not None
+            priority_N = -entropy_N
         case "random":
             priority_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.ORDER)
-    return Decision(token_N, log_prob_N, priority_N.float())
+    if config.order_temperature > 0:
+        noise_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.ORDER_NOISE)
+        score_N = priority_N.exp() if config.policy == "confidence" else priority_N
+        priority_N = score_N / config.order_temperature - (-(noise_N + 2.0**-54).log()).log()  # never of 0
+    return Decision(token_N, log_prob_N, priority_N.float(), sampled_N, entropy_N, margin_N)
 
 
-def filtered_probabilities(logits_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """float64 probabilities, zero outside the `top_k` most likely tokens (0: all) and the smallest set of mass `top_p`."""
-    prob_NV = logits_NV.double().softmax(-1)
+def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
+    """Logits after the repetition penalty (Keskar et al. 2019) and without tokens that may not be produced; the same tensor where the
+    config asks for neither."""
+    if config.repetition_penalty != 1 and present_NV is not None:
+        factor_NV = torch.where(logits_NV > 0, 1 / config.repetition_penalty, config.repetition_penalty)
+        logits_NV = torch.where(present_NV, logits_NV * factor_NV, logits_NV)
+    if config.allowed_tokens or config.forbidden_tokens:
+        banned_V = torch.full(logits_NV.shape[1:], bool(config.allowed_tokens), device=logits_NV.device)
+        banned_V[torch.tensor(config.allowed_tokens or [], dtype=torch.long)] = False
+        banned_V[torch.tensor(config.forbidden_tokens or [], dtype=torch.long)] = True
+        logits_NV = logits_NV.masked_fill(banned_V, -torch.inf)
+    return logits_NV
+
+
+def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Weights with zeros outside the `top_k` largest (0: all) and the fewest that hold `top_p` of their sum."""
     if top_k == 0 and top_p == 1.0:
-        return prob_NV
-    sorted_NV, order_NV = prob_NV.sort(dim=-1, descending=True, stable=True)
-    keep_NV = sorted_NV.cumsum(-1) - sorted_NV < top_p
+        return weight_NV
+    sorted_NV, order_NV = weight_NV.sort(dim=-1, descending=True, stable=True)
+    mass_NV = sorted_NV.double().cumsum(-1)
+    keep_NV = mass_NV - sorted_NV < top_p * mass_NV[:, -1:]
     if top_k > 0:
         keep_NV[:, top_k:] = False
-    return prob_NV * torch.zeros_like(keep_NV).scatter(1, order_NV, keep_NV)
+    return weight_NV * torch.zeros_like(keep_NV).scatter(1, order_NV, keep_NV)
 
 
-def draw(prob_NV: Tensor, noise_N: Tensor) -> Tensor:
-    """Inverse-CDF sampling: one uniform number a row picks a token in proportion to its (unnormalised) probability."""
-    cumulative_NV = prob_NV.cumsum(-1)
-    total_N1 = cumulative_NV[:, -1:].contiguous()
-    token_N1 = torch.searchsorted(cumulative_NV, noise_N[:, None] * total_N1, right=True)
-    last_N1 = torch.searchsorted(cumulative_NV, total_N1)  # where rounding would pass the last possible token
-    return torch.minimum(token_N1, last_N1).squeeze(1)
+def draw(weight_NV: Tensor, noise_N: Tensor) -> Tensor:
+    """Inverse-CDF sampling: one uniform number a row picks a token in proportion to its weight. Groups of the vocabulary first, then
+    within the group, so that only the sums of groups are accumulated (in float64)."""
+    even = weight_NV.shape[1] // GROUP * GROUP
+    sums_NG = weight_NV[:, :even].unflatten(1, (-1, GROUP)).sum(-1) if even else weight_NV[:, :0]
+    if even < weight_NV.shape[1]:
+        sums_NG = torch.cat([sums_NG, weight_NV[:, even:].sum(-1, keepdim=True)], 1)
+    group_N1, before_N1, goal_N1 = _search(sums_NG, noise_N[:, None], None)
+    column_NK = group_N1 * GROUP + torch.arange(GROUP, device=weight_NV.device)
+    inside_NK = weight_NV.gather(1, column_NK.clamp_max(weight_NV.shape[1] - 1)) * (column_NK < weight_NV.shape[1])
+    return (group_N1 * GROUP + _search(inside_NK, noise_N[:, None], goal_N1 - before_N1)[0]).squeeze(1)
+
+
+def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The entry in which the cumulative sum passes the goal (None: the noise's share of the whole), the sum before it, and the goal.
+    Rounding never leads to an entry of weight 0."""
+    sum_NK = weight_NK.double().cumsum(-1)
+    total_N1 = sum_NK[:, -1:].contiguous()
+    goal_N1 = noise_N1 * total_N1 if goal_N1 is None else goal_N1
+    found_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
+    found_N1 = torch.minimum(found_N1, torch.searchsorted(sum_NK, total_N1))  # the last possible one
+    return found_N1, F.pad(sum_NK, (1, 0)).gather(1, found_N1), goal_N1
+
+
+def how_many(priority_BW: Tensor, config: SamplerConfig, margin_BW: Tensor | None = None) -> Tensor:
+    """How many tokens [B] the predictions let a step reveal, best first and at least one, where the config fixes no number.
+
+    Args:
+        priority_BW: of the hidden positions of the current blocks, -inf elsewhere.
+        margin_BW: between the two best tokens there, where the config commits early.
+    """
+    sorted_BW = priority_BW.sort(dim=-1, descending=True).values
+    hidden_BW = sorted_BW > -torch.inf
+    if config.threshold is not None:
+        prob_BW = sorted_BW.exp()
+        good_BW = prob_BW >= torch.minimum(torch.full_like(prob_BW[:, :1], config.threshold), prob_BW[:, :1] - 1e-5)
+    elif config.factor is not None:
+        good_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2, sorted_BW.shape[1] + 2, device=sorted_BW.device)
+    else:
+        assert config.entropy_bound is not None
+        good_BW = (-sorted_BW).double().cumsum(-1) <= config.entropy_bound
+    return (good_BW & hidden_BW).sum(-1).clamp_min(1)
 
 
 def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:
@@ -91,3 +190,8 @@ def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:
     order_BT = priority_BT.sort(dim=-1, descending=True, stable=True).indices
     rank_BT = torch.zeros_like(order_BT).scatter(1, order_BT, torch.arange(order_BT.shape[1], device=order_BT.device).expand_as(order_BT))
     return (rank_BT < count_B[:, None]) & (priority_BT > -torch.inf)
+
+
+def hidden_again(counts: list[int], step: int, remask: float) -> int:
+    """How many tokens step number `step` of a block reveals beyond its count, and hides of earlier steps (ReMDM, Wang et al. 2025)."""
+    return min(int(remask * sum(counts[:step])), sum(counts[step + 1 :]))

@@ -5,47 +5,97 @@ Shapes: T tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unmask.config import SamplerConfig
-from unmask.generation.policies import decide
-from unmask.generation.trace import Generation, Request, Trace, make_generation, make_requests
+from unmask.generation.policies import Decision, decide, hidden_again
+from unmask.generation.requests import Request, make_requests
+from unmask.generation.trace import Generation, Trace, make_generation
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
 
 @torch.no_grad()
 def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`."""
+    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`, but nothing here is lossy."""
     config = config or SamplerConfig()
-    requests = make_requests(lm, prompts, config, keys)
+    return complete(lm, make_requests(lm, prompts, config, keys), config)
+
+
+@torch.no_grad()
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+    """The same of requests that are made already."""
     with evaluating(lm):
         traces = [_denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
 
 
 def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
-    start = len(request.prompt)
-    trace = Trace.hidden(request.length - start, lm.mask_token_id)
-    ids_T = torch.tensor(request.prompt + trace.canvas, device=lm.device)
-    key = torch.tensor([request.key], device=lm.device)
-    for (first, stop), counts in zip(request.blocks, request.counts, strict=True):
+    ids, hidden = list(request.ids), list(request.hidden)
+    steps, revealed, passes = [-1] * len(ids), [Decision(*[torch.zeros(1)] * 6)] * len(ids), 0
+    for block, (start, stop) in enumerate(request.blocks):
+        counts, step = request.counts[block] if request.counts else [], 0
         visible = request.length if lm.attention == "bidirectional" else stop
-        for count in counts:
-            step = torch.tensor([trace.forward_passes], device=lm.device)
-            hidden_1T = torch.tensor([[False] * start + [step < 0 for step in trace.steps]], device=lm.device)
-            logits_TV = lm.logits(ids_T[None, :visible], hidden_BT=hidden_1T[:, :visible])[0]
-            candidates = []
-            for position in range(first, stop):
-                if trace.steps[position - start] < 0:
-                    decision = decide(logits_TV[position][None], config, key, step, torch.tensor([position], device=lm.device))
-                    candidates.append((-float(decision.priority_N), position, int(decision.token_N), float(decision.log_prob_N)))
-            for _, position, token, log_prob in sorted(candidates)[:count]:
-                ids_T[position] = trace.canvas[position - start] = token
-                trace.steps[position - start], trace.log_probs[position - start] = trace.forward_passes, log_prob
-            trace.forward_passes += 1
-        if config.stop_at_eos and lm.eos_token_id in trace.canvas[: stop - start]:
+        while any(hidden[start:stop]):
+            logits_TV = _logits(lm, request, ids[:visible], hidden[:visible], config)
+            present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
+            present_1V[0, [token for token, gone in zip(ids, hidden, strict=True) if not gone]] = True
+            key, number = torch.tensor([request.key], device=lm.device), torch.tensor([passes], device=lm.device)
+            decisions = {
+                at: decide(logits_TV[at][None], config, key, number, torch.tensor([at], device=lm.device), present_1V)
+                for at in range(start, stop)
+                if hidden[at]
+            }
+            order = sorted(decisions, key=lambda at: (-float(decisions[at].priority_N), at))
+            again = hidden_again(counts, step, config.remask)
+            chosen = order[: _parallel(order, decisions, config) if config.parallel else counts[step] + again]
+            earlier = sorted((float(revealed[at].log_prob_N), at) for at in range(start, stop) if not hidden[at] and steps[at] >= 0)
+            for _, at in earlier[:again]:
+                ids[at], hidden[at], steps[at] = lm.mask_token_id, True, -1
+            for at in chosen:
+                ids[at], hidden[at], steps[at], revealed[at] = int(decisions[at].token_N), False, passes, decisions[at]
+            step, passes = step + 1, passes + 1
+        if request.stops and lm.eos_token_id in ids[request.start : stop]:
             break
+    shown = range(request.start, request.length)
+
+    def record(field: str) -> list[float]:
+        return [float(getattr(revealed[at], field)) if steps[at] >= 0 else 0.0 for at in shown]
+
+    trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
+    if config.trace:
+        trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
     return trace
+
+
+def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig) -> Tensor:
+    """[T, V]; with guidance away from what a hidden prompt would give."""
+    hidden_1T = torch.tensor([hidden], device=lm.device)
+    logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
+    if config.guidance:
+        blind = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
+        blind_TV = lm.logits(torch.tensor([blind], device=lm.device), hidden_BT=hidden_1T)[0]
+        logits_TV = guide(logits_TV, blind_TV, config.guidance)
+    return logits_TV
+
+
+def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
+    """Logits moved by `guidance` times their distance from those without the prompt (Nie et al. 2025); what cannot be stays so."""
+    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
+
+
+def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:
+    """How many tokens the predictions let this step reveal."""
+    scores = [float(decisions[at].priority_N) for at in order]
+    if config.threshold is not None:
+        bar = min(config.threshold, math.exp(scores[0]) - 1e-5)
+        good = [math.exp(score) >= bar for score in scores]
+    elif config.factor is not None:
+        good = [math.exp(score) >= 1 - config.factor / (n + 1) for n, score in enumerate(scores, start=1)]
+    else:
+        good = [-sum(scores[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(scores))]
+    return max(1, sum(good))

@@ -1,23 +1,17 @@
-"""The batched sampler: the reference's tokens, with the output head only at the rows that are read.
-
-Shapes: B sequences in the batch, T positions, N hidden rows of the current blocks, V vocabulary.
-"""
+"""Completing and infilling: the reference's tokens, by way of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from unmask.config import SamplerConfig
-from unmask.generation.policies import decide, first_by_priority
-from unmask.generation.trace import Generation, Request, Trace, make_generation, make_requests
-from unmask.models.diffusion_lm import DiffusionLM, evaluating
+from unmask.generation.engine import Engine
+from unmask.generation.requests import Request, make_infill_requests, make_requests
+from unmask.generation.trace import Generation, make_generation
+from unmask.models.diffusion_lm import DiffusionLM
 
 
-@torch.no_grad()
 def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
     """Complete prompts by denoising.
 
@@ -31,88 +25,41 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
         One completion per prompt, in order. It does not depend on the other prompts.
 
     Raises:
-        GenerationError: an empty or too long prompt, or a decoding block that does not fit the model.
+        GenerationError: an empty or too long prompt, or settings that do not fit the model.
     """
     config = config or SamplerConfig()
-    requests = make_requests(lm, prompts, config, keys)
-    by_length = sorted(range(len(requests)), key=lambda i: requests[i].length)
-    traces: dict[int, Trace] = {}
-    with evaluating(lm):
-        for first in range(0, len(requests), config.batch_size):
-            batch = by_length[first : first + config.batch_size]
-            traces.update(zip(batch, _Batch(lm, [requests[i] for i in batch], config).run(), strict=True))
+    return complete(lm, make_requests(lm, prompts, config, keys), config)
+
+
+def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+    """Fill in what texts leave open. A bidirectional model reads what stands before and behind, a block-causal one what stands up to
+    the end of the block, a causal one what stands before.
+
+    Args:
+        lm: any attention pattern.
+        texts: strings, chat messages or lists of token ids, with the tokenizer's mask token wherever a token is to be filled in.
+        config: policy, steps (over all that is hidden), temperature, ...; max_new_tokens is not read.
+        keys: as for `generate`.
+
+    Returns:
+        One whole text each, with what was filled in. EOS is filled in only where `allowed_tokens` names it.
+
+    Raises:
+        GenerationError: a text that hides nothing or is too long, or settings that do not fit the model.
+    """
+    config = config or SamplerConfig()
+    eos = lm.eos_token_id
+    if eos is not None and eos not in (config.allowed_tokens or []):
+        config = config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), eos]})
+    return complete(lm, make_infill_requests(lm, texts, config, keys), config)
+
+
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+    """The same for requests that are made already."""
+    engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens)
+    for index in sorted(range(len(requests)), key=lambda i: requests[i].length):
+        engine.submit(requests[index], config)
+    order = sorted(range(len(requests)), key=lambda i: requests[i].length)
+    found = dict(engine.run())
+    traces = {index: found[ticket] for ticket, index in enumerate(order)}
     return make_generation(lm, requests, [traces[i] for i in range(len(requests))], config)
-
-
-class _Batch:
-    """Sequences that are denoised together. A finished one leaves; each keeps its own block and step."""
-
-    def __init__(self, lm: DiffusionLM, requests: list[Request], config: SamplerConfig):
-        self.lm, self.requests, self.config = lm, requests, config
-        device, count = lm.device, len(requests)
-        self.length_B = torch.tensor([r.length for r in requests], device=device)
-        self.prompt_B = torch.tensor([len(r.prompt) for r in requests], device=device)
-        self.key_B = torch.tensor([r.key for r in requests], device=device)
-        width = max(r.length for r in requests)
-        self.position_T = torch.arange(width, device=device)
-        self.ids_BT = torch.full((count, width), lm.mask_token_id, device=device)
-        for row, request in enumerate(requests):
-            self.ids_BT[row, : len(request.prompt)] = torch.tensor(request.prompt, device=device)
-        inside_BT = self.position_T < self.length_B[:, None]
-        self.hidden_BT = inside_BT & (self.position_T >= self.prompt_B[:, None])
-        self.padding_BT = None if inside_BT.all() else inside_BT.long()
-        self.step_BT = torch.full_like(self.ids_BT, -1)
-        self.log_prob_BT = torch.zeros_like(self.ids_BT, dtype=torch.float64)
-        self.plans = [_flat_plan(r) for r in requests]
-        self.done = [0] * count
-
-    def run(self) -> list[Trace]:
-        active = list(range(len(self.requests)))
-        while active:
-            self._step(torch.tensor(active, device=self.lm.device), [self.plans[row][self.done[row]] for row in active])
-            for row in active:
-                self.done[row] += 1
-            active = [row for row in active if not self._finished(row)]
-        return [self._trace(row) for row in range(len(self.requests))]
-
-    def _step(self, row_B: Tensor, plan: list[tuple[int, int, int, bool]]) -> None:
-        start_B, stop_B, count_B, _ = torch.tensor(plan, device=row_B.device).unbind(1)
-        width = self.ids_BT.shape[1] if self.lm.attention == "bidirectional" else int(stop_B.max())
-        hidden_BT = self.hidden_BT[row_B, :width]
-        rows_BT = hidden_BT & (self.position_T[:width] >= start_B[:, None]) & (self.position_T[:width] < stop_B[:, None])
-        padding_BT = None if self.padding_BT is None else self.padding_BT[row_B, :width]
-        logits_NV = self.lm.logits(self.ids_BT[row_B, :width], padding_BT, rows_BT, hidden_BT)
-        batch_N, position_N = rows_BT.nonzero(as_tuple=True)
-        step_B = torch.tensor([self.done[row] for row in row_B.tolist()], device=row_B.device)
-        decision = decide(logits_NV, self.config, self.key_B[row_B][batch_N], step_B[batch_N], position_N)
-        priority_BT = torch.full(rows_BT.shape, -torch.inf, dtype=decision.priority_N.dtype, device=row_B.device)
-        priority_BT[batch_N, position_N] = decision.priority_N
-        chosen_N = first_by_priority(priority_BT, count_B)[batch_N, position_N]
-        row_C, position_C = row_B[batch_N[chosen_N]], position_N[chosen_N]
-        self.ids_BT[row_C, position_C] = decision.token_N[chosen_N]
-        self.log_prob_BT[row_C, position_C] = decision.log_prob_N[chosen_N].double()
-        self.step_BT[row_C, position_C] = step_B[batch_N[chosen_N]]
-        self.hidden_BT[row_C, position_C] = False
-
-    def _finished(self, row: int) -> bool:
-        plan, done = self.plans[row], self.done[row]
-        if done == len(plan):
-            return True
-        _, stop, _, ends_block = plan[done - 1]
-        if not (ends_block and self.config.stop_at_eos) or self.lm.eos_token_id is None:
-            return False
-        return bool((self.ids_BT[row, len(self.requests[row].prompt) : stop] == self.lm.eos_token_id).any())
-
-    def _trace(self, row: int) -> Trace:
-        at = slice(len(self.requests[row].prompt), self.requests[row].length)
-        steps, log_probs = self.step_BT[row, at].tolist(), self.log_prob_BT[row, at].tolist()
-        return Trace(self.ids_BT[row, at].tolist(), steps, log_probs, self.done[row])
-
-
-def _flat_plan(request: Request) -> list[tuple[int, int, int, bool]]:
-    """(block start, block stop, tokens to reveal, whether the block ends here) for every step."""
-    return [
-        (start, stop, count, index == len(counts) - 1)
-        for (start, stop), counts in zip(request.blocks, request.counts, strict=True)
-        for index, count in enumerate(counts)
-    ]

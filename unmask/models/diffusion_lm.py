@@ -198,7 +198,7 @@ class DiffusionLM:
         layout, mask = self._layout(ids_BT, attention_mask_BT)
         share_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
-            share_BT = self._hidden_share(hidden_BT, layout)
+            share_BT = self.hidden_share(hidden_BT, layout)
             if self.causal_context:  # blocks in work are read in both directions
                 layout = replace(layout, copy_BT=(share_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
@@ -247,7 +247,7 @@ class DiffusionLM:
         share_BT = None
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BVT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
-            share_BT = self._hidden_share(hidden_BT, layout)
+            share_BT = self.hidden_share(hidden_BT, layout)
         return Reading(torch.cat([noisy_BVT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
 
     def forward(self, reading: Reading, cache: Cache | None = None) -> Tensor:
@@ -331,7 +331,7 @@ class DiffusionLM:
             mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=self.causal_context)
         return layout, mask if self._seen is None else mask.annealed(*self._seen)
 
-    def _hidden_share(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
+    def hidden_share(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
         """The share [B, T] of hidden tokens among the real ones of the same block or document; 0 at padding."""
         run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
         real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()

@@ -23,7 +23,8 @@ from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError
-from unmask.generation.sampler import Generation, generate
+from unmask.generation.sampler import generate
+from unmask.generation.trace import Generation
 from unmask.methods import Rollout, get_method
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate

@@ -1,0 +1,142 @@
+"""Requests of any settings share passes, enter and leave between steps, and none of them notices the others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.conftest import PATTERNS, tiny
+from tests.generation.test_sampler import Watch, configs, prompt_lists
+from unmask.config import SamplerConfig
+from unmask.errors import GenerationError
+from unmask.generation import reference
+from unmask.generation.engine import Engine
+from unmask.generation.requests import make_requests
+
+every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
+
+
+@every_pattern
+@pytest.mark.parametrize("logit_shift", [False, True])
+@settings(max_examples=10)
+@given(data=st.data())
+def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
+    """Each with settings of its own; some come later, some are called off."""
+    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
+    engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
+    expected, found, cancelled = {}, {}, set()
+    for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
+        config = data.draw(configs(attention, block_size))
+        requests = make_requests(lm, prompts, config)
+        traces = reference.complete(lm, requests, config).trace
+        tickets = [engine.submit(request, config) for request in requests]
+        expected |= dict(zip(tickets, traces, strict=True))
+        for _ in range(data.draw(st.integers(0, 3))):
+            found |= dict(engine.step())
+        if data.draw(st.booleans()):
+            cancelled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
+    found |= dict(engine.run())
+    assert found.keys() == expected.keys() - cancelled
+    for ticket, trace in found.items():
+        assert (trace.canvas, trace.steps, trace.forward_passes) == (
+            expected[ticket].canvas,
+            expected[ticket].steps,
+            expected[ticket].forward_passes,
+        )
+    assert engine.slots.count == 0 and not engine.working and not engine.waiting
+
+
+@every_pattern
+def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=6)
+    engine = Engine(lm, batch_size=1)
+    first, second = (engine.submit(request, config) for request in make_requests(lm, ["ab", "ba"], config))
+    engine.step()
+    assert [sequence.ticket for sequence in engine.working] == [first]
+    assert engine.cancel(first) and engine.slots.count == 0
+    engine.step()
+    assert [sequence.ticket for sequence in engine.working] == [second]
+    assert not engine.cancel(first) and not engine.cancel(99)
+    assert [ticket for ticket, _ in engine.run()] == [second]
+    assert not engine.cancel(second)
+
+
+@every_pattern
+def test_memory_is_bounded_by_the_configuration(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=8)
+    engine = Engine(lm, batch_size=9, max_batch_tokens=30)
+    prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
+    tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
+    finished = []
+    while engine.waiting or engine.working:
+        finished += [ticket for ticket, _ in engine.step()]
+        rows, columns = engine.slots.ids_SC.shape
+        assert rows * columns <= 30
+        if engine.slots.cache is not None:
+            assert engine.slots.cache.shape == (rows, columns)
+    assert sorted(finished) == tickets
+    with pytest.raises(GenerationError, match=r"max_batch_tokens: 31 tokens pass 30\. Raise it"):
+        engine.submit(make_requests(lm, [[4] * 23], config)[0], config)
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_a_prompt_is_read_once_for_all_that_share_it(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=4, temperature=1.0)
+    prompts = [[4, 5, 6, 7, 8] * 4] * 6 + [[6, 5] * 8] * 3
+    engine = Engine(lm, batch_size=4)
+    for request in make_requests(lm, prompts, config):
+        engine.submit(request, config)
+    with Watch(lm) as watch:
+        made = dict(engine.run())
+    steps = sum(trace.forward_passes for trace in made.values())
+    assert watch.rows <= steps + 2 + 2  # two prompts; at most twice each, where those that had it in work are gone
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_committing_costs_no_pass_of_its_own(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=24)
+    engine = Engine(lm)
+    for request in make_requests(lm, [[4] * 9, [5] * 8, [6] * 10], config):
+        engine.submit(request, config)
+    steps = max(trace.forward_passes for _, trace in engine.run())
+    assert steps == 24 and engine.passes <= steps + 2  # the prompts', of different lengths
+
+
+def test_equal_states_are_computed_once():
+    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=6)
+    engine = Engine(lm)
+    for request in make_requests(lm, ["ab"] * 5, config):
+        engine.submit(request, config)
+    with Watch(lm) as watch:
+        texts = [trace.canvas for _, trace in engine.run()]
+    assert watch.rows == 6 and all(text == texts[0] for text in texts)
+    drawn = SamplerConfig(max_new_tokens=6, temperature=2.0)
+    for request in make_requests(lm, ["ab"] * 5, drawn):
+        engine.submit(request, drawn)
+    with Watch(lm) as watch:
+        list(engine.run())
+    assert 6 < watch.rows <= 26  # all alike at first
+
+
+def test_predictions_that_are_not_numbers_are_an_error():
+    lm = tiny("gpt2", "bidirectional")
+    head = lm.model.get_output_embeddings()
+    engine = Engine(lm)
+    config = SamplerConfig(max_new_tokens=4)
+    engine.submit(make_requests(lm, ["ab"], config)[0], config)
+    kept = head.bias.detach().clone()
+    with torch.no_grad():
+        head.bias[1] = torch.nan
+    try:
+        with pytest.raises(GenerationError, match="predictions are NaN"):
+            engine.step()
+    finally:
+        with torch.no_grad():
+            head.bias.copy_(kept)

@@ -1,0 +1,153 @@
+"""Plans of decoding cover what is hidden, in order; what cannot be served is refused before anything is computed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.generation.conftest import CONTEXT, PATTERNS, tiny
+from unmask.config import SamplerConfig
+from unmask.errors import ConfigError, GenerationError
+from unmask.generation.requests import make_infill_requests, make_requests, step_counts
+
+every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
+sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
+
+
+@given(sizes, st.none() | st.integers(1, 60))
+def test_counts_are_even_with_the_larger_first(sizes, steps):
+    counts = step_counts(sizes, SamplerConfig(steps=steps))
+    assert [sum(block) for block in counts] == sizes
+    for block in counts:
+        assert block == sorted(block, reverse=True) and block[-1] >= 1 and block[0] - block[-1] <= 1
+    if steps is None:
+        assert all(block == [1] * size for block, size in zip(counts, sizes, strict=True))
+        return
+    total = sum(map(len, counts))
+    assert total <= max(steps, len(sizes))
+    shares = [max(1, steps // len(sizes) + (index < steps % len(sizes))) for index in range(len(sizes))]
+    if all(share <= size for share, size in zip(shares, sizes, strict=True)):
+        assert total == max(steps, len(sizes))
+        assert list(map(len, counts)) == sorted(map(len, counts), reverse=True) and len(counts[0]) - len(counts[-1]) <= 1
+    else:
+        assert any(len(block) == size < share for block, size, share in zip(counts, sizes, shares, strict=True))
+
+
+@every_pattern
+@given(start=st.integers(1, 9), blocks=st.integers(1, 5), decoding_block=st.none() | st.integers(1, 5), steps=st.none() | st.integers(1, 9))
+def test_blocks_tile_the_completion(attention, block_size, start, blocks, decoding_block, steps):
+    size = decoding_block if attention == "bidirectional" else None
+    count = blocks * (decoding_block or 1)
+    lm = tiny("phi", attention, block_size)
+    config = SamplerConfig(max_new_tokens=count, block_size=size, steps=min(steps or count, count) if steps else None)
+    (request,) = make_requests(lm, [[4] * start], config)
+    assert request.length == start + count and request.prompt == [4] * start
+    positions = [position for first, stop in request.blocks for position in range(first, stop)]
+    assert positions == list(range(start, start + count))
+    grid = {"causal": 1, "block_causal": block_size, "bidirectional": size or count}[attention]
+    anchor = start if attention == "bidirectional" else 0  # blocks begin at the completion, or lie on the attention grid
+    assert all((first - anchor) % grid == 0 for first, _ in request.blocks[1:])
+    assert all((first - anchor) // grid == (stop - 1 - anchor) // grid for first, stop in request.blocks)
+    assert request.counts == step_counts([stop - first for first, stop in request.blocks], config)
+    assert request.hidden == [False] * start + [True] * count
+
+
+def test_the_context_may_be_filled_to_the_last_token():
+    lm = tiny("phi", "bidirectional")
+    assert make_requests(lm, [[4] * 3], SamplerConfig(max_new_tokens=CONTEXT - 3))[0].length == CONTEXT
+    with pytest.raises(GenerationError, match="prompt 0"):
+        make_requests(lm, [[4] * 4], SamplerConfig(max_new_tokens=CONTEXT - 3))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 12))
+def test_tokens_per_step_are_the_inverse_of_steps(sizes, tokens):
+    counts = step_counts(sizes, SamplerConfig(tokens_per_step=tokens))
+    assert [sum(block) for block in counts] == sizes
+    assert all(max(block) <= tokens and len(block) == -(-size // tokens) for block, size in zip(counts, sizes, strict=True))
+
+
+@every_pattern
+@given(data=st.data())
+def test_infilling_plans_every_hidden_position_once(attention, block_size, data):
+    lm = tiny("phi", attention, block_size, False)
+    ids = data.draw(
+        st.lists(st.sampled_from([4, 5, lm.mask_token_id]), min_size=1, max_size=20).filter(lambda ids: lm.mask_token_id in ids)
+    )
+    size = data.draw(st.none() | st.integers(1, 6)) if attention == "bidirectional" else None
+    (request,) = make_infill_requests(lm, [ids], SamplerConfig(block_size=size))
+    assert request.ids == request.prompt == ids and request.start == 0 and not request.stops
+    hidden = [at for at, token in enumerate(ids) if token == lm.mask_token_id]
+    planned = [at for first, stop in request.blocks for at in range(first, stop) if at in hidden]
+    assert planned == hidden and all(any(first <= at < stop for at in hidden) for first, stop in request.blocks)
+    assert [sum(block) for block in request.counts] == [sum(first <= at < stop for at in hidden) for first, stop in request.blocks]
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"steps": 3, "tokens_per_step": 2}, r"tokens_per_step: steps and tokens_per_step contradict one another. Set one of them"),
+        ({"steps": 3, "threshold": 0.9}, "steps and threshold contradict"),
+        ({"threshold": 0.9, "factor": 1.0}, "threshold and factor contradict"),
+        ({"threshold": 0.9, "remask": 0.1}, "remask: remask with threshold"),
+        ({"threshold": 0.9, "policy": "random"}, "threshold: threshold with policy 'random'. Use policy 'confidence'"),
+        ({"entropy_bound": 0.9}, "Use policy 'entropy'"),
+        ({"order_temperature": 1.0, "policy": "random"}, "order_temperature: with a random order"),
+        ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature: with threshold"),
+        ({"filtered_confidence": True, "policy": "margin"}, "filtered_confidence"),
+        ({"refresh_interval": 3}, "an exact cache needs no refresh"),
+        ({"allowed_tokens": [1, 2], "forbidden_tokens": [2, 1]}, "every allowed token is forbidden"),
+        ({"steps": 0}, "steps: 0 is refused"),
+        ({"steps": -1}, "steps: -1 is refused"),
+        ({"tokens_per_step": 0}, "tokens_per_step: 0 is refused"),
+        ({"allowed_tokens": []}, "allowed_tokens"),
+        ({"forbidden_tokens": [-1]}, "forbidden_tokens"),
+    ],
+)
+def test_settings_that_contradict_one_another(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        SamplerConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    "attention, block_size, settings, message",
+    [
+        ("bidirectional", None, {"steps": 9}, "steps: 9 steps for 8 tokens"),
+        ("bidirectional", None, {"block_size": 3}, "block_size 3: does not divide the 8 new tokens"),
+        ("bidirectional", None, {"block_size": 16}, "block_size 16: does not divide"),
+        ("bidirectional", None, {"drafts": 2}, "drafts: a bidirectional model computes its whole canvas"),
+        ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens: token id 99 is outside the vocabulary"),
+        ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
+        ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
+        ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
+        ("block_causal", 4, {"cache": "prefix"}, "cache: prefix for a model whose cache is exact"),
+    ],
+)
+def test_settings_that_do_not_fit_the_model(attention, block_size, settings, message):
+    with pytest.raises(GenerationError, match=message):
+        make_requests(tiny("phi", attention, block_size), [[4]], SamplerConfig(max_new_tokens=8, **settings))
+
+
+def test_tokens_that_cannot_be_produced():
+    lm = tiny("phi", "bidirectional")
+    with pytest.raises(GenerationError, match="only the mask token is allowed"):
+        make_requests(lm, [[4]], SamplerConfig(allowed_tokens=[lm.mask_token_id], max_new_tokens=4))
+    everything = [token for token in range(lm.mask_token_id)]
+    with pytest.raises(GenerationError, match="every token is forbidden"):
+        make_requests(lm, [[4]], SamplerConfig(forbidden_tokens=everything, max_new_tokens=4))
+
+
+def test_texts_that_cannot_be_filled_in():
+    lm = tiny("phi", "bidirectional", None, True)
+    mask = lm.mask_token_id
+    config = SamplerConfig()
+    with pytest.raises(GenerationError, match=r"text 1: hides nothing\. Write <"):
+        make_infill_requests(lm, [[4, mask], [4, 5]], config)
+    with pytest.raises(GenerationError, match="text 0: 41 tokens pass the context of 40"):
+        make_infill_requests(lm, [[mask] * 41], config)
+    with pytest.raises(GenerationError, match="text 0: the first token is hidden"):
+        make_infill_requests(lm, [[mask, 4]], config)
+    with pytest.raises(GenerationError, match="text 0: token id 999 is outside the vocabulary"):
+        make_infill_requests(lm, [[4, mask, 999]], config)
+    with pytest.raises(GenerationError, match="texts is one string"):
+        make_infill_requests(lm, "a<mask>", config)

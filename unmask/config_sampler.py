@@ -1,0 +1,111 @@
+"""How to generate: the settings of every sampler."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from unmask.config_base import Config
+from unmask.errors import ConfigError
+
+Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
+
+
+class SamplerConfig(Config):
+    """How to generate.
+
+    Raises:
+        ConfigError: a value out of range, or two settings that contradict one another.
+    """
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    """The length of the completion, in tokens; shorter where it stops at EOS."""
+    steps: int | None = Field(default=None, ge=1)
+    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
+    each); within a block the tokens per step are as even as possible, the larger counts first."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """The same by its inverse: how many tokens a step reveals."""
+    block_size: int | None = Field(default=None, ge=1)
+    """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
+    the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
+    policy: Literal["confidence", "margin", "entropy", "random"] = "confidence"
+    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, or any."""
+    threshold: float | None = Field(default=None, gt=0, le=1)
+    """Reveal in each step all tokens of at least this probability, and at least the best one."""
+    factor: float | None = Field(default=None, gt=0)
+    """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n + 1) probable."""
+    entropy_bound: float | None = Field(default=None, ge=0)
+    """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats, and at least one."""
+    remask: float = Field(default=0.0, ge=0, lt=1)
+    """At every step reveal so many more tokens, and hide as many of the least probable ones of earlier steps again: this share of
+    those that the block shows. Steps and results are as many as without."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Divides the logits; 0: always the most probable token."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw among the most probable tokens that together reach this probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw among this many most probable tokens; 0: all."""
+    order_temperature: float = Field(default=0.0, ge=0)
+    """Noise in the order: positions are drawn without replacement in proportion to exp(score / order_temperature)."""
+    filtered_confidence: bool = False
+    """Whether to rank by the probabilities that tokens are drawn from (after temperature, top_p, top_k) instead of the model's own."""
+    repetition_penalty: float = Field(default=1.0, gt=0)
+    """Divides the logits of tokens that stand in the sequence already (multiplies negative ones); 1: none."""
+    guidance: float = Field(default=0.0, ge=0)
+    """Classifier-free guidance: logits move by this many times their distance from those of a hidden prompt; doubles the work."""
+    allowed_tokens: Tokens | None = None
+    """The only token ids that may be produced; unset: all."""
+    forbidden_tokens: Tokens | None = None
+    """Token ids that are not produced. The mask token never is."""
+    stop_at_eos: bool = True
+    """Whether a completion ends with its first end-of-sequence token."""
+    cache: Literal["exact", "prefix", "dual"] = "exact"
+    """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
+    before the current block, dual also those behind it."""
+    refresh_interval: int | None = Field(default=None, ge=1)
+    """Steps after which a lossy cache is computed anew; unset: at the start of every decoding block only."""
+    early_commit: float | None = Field(default=None, gt=0, le=1)
+    """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
+    drafts: int = Field(default=0, ge=0, le=32)
+    """Steps to guess ahead and verify in the same pass. The tokens stay the same; pays where memory, not arithmetic, limits a pass."""
+    seed: int = 0
+    """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
+    batch_size: int = Field(default=64, ge=1)
+    """Sequences in work at once; the results do not depend on it."""
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    """Bounds the memory: the sequences in work, each as long as the longest, hold at most this many tokens. Unset: batch_size alone."""
+    deterministic: bool = False
+    """Whether every sequence is computed on its own, so that company cannot change the last bits of a product; slow."""
+    trace: bool = False
+    """Whether to record what was revealed when."""
+
+    def model_post_init(self, _: object) -> None:
+        rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
+        if len(rules) > 1:
+            raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them.")
+        if self.parallel and self.remask:
+            raise ConfigError(f"remask with {rules[0]}, which fixes no number of steps", where="remask", remedy="Leave one out.")
+        needed = "entropy" if self.entropy_bound is not None else "confidence"
+        if self.parallel and self.policy != needed:
+            raise ConfigError(f"{rules[0]} with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}.")
+        if self.order_temperature and (self.parallel or self.policy == "random"):
+            what = f"with {rules[0] if self.parallel else 'a random order'}"
+            raise ConfigError(what, where="order_temperature", remedy="Leave it out.")
+        if self.policy != "confidence" and self.filtered_confidence:
+            raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy="Use policy 'confidence'.")
+        if self.cache == "exact" and self.refresh_interval is not None:
+            raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'.")
+        if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):
+            raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more.")
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the predictions decide how many tokens a step reveals."""
+        return self.threshold is not None or self.factor is not None or self.entropy_bound is not None
+
+    @property
+    def lossy(self) -> str | None:
+        """What makes the tokens other than those of the exact sampler; None: nothing."""
+        names = [f"{self.cache} cache"] if self.cache != "exact" else []
+        return " and ".join(names + (["early commit"] if self.early_commit is not None else [])) or None

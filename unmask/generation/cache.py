@@ -1,0 +1,77 @@
+"""Keys and values of the sequences in work.
+
+Column c of a slot holds position c: a block in work writes its own columns at every step, until the clean pass that commits it
+overwrites them (the last noisy step's keys are never kept).
+
+Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+class SlotCache(Cache):
+    """A key-value cache of slots, bounded by what is reserved.
+
+    Attributes:
+        slots: those of the running pass, in the order of its batch.
+        column_BQ: where the pass writes; beyond the columns for padding.
+        width: how many columns it reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.stored: list[tuple[Tensor, Tensor]] = []
+        self.shape = (0, 0)
+        self.slots: Sequence[int] = ()
+        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)
+        self.width = 0
+
+    def reserve(self, slots: int, columns: int) -> None:
+        """Make room for so many slots of so many columns; what is stored stays, as far as there is room."""
+        kept = [min(old, new) for old, new in zip(self.shape, (slots, columns), strict=True)]
+        for layer, pair in enumerate(self.stored):
+            grown = self._empty(pair[0], slots, columns), self._empty(pair[1], slots, columns)
+            for old, new in zip(pair, grown, strict=True):
+                new[: kept[0], :, : kept[1]] = old[: kept[0], :, : kept[1]]
+            self.stored[layer] = grown
+        self.shape = (slots, columns)
+
+    def copy(self, source: int, targets: Sequence[int], columns: int) -> None:
+        """Give other slots the first columns of one."""
+        for stored in (one for pair in self.stored for one in pair):
+            stored[list(targets), :, :columns] = stored[source, :, :columns]
+
+    def read(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
+        """Prepare a pass."""
+        self.slots, self.column_BQ, self.width = slots, column_BQ, width
+        return self
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width, D]."""
+        if layer_idx == len(self.stored):
+            self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
+        slot_B1 = torch.tensor(self.slots, device=key_states.device)[:, None]
+        read = []
+        for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
+            stored[slot_B1, :, self.column_BQ] = new.transpose(1, 2)
+            first, count = self.slots[0], len(self.slots)
+            together = list(self.slots) == list(range(first, first + count))
+            rows = stored[first : first + count] if together else stored[slot_B1[:, 0]]
+            read.append(rows[:, :, : self.width])
+        return read[0], read[1]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """What a model takes for the number of tokens before the queries; positions are given, so none."""
+        return 0
+
+    @staticmethod
+    def _empty(like: Tensor, slots: int, columns: int) -> Tensor:
+        """One more column takes what is padding."""
+        return like.new_zeros(slots, like.shape[1], columns + 1, like.shape[3])

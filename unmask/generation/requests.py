@@ -1,0 +1,176 @@
+"""What to generate: sequences with hidden positions, and the plan by which these are revealed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from unmask.config import SamplerConfig
+from unmask.data.chat import encode_prompt
+from unmask.diffusion.noise import sequence_keys
+from unmask.errors import GenerationError
+from unmask.models.diffusion_lm import DiffusionLM
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to decode.
+
+    Attributes:
+        prompt: what was given: ids before the completion, or of infilling the text with its marks.
+        ids: of the whole sequence, with the mask token at hidden positions.
+        hidden: which positions are to be filled.
+        start: where the result begins: the completion, or 0 for infilling, whose result is the whole sequence.
+        key: of its random numbers.
+        blocks: (start, stop) of each decoding block that hides something, in positions of the whole sequence.
+        counts: for each block the number of tokens to reveal at each of its steps; None where the predictions decide.
+        stops: whether it ends with the block that produces EOS.
+    """
+
+    prompt: list[int]
+    ids: list[int]
+    hidden: list[bool]
+    start: int
+    key: int
+    blocks: list[tuple[int, int]]
+    counts: list[list[int]] | None
+    stops: bool
+
+    @property
+    def length(self) -> int:
+        """Of the whole sequence."""
+        return len(self.ids)
+
+
+def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
+    """Encode prompts and plan their completion.
+
+    Args:
+        prompts: strings, chat messages or lists of token ids.
+        keys: of the random numbers; None: a hash of each prompt and its repeat number.
+
+    Raises:
+        GenerationError: a prompt that is empty or too long, or settings that do not fit the model.
+    """
+    encoded = _encode(lm, prompts, "prompts")
+    grid = check_settings(lm, config)
+    if config.steps is not None and config.steps > config.max_new_tokens:
+        what = f"{config.steps} steps for {config.max_new_tokens} tokens"
+        raise GenerationError(what, where="steps", remedy="Every step reveals at least one token: lower it")
+    if grid is None and config.max_new_tokens % (config.block_size or 1):
+        raise GenerationError(
+            f"does not divide the {config.max_new_tokens} new tokens", where=f"block_size {config.block_size}", remedy="Change one of them"
+        )
+    requests = []
+    for index, (prompt, key) in enumerate(zip(encoded, _keys(encoded, keys), strict=True)):
+        where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
+        if lm.context_length is not None and stop > lm.context_length:
+            raise GenerationError(
+                f"{start} prompt tokens and {config.max_new_tokens} new ones pass the context of {lm.context_length}",
+                where=where,
+                remedy="Shorten the prompt or lower max_new_tokens",
+            )
+        check_ids(lm, prompt, where)
+        if lm.logit_shift and not prompt:
+            raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
+        blocks = _blocks(start, stop, grid, config.block_size)
+        ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
+        requests.append(
+            Request(prompt, ids, hidden, start, key, blocks, step_counts([b - a for a, b in blocks], config), config.stop_at_eos)
+        )
+    return requests
+
+
+def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
+    """The same for texts whose mask tokens are to be replaced, wherever they stand.
+
+    Raises:
+        GenerationError: a text without mask tokens or longer than the context, or settings that do not fit the model.
+    """
+    encoded = _encode(lm, texts, "texts")
+    grid = check_settings(lm, config)
+    requests = []
+    for index, (ids, key) in enumerate(zip(encoded, _keys(encoded, keys), strict=True)):
+        where, hidden = f"text {index}", [token == lm.mask_token_id for token in ids]
+        if not any(hidden):
+            raise GenerationError("hides nothing", where=where, remedy=f"Write {lm.tokenizer.mask_token} for every token to fill in")
+        if lm.context_length is not None and len(ids) > lm.context_length:
+            raise GenerationError(f"{len(ids)} tokens pass the context of {lm.context_length}", where=where, remedy="Shorten the text")
+        check_ids(lm, ids, where)
+        if lm.logit_shift and hidden[0]:
+            raise GenerationError("the first token is hidden, and nothing before it predicts it", where=where, remedy="Begin with BOS")
+        last = len(hidden) - hidden[::-1].index(True)
+        blocks = [(a, b) for a, b in _blocks(hidden.index(True), last, grid, config.block_size) if any(hidden[a:b])]
+        counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
+        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stops=False))
+    return requests
+
+
+def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
+    """The block of the model's attention, on which decoding blocks lie; None for a bidirectional model.
+
+    Raises:
+        GenerationError: settings that do not fit the model.
+    """
+    grid = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
+    if grid is not None and config.block_size not in (None, grid):
+        raise GenerationError(
+            f"decoding block {config.block_size} for an attention block of {grid}", where="block_size", remedy="Leave it out for this model"
+        )
+    if grid is not None and config.cache != "exact":
+        raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
+    if grid is None and config.drafts:
+        what = "a bidirectional model computes its whole canvas at every step, which arithmetic limits"
+        raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
+    if config.guidance and lm.autoregressive:
+        raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
+    rows = lm.model.get_input_embeddings().num_embeddings
+    for name, tokens in (("allowed_tokens", config.allowed_tokens), ("forbidden_tokens", config.forbidden_tokens)):
+        check_ids(lm, tokens or [], name)
+        if name == "allowed_tokens" and tokens and set(tokens) <= {lm.mask_token_id, *(config.forbidden_tokens or ())}:
+            raise GenerationError("only the mask token is allowed", where=name, remedy="Allow tokens that can be produced")
+    if len({lm.mask_token_id, *(config.forbidden_tokens or ())}) >= rows:
+        raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
+    return grid
+
+
+def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
+    """Raise GenerationError for an id that the model has no embedding for."""
+    rows = lm.model.get_input_embeddings().num_embeddings
+    for token in ids:
+        if not 0 <= token < rows:
+            raise GenerationError(f"token id {token} is outside the vocabulary of {rows}", where=where, remedy="Use this model's tokenizer")
+
+
+def step_counts(sizes: Sequence[int], config: SamplerConfig) -> list[list[int]] | None:
+    """Tokens to reveal at each step of blocks that hide so many: as even as possible, larger counts first, at least one step a block."""
+    if config.parallel:
+        return None
+    counts = []
+    for index, size in enumerate(sizes):
+        steps = -(-size // (config.tokens_per_step or 1))
+        if config.steps is not None:
+            steps = min(size, max(1, config.steps // len(sizes) + (index < config.steps % len(sizes))))
+        counts.append([size // steps + (i < size % steps) for i in range(steps)])
+    return counts
+
+
+def _encode(lm: DiffusionLM, texts: Sequence[Any], where: str) -> list[list[int]]:
+    if isinstance(texts, str):
+        raise GenerationError(f"{where} is one string", where=where, remedy=f"Give a list of {where}")
+    return [list(encode_prompt(lm.tokenizer, text)) for text in texts]
+
+
+def _keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
+    if keys is not None and len(keys) != len(encoded):
+        raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
+    return sequence_keys(encoded) if keys is None else keys
+
+
+def _blocks(start: int, stop: int, grid: int | None, size: int | None) -> list[tuple[int, int]]:
+    """The decoding blocks of the positions from start to stop: on the grid of the attention, or from the start on."""
+    first = start if grid is None else start - start % grid
+    edges = [start, *(edge for edge in range(first, stop, grid or size or stop - start) if edge > start), stop]
+    return list(pairwise(edges))

@@ -1,0 +1,87 @@
+"""The sequences in work, on the device: what stands where, and what was revealed when.
+
+Shapes: S slots, C columns (positions).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from unmask.generation.cache import SlotCache
+from unmask.generation.requests import Request
+from unmask.generation.trace import Trace
+
+
+class Slots:
+    """Rows of tensors, used from the first on: when a sequence leaves, the last row takes its place.
+
+    Attributes:
+        ids_SC: token ids, with the mask token at hidden positions.
+        hidden_SC: what is still to be revealed.
+        step_SC: when it was revealed, -1 for never.
+        log_prob_SC, sampled_SC, entropy_SC: of what was revealed.
+        cache: keys and values.
+        count: the slots in use.
+    """
+
+    def __init__(self, device: torch.device, mask_token_id: int, cached: bool):
+        self.mask_token_id = mask_token_id
+        self.count = 0
+        self.cache = SlotCache() if cached else None
+        self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
+        self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
+        self.step_SC = torch.zeros(0, 0, dtype=torch.int16, device=device)
+        self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
+
+    @property
+    def _tables(self) -> list[str]:
+        return ["ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC"]
+
+    def reserve(self, slots: int, columns: int) -> None:
+        """Make room; what is in use stays."""
+        for name in self._tables:
+            old = getattr(self, name)
+            new = old.new_full((slots, columns), self.mask_token_id if name == "ids_SC" else 0)
+            width = min(columns, old.shape[1])
+            new[: self.count, :width] = old[: self.count, :width]
+            setattr(self, name, new)
+        if self.cache is not None:
+            self.cache.reserve(slots, columns)
+
+    def add(self, ids: list[int], hidden: list[bool]) -> int:
+        """Take the next slot for a sequence."""
+        slot, width = self.count, len(ids)
+        self.count += 1
+        self.ids_SC[slot] = self.mask_token_id
+        self.ids_SC[slot, :width] = torch.tensor(ids, device=self.ids_SC.device)
+        self.hidden_SC[slot] = False
+        self.hidden_SC[slot, :width] = torch.tensor(hidden, device=self.ids_SC.device)
+        self.step_SC[slot] = -1
+        for name in ("log_prob_SC", "sampled_SC", "entropy_SC"):
+            getattr(self, name)[slot] = 0.0
+        return slot
+
+    def remove(self, slot: int) -> int:
+        """Free a slot; the last one in use moves there, and its old number is returned."""
+        self.count -= 1
+        if slot != self.count:
+            for name in self._tables:
+                getattr(self, name)[slot] = getattr(self, name)[self.count]
+            if self.cache is not None:
+                self.cache.copy(self.count, [slot], self.cache.shape[1])
+        return self.count
+
+    def trace(self, slot: int, request: Request, passes: int, full: bool) -> Trace:
+        """What a slot's sequence came to."""
+        at = (slot, slice(request.start, request.length))
+        trace = Trace(self.ids_SC[at].tolist(), self.step_SC[at].tolist(), self.log_prob_SC[at].tolist(), forward_passes=passes)
+        if full:
+            trace.sampled_log_probs, trace.entropies = self.sampled_SC[at].tolist(), self.entropy_SC[at].tolist()
+        return trace
+
+    def present(self, slot_N: Tensor, vocabulary: int) -> Tensor:
+        """The tokens [N, V] that stand in these slots' sequences."""
+        slot_R, row_N = slot_N.unique(return_inverse=True)
+        shown_RC = torch.where(self.hidden_SC[slot_R], self.mask_token_id, self.ids_SC[slot_R])
+        return torch.zeros(len(slot_R), vocabulary, dtype=torch.bool, device=slot_N.device).scatter_(1, shown_RC, True)[row_N]
