@@ -25,10 +25,11 @@ def heading() -> str:
     )
 
 
-def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each, called in turns so that a busy moment of the machine meets all; a first round is not counted."""
+def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False) -> dict[str, float]:
+    """Median seconds of each, called in turns so that a busy moment of the machine meets all; but for `warm` contenders, which have
+    run before, a first round is not counted."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for number in range(rounds + 1):
+    for number in range(int(warm), rounds + 1):
         for name, call in contenders.items():
             started = time.perf_counter()
             call()

@@ -5,6 +5,7 @@ Shapes: B sequences in work, N hidden rows of their current blocks, W positions 
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from unmask.config import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.passes import Rows, Window, cached_pass, commit, full_pass
+from unmask.generation.cached import commit
+from unmask.generation.passes import Rows, buckets, predict
 from unmask.generation.policies import Decision, decide, first_by_priority, hidden_again, how_many
 from unmask.generation.reference import guide
 from unmask.generation.requests import Request
-from unmask.generation.slots import Slots
+from unmask.generation.slots import Slots, Window
 from unmask.generation.trace import Trace
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
@@ -71,7 +73,10 @@ class Engine:
 
     def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
         self.lm, self.batch_size, self.max_batch_tokens = lm, batch_size, max_batch_tokens
-        self.slots = Slots(lm.device, lm.mask_token_id, cached=lm.attention != "bidirectional")
+        self.slots = Slots(lm.device, lm.mask_token_id)
+        self.exact_cache = lm.attention != "bidirectional"
+        if self.exact_cache:
+            self.slots.keep_keys()
         self.waiting: deque[Sequence] = deque()
         self.working: list[Sequence] = []
         self.passes = 0
@@ -87,6 +92,8 @@ class Engine:
         if self.max_batch_tokens is not None and sequence.size * request.length > self.max_batch_tokens:
             what = f"{request.length} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
+        if config.cache != "exact":
+            self.slots.keep_keys()
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -137,7 +144,7 @@ class Engine:
             if sequence.size == 2:
                 sequence.slots.append(self.slots.add([self.lm.mask_token_id] * request.length, request.hidden))
             self.working.append(sequence)
-        if self.slots.cache is not None:
+        if self.exact_cache:
             self._prefill(entering)
 
     def _room(self, entering: list[Sequence]) -> tuple[int, int]:
@@ -151,38 +158,36 @@ class Engine:
 
     def _prefill(self, entering: list[Sequence]) -> None:
         """Read prompts into the cache: each once, also where an earlier request has it in work."""
-        grid = self.lm.block_size or 1
+        assert self.slots.cache is not None
         known: dict[tuple[int, ...], int] = {}
-        reading: list[tuple[Sequence, int, tuple[int, ...]]] = []
+        reading: list[Window] = []
+        copies: list[tuple[int, int, int]] = []
         for sequence in self.working:
             first = sequence.request.blocks[0][0]
-            base = first - first % grid
-            for slot, ids in zip(sequence.slots, (sequence.request.ids, [self.lm.mask_token_id] * base), strict=False):
-                prefix = tuple(ids[:base])
-                if sequence.clean == 0 and base and prefix not in known:
-                    reading.append((sequence, slot, prefix))
-                    known[prefix] = slot
-                elif sequence.clean:
-                    known.setdefault(prefix, slot)
+            base = first - first % (self.lm.block_size or 1)  # what is hidden from there on differs once it is revealed
+            for slot in sequence.slots:
+                ids = sequence.request.ids if slot == sequence.slots[0] else [self.lm.mask_token_id] * sequence.request.length
+                if sequence not in entering:
+                    known.setdefault(tuple(ids[:base]), slot)
+                elif tuple(ids[:base]) in known:
+                    copies.append((known[tuple(ids[:base])], slot, base))
+                elif base:
+                    known[tuple(ids[:base])] = slot
+                    reading.append(Window(slot, base, base, base))
+            sequence.clean = base if sequence in entering else sequence.clean
         with evaluating(self.lm), torch.no_grad():
-            commit(self.lm, self.slots, [Window(slot, len(prefix), len(prefix), len(prefix)) for _, slot, prefix in reading])
-        self.passes += bool(reading)
-        assert self.slots.cache is not None
-        for sequence in entering:
-            first = sequence.request.blocks[0][0]
-            base = first - first % grid
-            for slot, ids in zip(sequence.slots, (sequence.request.ids, [self.lm.mask_token_id] * base), strict=False):
-                source = known.get(tuple(ids[:base]), slot)
-                if source != slot:
-                    self.slots.cache.copy(source, [slot], base)
-            sequence.clean = base
+            for bucket in buckets([window.start for window in reading]):
+                commit(self.lm, self.slots, [reading[index] for index in bucket])
+                self.passes += 1
+        for source, slot, columns in copies:
+            self.slots.cache.copy(source, [slot], columns)
 
     def _predict(self) -> Rows:
         """Logits at every hidden position of the blocks in work."""
         guided = [sequence for sequence in self.working if sequence.size == 2]
         members = [(sequence, sequence.slots[0]) for sequence in self.working] + [(sequence, sequence.slots[1]) for sequence in guided]
         windows = [self._window(sequence, slot) for sequence, slot in members]
-        rows = full_pass(self.lm, self.slots, windows) if self.slots.cache is None else cached_pass(self.lm, self.slots, windows)
+        rows = predict(self.lm, self.slots, windows, alone=any(sequence.config.deterministic for sequence in self.working))
         self.passes += 1
         if not guided:
             return rows
@@ -200,10 +205,12 @@ class Engine:
         return Rows(guide(logits_NV, rows.logits_NV[other_N], weight_B[member_N][:, None]), member_N, position_N)
 
     def _window(self, sequence: Sequence, slot: int) -> Window:
-        start, stop = sequence.span
-        request = sequence.request
-        state = (tuple(request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
-        return Window(slot, request.length, start, stop, sequence.clean, state)
+        (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
+        if config.cache != "exact":
+            anew = sequence.step % (config.refresh_interval or sys.maxsize) == 0
+            return Window(slot, length, start, stop, read=(0, length) if anew else (start, stop if config.cache == "dual" else length))
+        state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
+        return Window(slot, length, start, stop, sequence.clean, state=state)
 
     def _decide(self, rows: Rows) -> Decision:
         """What would be revealed at each row, by the settings of its sequence."""

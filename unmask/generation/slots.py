@@ -5,12 +5,47 @@ Shapes: S slots, C columns (positions).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from unmask.generation.cache import SlotCache
 from unmask.generation.requests import Request
 from unmask.generation.trace import Trace
+from unmask.models.diffusion_lm import DiffusionLM
+
+
+class Window(NamedTuple):
+    """What a pass has to know of one sequence.
+
+    Attributes:
+        slot: where it stands.
+        length: of the whole sequence.
+        start, stop: the block in work.
+        clean: the first position that its cached keys lack.
+        read: of a lossy cache, the positions to compute; None: exact.
+        state: equal for sequences that may stand in the same state; None where no other can.
+    """
+
+    slot: int
+    length: int
+    start: int
+    stop: int
+    clean: int = 0
+    read: tuple[int, int] | None = None
+    state: tuple | None = None
+
+    def base(self, lm: DiffusionLM) -> int:
+        """Where the attention's block in work begins, before which all is clean."""
+        return self.start - self.start % (lm.block_size or 1)
+
+    def queries(self, lm: DiffusionLM) -> int:
+        """How many positions a pass computes of it."""
+        if self.read is not None:
+            return self.read[1] - self.read[0]
+        return self.length if lm.attention == "bidirectional" else self.stop - self.clean
 
 
 class Slots:
@@ -25,10 +60,10 @@ class Slots:
         count: the slots in use.
     """
 
-    def __init__(self, device: torch.device, mask_token_id: int, cached: bool):
+    def __init__(self, device: torch.device, mask_token_id: int):
         self.mask_token_id = mask_token_id
         self.count = 0
-        self.cache = SlotCache() if cached else None
+        self.cache: SlotCache | None = None
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int16, device=device)
@@ -48,6 +83,20 @@ class Slots:
             setattr(self, name, new)
         if self.cache is not None:
             self.cache.reserve(slots, columns)
+
+    def keep_keys(self) -> None:
+        """Have a cache."""
+        if self.cache is None:
+            self.cache = SlotCache()
+            self.cache.reserve(*self.ids_SC.shape)
+
+    def hidden_rows(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
+        """Member and position of every hidden position of the blocks in work."""
+        slot_B, start_B, stop_B = torch.tensor([(w.slot, w.start, w.stop) for w in windows], device=self.ids_SC.device).unbind(1)
+        at_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
+        rows_BC = self.hidden_SC[slot_B] & (at_C >= start_B[:, None]) & (at_C < stop_B[:, None])
+        member_N, position_N = rows_BC.nonzero(as_tuple=True)
+        return member_N, position_N
 
     def add(self, ids: list[int], hidden: list[bool]) -> int:
         """Take the next slot for a sequence."""

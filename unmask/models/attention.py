@@ -9,7 +9,7 @@ Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, get_args
 
@@ -89,10 +89,12 @@ class AttentionMask:
     Attributes:
         allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
         positions: of the queries and the keys, where the model's own sliding windows still hold (causal pattern only).
+        full: whether everything is visible, known beforehand.
     """
 
     allowed_BQK: Tensor
     positions: tuple[Tensor, Tensor] | None
+    full: bool = False
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def within(self, window: int | None) -> AttentionMask:
@@ -186,7 +188,8 @@ def unpadded_mask(
     """The mask of rows without padding: depends on pattern, length and device alone, so it is made once."""
     layout = Layout.full(length, device)
     layout = layout.with_noised_copies(copies) if copies else layout
-    return make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
+    mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
+    return replace(mask, full=pattern == "bidirectional" and copies == 0)
 
 
 def mask_cache_stats() -> dict[str, float]:
@@ -277,7 +280,8 @@ def unmask_attention(
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
     """SDPA band by band: nothing is computed where nobody sees anything. A compiled graph must not depend on where that is."""
     if torch.compiler.is_compiling() or mask.bands is None:
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+        allowed_BQK = None if mask.full else mask.allowed_BQK
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
     width = query_BHQD.shape[-1]
     if width < NARROWEST:
         options["scale"] = options["scale"] or width**-0.5

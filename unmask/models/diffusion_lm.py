@@ -23,6 +23,7 @@ from unmask.models import head
 from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
 from unmask.models.card import write_card
 from unmask.models.head import RowSelector, token_log_probs
+from unmask.models.last_layer import LastLayer
 from unmask.models.time_embedding import add_time_embedding
 
 SETTINGS_KEY = "unmask"
@@ -84,6 +85,7 @@ class DiffusionLM:
         self.causal_context = causal_context
         self.config = model.config
         self._rows = RowSelector.of(model)
+        self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
         self._seen: tuple[float, int] | None = None
 
@@ -288,12 +290,15 @@ class DiffusionLM:
         """Tell the hooks of the model about the pass."""
         rows = self._rows
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = reading.index_N, target_N, temperature, self.mask_token_id
+        if not torch.is_grad_enabled():  # a backward pass would run the layer again without them
+            self._last.index_N = reading.index_N
         if self._time is not None:
             self._time.share.value_BT = reading.share_BT
         try:
             yield rows
         finally:
             rows.clear()
+            self._last.index_N = None
             if self._time is not None:
                 self._time.share.value_BT = None
 

@@ -1,0 +1,168 @@
+"""What generation costs beside the published way of sampling, and beside recomputing what a cache keeps.
+
+    python -m benchmarks.generation [--threads 1] [--rounds 2] [--steps 16] [--only small]
+
+Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; the tokens are checked equal first at temperature 0
+(but for near-ties, which are counted); at other temperatures the distributions are the same (`tests/generation/test_policies.py`).
+Block-causal: beside a sampler that reads the whole sequence at every step, with the same tokens.
+
+Shapes: B batch, P prompt, T positions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import unmask
+from benchmarks import published
+from benchmarks.harness import report, timed
+from unmask.data.characters import character_tokenizer
+from unmask.generation import engine as engines
+from unmask.generation.engine import Engine
+from unmask.generation.policies import decide, first_by_priority
+from unmask.generation.requests import Request, make_requests
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+
+BATCH, PROMPT, LENGTH, BLOCK = 8, 128, 128, 32
+SHAPES = {  # hidden width, layers, vocabulary; the bars at temperature 0, at 0.9, and with lengths of 15 to 100% of the canvas
+    "small": (256, 32, 7_900, (1.25, 1.84, 1.65)),
+    "middle": (512, 8, 32_000, (1.8, 4.2, 2.5)),
+    "wide": (512, 8, 126_464, (3.1, 14.0, 4.4)),
+}
+
+
+def random_model(hidden: int, layers: int, vocabulary: int, attention: str, block_size: int | None = None) -> DiffusionLM:
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
+    sizes = {"hidden_size": hidden, "intermediate_size": 7 * hidden // 2, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, max_position_embeddings=1024, initializer_range=0.1)).eval()
+    return make_diffusion(model, character_tokenizer("abcdef"), attention=attention, block_size=block_size)
+
+
+def random_prompts(lm: DiffusionLM, length: int) -> Tensor:
+    return torch.randint(20, 7_000, (BATCH, length), generator=torch.Generator().manual_seed(0))
+
+
+class Ours:
+    """A run of the engine; `lengths` plants where each sequence ends."""
+
+    def __init__(self, lm: DiffusionLM, prompt_BP: Tensor, config: unmask.SamplerConfig, lengths: Sequence[int] | None = None):
+        self.lm, self.config = lm, config
+        self.requests = make_requests(lm, prompt_BP.tolist(), config)
+        self.lengths = lengths
+        self.engine = Engine(lm)
+
+    def __call__(self) -> Tensor:
+        self.engine = Engine(self.lm) if self.lengths is None else Planted(self.lm, dict(enumerate(self.lengths)))
+        for request in self.requests:
+            self.engine.submit(request, self.config)
+        traces = dict(self.engine.run())
+        return torch.tensor([self.requests[ticket].prompt + traces[ticket].canvas for ticket in sorted(traces)])
+
+
+class Planted(Engine):
+    """Sequences that are told where their EOS stands: random weights do not produce one."""
+
+    def __init__(self, lm: DiffusionLM, lengths: dict[int, int]):
+        super().__init__(lm)
+        self.lengths = lengths
+
+    def _stopped(self, sequences: list[engines.Sequence]) -> set[engines.Sequence]:
+        return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
+
+
+def agree(lm: DiffusionLM, one_BT: Tensor, other_BT: Tensor) -> str:
+    """Whether the tokens are equal, but for sequences that part at a near-tie of two positions or tokens."""
+    same = sum(torch.equal(a, b) for a, b in zip(one_BT, other_BT, strict=True))
+    return f"{same} of {len(one_BT)} sequences equal"
+
+
+def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, str]]:
+    hidden, layers, vocabulary, bars = SHAPES[name]
+    lm = random_model(hidden, layers, vocabulary, "bidirectional")
+    prompt_BP = random_prompts(lm, PROMPT)
+    lengths = torch.linspace(0.15 * LENGTH, LENGTH, BATCH).round().long().tolist()
+    rows = []
+    shared = {"max_new_tokens": LENGTH, "block_size": BLOCK, "steps": steps, "stop_at_eos": False}
+    greedy, drawn = (unmask.SamplerConfig(temperature=temperature, **shared) for temperature in (0.0, 0.9))
+    equal = agree(lm, Ours(lm, prompt_BP, greedy)(), published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0))
+    contenders: dict[str, Callable[[], Tensor]] = {
+        "published, T=0": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0),
+        "T=0": Ours(lm, prompt_BP, greedy),
+        "T=0, lengths": Ours(lm, prompt_BP, greedy, lengths),
+        "published, T=0.9": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.9),
+        "T=0.9": Ours(lm, prompt_BP, drawn),
+    }
+    seconds = timed(contenders, rounds, warm=True)
+    size = f"{hidden} wide, {layers} layers, vocabulary {vocabulary}"
+    rows.append((f"{size}: T=0", f"{seconds['published, T=0'] / seconds['T=0']:.3f}", f"at least {bars[0]}; {equal}"))
+    rows.append((f"{size}: T=0.9", f"{seconds['published, T=0.9'] / seconds['T=0.9']:.3f}", f"at least {bars[1]}"))
+    rows.append((f"{size}: lengths 15 to 100%", f"{seconds['published, T=0'] / seconds['T=0, lengths']:.3f}", f"at least {bars[2]}"))
+    return rows
+
+
+@torch.no_grad()
+def recomputed(lm: DiffusionLM, requests: list[Request], config: unmask.SamplerConfig) -> Tensor:
+    """Block by block without a cache: every step reads all that stands before the end of the block. Head and draw are ours."""
+    ids_BT = torch.tensor([request.ids for request in requests])
+    hidden_BT = torch.tensor([request.hidden for request in requests])
+    key_B = torch.tensor([request.key for request in requests])
+    step = torch.tensor(0)
+    for (start, stop), counts in zip(requests[0].blocks, requests[0].counts or [], strict=True):
+        for count in counts:
+            rows_BT = hidden_BT[:, :stop].clone()
+            rows_BT[:, :start] = False
+            logits_NV = lm.logits(ids_BT[:, :stop], None, rows_BT, hidden_BT[:, :stop])
+            member_N, position_N = rows_BT.nonzero(as_tuple=True)
+            decision = decide(logits_NV, config, key_B[member_N], step.expand_as(position_N), position_N)
+            priority_BT = torch.full(rows_BT.shape, -torch.inf)
+            priority_BT[member_N, position_N] = decision.priority_N
+            chosen_N = first_by_priority(priority_BT, torch.full((len(ids_BT),), count))[member_N, position_N]
+            ids_BT[member_N[chosen_N], position_N[chosen_N]] = decision.token_N[chosen_N]
+            hidden_BT[member_N[chosen_N], position_N[chosen_N]] = False
+            step = step + 1
+    return ids_BT
+
+
+def block_causal(block: int, prompt: int, length: int, bar: float, rounds: int) -> list[tuple[str, str, str]]:
+    hidden, layers, vocabulary, _ = SHAPES["middle"]
+    lm = random_model(hidden, layers, vocabulary, "block_causal", block)
+    rows = []
+    for group in (False, True):
+        prompt_BP = random_prompts(lm, prompt)
+        prompt_BP = prompt_BP[:1].expand_as(prompt_BP) if group else prompt_BP
+        config = unmask.SamplerConfig(max_new_tokens=length, tokens_per_step=block // 4, stop_at_eos=False)
+        ours = Ours(lm, prompt_BP, config)
+        equal = agree(lm, ours(), recomputed(lm, ours.requests, config))
+        seconds = timed({"ours": ours, "recomputed": lambda: recomputed(lm, ours.requests, config)}, rounds, warm=True)
+        passes = ours.engine.passes / sum(map(len, ours.requests[0].counts or []))
+        name = f"block {block}, prompt {prompt}{', one for all' if group else ''}, generation {length}"
+        figure = f"{seconds['recomputed'] / seconds['ours']:.3f}"
+        rows.append((name, figure, f"at least {bar}; {equal}; {passes:.3f} passes a step (bar: 1.1)"))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--only", nargs="+", choices=[*SHAPES, "block"], default=[*SHAPES, "block"])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    for name in SHAPES:
+        if name in options.only:
+            report("Ours / published", bidirectional(name, options.steps, options.rounds))
+    if "block" in options.only:
+        rows = block_causal(4, 128, 64, 7.3, options.rounds) + block_causal(32, 512, 64, 5.9, options.rounds)
+        report("Cached / recomputed", rows)
+
+
+if __name__ == "__main__":
+    main()

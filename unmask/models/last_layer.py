@@ -1,0 +1,68 @@
+"""The last layer at chosen rows: of all others only its keys and values are read, so their queries, outputs and MLP need not be computed.
+
+Shapes: B batch, T tokens, D width of a module's input or output, N rows asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unmask.models.attention import attention_modules
+
+QUERIES = ("q_proj",)
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+
+
+class LastLayer:
+    """Hooks of those modules of the last layer that treat every row by itself: they see the rows asked for, and give zeros elsewhere.
+
+    A module that is not known by name computes all rows, which costs time and changes nothing. All copies of a model share them.
+
+    Attributes:
+        index_N: the rows, flat indices into [B * T]; None: all.
+    """
+
+    def __init__(self) -> None:
+        self.index_N: Tensor | None = None
+        self._shape: torch.Size | None = None
+
+    def __deepcopy__(self, memo: dict) -> LastLayer:
+        return self
+
+    @classmethod
+    def of(cls, model: nn.Module) -> LastLayer:
+        """The hooks of this model, made on first use."""
+        rows = cls()
+        attention = attention_modules(model)
+        if not attention:
+            return rows
+        layer = next(module for module in model.modules() if attention[-1] in module.children())
+        parts = [part for name, part in attention[-1].named_children() if name in QUERIES + OUTPUTS]
+        for part in parts + [child for child in layer.children() if type(child).__name__.endswith("MLP")]:
+            for hook in part._forward_pre_hooks.values():
+                owner = getattr(hook, "__self__", None)
+                if isinstance(owner, cls):
+                    return owner
+            part.register_forward_pre_hook(rows.select)
+            part.register_forward_hook(rows.restore)
+        return rows
+
+    def select(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Before the module."""
+        if self.index_N is None:
+            return None
+        rows_BTD = args[0]
+        self._shape = rows_BTD.shape[:-1]
+        return (rows_BTD.reshape(-1, rows_BTD.shape[-1])[self.index_N][None], *args[1:])
+
+    def restore(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
+        """After it."""
+        if self.index_N is None:
+            return None
+        assert self._shape is not None
+        whole = out.new_zeros(self._shape.numel(), out.shape[-1])
+        whole[self.index_N] = out[0]
+        return whole.view(*self._shape, -1)
