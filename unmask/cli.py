@@ -211,15 +211,18 @@ def generate(
     model: ModelConfig,
     sampler: SamplerConfig,
     prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="What to complete; repeatable; - reads one prompt per line of stdin.")],
+    infill: Annotated[bool, typer.Option("--infill", help="Fill in the mask tokens of the texts instead of completing them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
 ) -> None:
-    """Complete prompts."""
+    """Complete prompts, or fill in what they leave open."""
     import unmask
 
     prompts = [line for text in prompt for line in (sys.stdin.read().splitlines() if text == "-" else [text])]
     if not prompts:
         raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line.")
-    result = unmask.generate(load_model(model), prompts, sampler)
+    result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
+    if result.agreement is not None:
+        typer.echo(f"{sampler.lossy}: {result.agreement:.1%} of the tokens are those of the exact sampler", err=True)
     for row, (text, tokens, log_probs) in enumerate(zip(result.texts, result.tokens, result.log_probs, strict=True)):
         line = {"prompt": prompts[row], "text": text, "tokens": list(map(int, tokens)), "log_probs": list(map(float, log_probs))}
         typer.echo(json.dumps(line, ensure_ascii=False) if as_json else text)

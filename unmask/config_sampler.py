@@ -67,6 +67,8 @@ class SamplerConfig(Config):
     """Steps after which a lossy cache is computed anew; unset: at the start of every decoding block only."""
     early_commit: float | None = Field(default=None, gt=0, le=1)
     """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
+    agreement_prompts: int = Field(default=2, ge=0)
+    """Lossy settings: how many of the prompts are also sampled exactly, to report the share of tokens that agree; 0: none."""
     drafts: int = Field(default=0, ge=0, le=32)
     """Steps to guess ahead and verify in the same pass. The tokens stay the same; pays where memory, not arithmetic, limits a pass."""
     seed: int = 0

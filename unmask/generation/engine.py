@@ -176,7 +176,8 @@ class Engine:
                     reading.append(Window(slot, base, base, base))
             sequence.clean = base if sequence in entering else sequence.clean
         with evaluating(self.lm), torch.no_grad():
-            for bucket in buckets([window.start for window in reading]):
+            alone = any(sequence.config.deterministic for sequence in self.working)
+            for bucket in buckets([window.start for window in reading], alone):
                 commit(self.lm, self.slots, [reading[index] for index in bucket])
                 self.passes += 1
         for source, slot, columns in copies:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from unmask.config import SamplerConfig
 from unmask.generation.engine import Engine
 from unmask.generation.requests import Request, make_infill_requests, make_requests
-from unmask.generation.trace import Generation, make_generation
+from unmask.generation.trace import Generation, Trace, make_generation
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -56,10 +57,25 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
 
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
     """The same for requests that are made already."""
+    made = make_generation(lm, requests, _run(lm, requests, config), config)
+    if config.lossy is None or not config.agreement_prompts or not requests:
+        return made
+    some = requests[: config.agreement_prompts]
+    exact = config.model_copy(update={"cache": "exact", "refresh_interval": None, "early_commit": None})
+    return replace(made, agreement=agreement(make_generation(lm, some, _run(lm, some, exact), exact).tokens, made.tokens))
+
+
+def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) -> float:
+    """The share of positions, up to the end of the longer one, at which completions hold the same token; the shorter list counts."""
+    pairs = list(zip(exact, lossy, strict=False))
+    same = sum(sum(a == b for a, b in zip(one, other, strict=False)) for one, other in pairs)
+    return same / sum(max(len(one), len(other)) for one, other in pairs)
+
+
+def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> list[Trace]:
+    """The requests through an engine, those of a length together."""
     engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens)
-    for index in sorted(range(len(requests)), key=lambda i: requests[i].length):
-        engine.submit(requests[index], config)
     order = sorted(range(len(requests)), key=lambda i: requests[i].length)
-    found = dict(engine.run())
-    traces = {index: found[ticket] for ticket, index in enumerate(order)}
-    return make_generation(lm, requests, [traces[i] for i in range(len(requests))], config)
+    index = {engine.submit(requests[i], config): i for i in order}
+    traces = {index[ticket]: trace for ticket, trace in engine.run()}
+    return [traces[i] for i in range(len(requests))]

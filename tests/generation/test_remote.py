@@ -1,0 +1,206 @@
+"""A causal model on a server: what it gives, and what happens when it is absent, slow, or dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import unmask
+from tests.helpers import shared_path
+from unmask.config import SamplerConfig
+from unmask.data.characters import character_tokenizer
+from unmask.errors import GenerationError
+from unmask.generation.remote import RemoteError, RemoteLM
+
+TOKENIZER = character_tokenizer("abcdef")
+Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(answer: Answer) -> Iterator[str]:
+    """A server of faults: what vLLM itself cannot be made to do on demand."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, {"data": [{"id": "m"}]})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+            self.reply(*answer(self.path, body))
+
+        def reply(self, status: int, content: Any) -> None:
+            data = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def echo(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+    """Completes every prompt with its own last id."""
+    return 200, {"choices": [{"token_ids": body["prompt"][-1:], "logprobs": {"token_logprobs": [-0.5]}}]}
+
+
+def test_an_absent_server_is_waited_for_no_longer_than_told():
+    started = time.monotonic()
+    with pytest.raises(GenerationError, match=r"has taken no requests for 0\.6 seconds.*Start it"):
+        RemoteLM(f"http://127.0.0.1:{free_port()}", TOKENIZER, patience=0.6)
+    assert time.monotonic() - started < 5
+
+
+def test_a_silent_server_is_an_error_in_time():
+    def sleep(path, body):
+        time.sleep(1.5)
+        return echo(path, body)
+
+    with serving(sleep) as url:
+        lm = RemoteLM(url, TOKENIZER, timeout=0.4)
+        with pytest.raises(RemoteError, match=r"no answer within 0\.4 seconds\. Raise timeout.*0 of 1 completions are done"):
+            lm.generate([[4]])
+
+
+def test_completions_come_back_in_the_order_of_their_prompts():
+    def slow_first(path, body):
+        time.sleep(0.3 if body["prompt"] == [4] else 0.0)
+        return echo(path, body)
+
+    with serving(slow_first) as url:
+        made = RemoteLM(url, TOKENIZER).generate([[4], [5], [6, 7]])
+    assert made.tokens == [[4], [5], [7]] and made.log_probs == [[-0.5]] * 3 and made.prompts == [[4], [5], [6, 7]]
+
+
+def test_a_server_that_comes_back_loses_nothing():
+    failed: set[tuple[int, ...]] = set()
+
+    def stumble(path, body):
+        if tuple(body["prompt"]) in failed:
+            return echo(path, body)
+        failed.add(tuple(body["prompt"]))
+        return 503, {}
+
+    with serving(stumble) as url:
+        assert RemoteLM(url, TOKENIZER, patience=5).generate([[4], [5]]).tokens == [[4], [5]]
+
+
+def test_what_was_done_before_it_died_is_kept():
+    def partly(path, body):
+        return echo(path, body) if body["prompt"] != [6] else (503, {})
+
+    with serving(partly) as url:
+        lm = RemoteLM(url, TOKENIZER, patience=0.6)
+        with pytest.raises(RemoteError, match="2 of 3 completions are done") as caught:
+            lm.generate([[4], [5], [6]])
+    assert caught.value.completed == {0: ([4], [-0.5]), 1: ([5], [-0.5])}
+
+
+def test_requests_are_refused_in_words():
+    with serving(lambda path, body: (400, {"message": "too long"})) as url:
+        lm = RemoteLM(url, TOKENIZER)
+        with pytest.raises(GenerationError, match=r"/v1/completions is refused \(400\).*too long"):
+            lm.generate([[4]])
+        with pytest.raises(GenerationError, match="threshold: means nothing to a causal server"):
+            lm.generate([[4]], SamplerConfig(threshold=0.9))
+
+
+def test_noise_is_seeded_by_prompt_and_seed():
+    seen: list[int] = []
+
+    def note(path, body):
+        seen.append(body["seed"])
+        return echo(path, body)
+
+    with serving(note) as url:
+        lm = RemoteLM(url, TOKENIZER)
+        config = SamplerConfig(batch_size=1, temperature=1.0)
+        for seed in (0, 0, 1):
+            lm.generate([[4], [4]], config.model_copy(update={"seed": seed}))
+    assert seen[:2] == seen[2:4] and len({*seen}) == 4
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+    """A real server, and the folder of the model that it serves. UNMASK_VLLM_PYTHON is the Python of an environment that has vLLM."""
+    python = os.environ.get("UNMASK_VLLM_PYTHON")
+    if not python:
+        pytest.skip("UNMASK_VLLM_PYTHON is not set")
+    model, port = shared_path("models", "stories260K"), free_port()
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
+    command += ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
+    with log.open("w") as out:
+        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    try:
+        RemoteLM(f"http://127.0.0.1:{port}", str(model), patience=300)
+        yield f"http://127.0.0.1:{port}", model
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.mark.vllm
+def test_vllm_gives_the_tokens_of_the_engine(vllm):
+    url, model = vllm
+    prompts = ["Once upon a time", "The dog", "Lily and her mom went to the"]
+    config = SamplerConfig(max_new_tokens=48)
+    there = RemoteLM(url, str(model)).generate(prompts, config)
+    here = unmask.generate(unmask.load(str(model)), prompts, config)
+    assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
+    for got, expected in zip(there.log_probs, here.log_probs, strict=True):
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+    drawn = SamplerConfig(max_new_tokens=16, temperature=1.0)
+    one, two, three = (RemoteLM(url, str(model)).generate(prompts, drawn.model_copy(update={"seed": seed})).tokens for seed in (0, 0, 1))
+    assert one == two != three
+
+
+@pytest.mark.vllm
+def test_vllm_serves_new_weights(vllm, tmp_path):
+    url, model = vllm
+    remote, lm = RemoteLM(url, str(model)), unmask.load(str(model))
+    config = SamplerConfig(max_new_tokens=12)
+    before = remote.generate(["Once upon a time"], config)
+    with torch.no_grad():
+        for parameter in lm.model.parameters():
+            parameter.mul_(1.02)
+    stock = unmask.load(str(model)).model
+    stock.load_state_dict({name: weight for name, weight in lm.model.state_dict().items()})
+    stock.resize_token_embeddings(512)
+    stock.save_pretrained(tmp_path)
+    remote.update_weights(str(tmp_path))
+    changed = remote.generate(["Once upon a time"], config)
+    expected = unmask.generate(lm, ["Once upon a time"], config)
+    assert changed.tokens == expected.tokens and changed.log_probs != before.log_probs
+    torch.testing.assert_close(torch.tensor(changed.log_probs), torch.tensor(expected.log_probs), atol=1e-3, rtol=1e-3)
+    remote.update_weights(str(model))
+    assert remote.generate(["Once upon a time"], config).tokens == before.tokens

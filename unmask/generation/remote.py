@@ -1,0 +1,178 @@
+"""A causal model on a vLLM server, by the interface of `unmask.generate`: completions with log-probabilities, and new weights.
+
+The server is started by its own means (`vllm serve MODEL`, with VLLM_SERVER_DEV_MODE=1 for new weights); docs/generation.md tells how.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import httpx2 as httpx
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from unmask.config import SamplerConfig
+from unmask.data.chat import encode_prompt
+from unmask.diffusion.noise import sequence_key, sequence_keys
+from unmask.errors import GenerationError
+from unmask.generation.trace import Generation
+
+MEANINGLESS = (
+    *("steps", "tokens_per_step", "block_size", "policy", "threshold", "factor", "entropy_bound", "remask", "order_temperature"),
+    *(
+        "filtered_confidence",
+        "guidance",
+        "cache",
+        "refresh_interval",
+        "early_commit",
+        "drafts",
+        "deterministic",
+        "trace",
+        "max_batch_tokens",
+    ),
+)
+BANNED = -100.0  # the least bias that a server accepts
+
+
+class RemoteError(GenerationError):
+    """The server failed for good.
+
+    Attributes:
+        completed: what it had given until then, by the number of the prompt: token ids and their log-probabilities.
+    """
+
+    completed: dict[int, tuple[list[int], list[float]]]
+
+
+class RemoteLM:
+    """A causal model that a vLLM server holds.
+
+    Args:
+        url: of the server, such as http://localhost:8000.
+        tokenizer: the model's, or the path to it.
+        model: its name there; None: the only one.
+        timeout: seconds to wait for an answer.
+        patience: seconds to wait for a server that does not take requests, at the start or after it died.
+        api_key: what the server was started with, if anything.
+
+    Raises:
+        GenerationError: the server is absent, or holds several models and none is named.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: str | PreTrainedTokenizerBase,
+        model: str | None = None,
+        *,
+        timeout: float = 300.0,
+        patience: float = 30.0,
+        api_key: str | None = None,
+    ):
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.patience = patience
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
+        models = [card["id"] for card in self._call("GET", "/v1/models").json()["data"]]
+        if model is None and len(models) != 1:
+            raise GenerationError(f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}")
+        self.model = model or models[0]
+
+    def generate(self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+        """Complete prompts; arguments and result as of `unmask.generate`. The noise is the server's own, seeded for every prompt by
+        `config.seed` and its key; log-probabilities are those at temperature 1 (the server's default mode).
+
+        Raises:
+            GenerationError: settings that only diffusion knows, or a request that the server refuses.
+            RemoteError: it stays away or silent; what was completed before is kept there.
+        """
+        config = config or SamplerConfig()
+        default = SamplerConfig()
+        for name in MEANINGLESS:
+            if getattr(config, name) != getattr(default, name):
+                raise GenerationError("means nothing to a causal server", where=name, remedy="Leave it out")
+        encoded = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
+        bodies = [self._body(ids, config, key) for ids, key in zip(encoded, keys or sequence_keys(encoded), strict=True)]
+        done: dict[int, tuple[list[int], list[float]]] = {}
+        with ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies)))) as pool:
+            waiting = {pool.submit(self._complete, body): index for index, body in enumerate(bodies)}
+            try:
+                for future in as_completed(waiting):
+                    done[waiting[future]] = future.result()
+            except RemoteError as error:
+                pool.shutdown(cancel_futures=True)
+                error.completed = done | {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
+                error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
+                raise
+        tokens, log_probs = ([done[index][part] for index in range(len(bodies))] for part in (0, 1))
+        return Generation(
+            prompts=[list(ids) for ids in encoded],
+            texts=[self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
+            tokens=tokens,  # type: ignore[arg-type]
+            log_probs=log_probs,
+            steps=[list(range(len(ids))) for ids in tokens],
+            forward_passes=[len(ids) for ids in tokens],
+        )
+
+    def update_weights(self, path: str) -> None:
+        """Have the server read weights from a folder that it can reach, and forget the keys that the old ones left."""
+        self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": path}})
+        self.reset_prefix_cache()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier prompts."""
+        self._call("POST", "/reset_prefix_cache")
+
+    def _body(self, ids: Sequence[int], config: SamplerConfig, key: int) -> dict[str, Any]:
+        banned = {*(config.forbidden_tokens or ()), self.tokenizer.mask_token_id} - {None}
+        return {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k or -1,
+            "repetition_penalty": config.repetition_penalty,
+            "ignore_eos": not config.stop_at_eos,
+            "allowed_token_ids": config.allowed_tokens,
+            "logit_bias": {str(token): BANNED for token in banned} or None,
+            "seed": sequence_key([config.seed, key]),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        (choice,) = self._call("POST", "/v1/completions", json=body).json()["choices"]
+        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+    def _call(self, method: str, path: str, **content: Any) -> httpx.Response:
+        """One exchange; a server that takes no requests is asked again as long as there is patience."""
+        where, deadline = str(self._client.base_url), time.monotonic() + self.patience
+        while True:
+            try:
+                response = self._client.request(method, path, **content)
+            except httpx.TimeoutException as error:
+                if not isinstance(error, httpx.ConnectTimeout):
+                    remedy = "Raise timeout, or look at the server"
+                    raise RemoteError(f"no answer within {self._client.timeout.read} seconds", where=where, remedy=remedy) from error
+                self._wait(deadline, where, error)
+            except httpx.TransportError as error:
+                self._wait(deadline, where, error)
+            else:
+                if response.status_code in (502, 503, 504):
+                    self._wait(deadline, where, RuntimeError(response.text))
+                elif response.is_success:
+                    return response
+                else:
+                    raise GenerationError(
+                        f"{path} is refused ({response.status_code}): {response.text[:300]}", where=where, remedy="Mend the request"
+                    )
+
+    def _wait(self, deadline: float, where: str, error: Exception) -> None:
+        if time.monotonic() > deadline:
+            what = f"the server has taken no requests for {self.patience} seconds ({error})"
+            raise RemoteError(what, where=where, remedy="Start it, or correct the address") from error
+        time.sleep(0.5)
