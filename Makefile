@@ -19,8 +19,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
 	$(BIN)/unmask demo $(ARGS)
 
-test: $(INSTALLED)  ## the fast tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED)  ## the fast tests, on two cores
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(INSTALLED)  ## the slow tests only
 	$(BIN)/python -m pytest -m slow

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -77,8 +78,8 @@ class Planted(Engine):
         return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
 
 
-def agree(lm: DiffusionLM, one_BT: Tensor, other_BT: Tensor) -> str:
-    """Whether the tokens are equal, but for sequences that part at a near-tie of two positions or tokens."""
+def agree(one_BT: Tensor, other_BT: Tensor) -> str:
+    """How many sequences are the same; the others part at a near-tie (`tests/generation/test_parity.py` looks how near)."""
     same = sum(torch.equal(a, b) for a, b in zip(one_BT, other_BT, strict=True))
     return f"{same} of {len(one_BT)} sequences equal"
 
@@ -91,7 +92,7 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     rows = []
     shared = {"max_new_tokens": LENGTH, "block_size": BLOCK, "steps": steps, "stop_at_eos": False}
     greedy, drawn = (unmask.SamplerConfig(temperature=temperature, **shared) for temperature in (0.0, 0.9))
-    equal = agree(lm, Ours(lm, prompt_BP, greedy)(), published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0))
+    equal = agree(Ours(lm, prompt_BP, greedy)(), published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0))
     contenders: dict[str, Callable[[], Tensor]] = {
         "published, T=0": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0),
         "T=0": Ours(lm, prompt_BP, greedy),
@@ -139,8 +140,9 @@ def block_causal(block: int, prompt: int, length: int, bar: float, rounds: int) 
         prompt_BP = prompt_BP[:1].expand_as(prompt_BP) if group else prompt_BP
         config = unmask.SamplerConfig(max_new_tokens=length, tokens_per_step=block // 4, stop_at_eos=False)
         ours = Ours(lm, prompt_BP, config)
-        equal = agree(lm, ours(), recomputed(lm, ours.requests, config))
-        seconds = timed({"ours": ours, "recomputed": lambda: recomputed(lm, ours.requests, config)}, rounds, warm=True)
+        theirs = partial(recomputed, lm, ours.requests, config)
+        equal = agree(ours(), theirs())
+        seconds = timed({"ours": ours, "recomputed": theirs}, rounds, warm=True)
         passes = ours.engine.passes / sum(map(len, ours.requests[0].counts or []))
         name = f"block {block}, prompt {prompt}{', one for all' if group else ''}, generation {length}"
         figure = f"{seconds['recomputed'] / seconds['ours']:.3f}"

@@ -203,34 +203,52 @@ def model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
     def generate(lm: str, prompts: list[str], config: SamplerConfig) -> SimpleNamespace:
         calls.update(lm=lm, prompts=prompts, sampler=config)
-        return SimpleNamespace(texts=prompts, tokens=[[1, 2]] * len(prompts), log_probs=[[-0.5, -1.0]] * len(prompts))
+        generated = {"texts": prompts, "tokens": [[1, 2]] * len(prompts), "log_probs": [[-0.5, -1.0]] * len(prompts)}
+        return SimpleNamespace(**generated, agreement=0.75 if config.lossy else None)
 
     monkeypatch.setitem(vars(unmask), "load", load)
     monkeypatch.setitem(vars(unmask), "generate", generate)
+    monkeypatch.setitem(vars(unmask), "infill", generate)
     return calls
 
 
-def test_generate_passes_every_option_on(model: dict[str, Any]) -> None:
-    sampler = SamplerConfig(
-        max_new_tokens=7,
-        steps=3,
-        block_size=2,
-        policy="margin",
-        temperature=0.5,
-        top_p=0.9,
-        top_k=4,
-        stop_at_eos=False,
-        seed=1,
-        batch_size=2,
-        trace=True,
-    )
+COMMON = {
+    **{
+        "max_new_tokens": 7,
+        "block_size": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "stop_at_eos": False,
+        "seed": 1,
+        "batch_size": 2,
+    },
+    **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6], "drafts": 2},
+    **{"max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
+}
+SAMPLERS = [
+    SamplerConfig(**COMMON, steps=3, policy="margin", order_temperature=0.5, remask=0.3),
+    SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
+    SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5),
+    SamplerConfig(**COMMON, factor=1.5),
+    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
+]
+
+
+def test_the_samplers_here_set_everything() -> None:
+    assert set().union(*(sampler.model_fields_set for sampler in SAMPLERS)) == SamplerConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_generate_passes_every_option_on(model: dict[str, Any], sampler: SamplerConfig) -> None:
     network = ModelConfig(path="m", attention="block_causal", block_size=4, logit_shift=False, dtype="float64", trust_remote_code=True)
-    assert sampler.model_fields_set == SamplerConfig.model_fields.keys()
     args = [*options(sampler), *options(network, block_size="attention-block-size")]
-    result = run("generate", "m", "--prompt", "a", "--prompt", "b", *args)
-    assert result.exit_code == 0, result.output
-    assert result.stdout == "a\nb\n"
-    assert model == {"model": network, "lm": "the model", "prompts": ["a", "b"], "sampler": sampler}
+    for more in ([], ["--infill"]):
+        result = run("generate", "m", "--prompt", "a", "--prompt", "b", *args, *more)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == "a\nb\n"
+        assert model == {"model": network, "lm": "the model", "prompts": ["a", "b"], "sampler": sampler}
+        assert ("75.0% of the tokens are those of the exact sampler" in result.stderr) == (sampler.lossy is not None)
 
 
 def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
@@ -238,7 +256,10 @@ def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
     args = []
     for field in config.model_fields_set - {"path"}:
         name, value = renamed.get(field, field.replace("_", "-")), getattr(config, field)
-        args += [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [f"--{name}", str(value)]
+        values = value if isinstance(value, list) else [value]
+        args += (
+            [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [x for v in values for x in (f"--{name}", str(v))]
+        )
     return args
 
 

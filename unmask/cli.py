@@ -188,7 +188,7 @@ def _parameter(option: str, config: type[Config], field_name: str) -> introspect
         *names,
         help=f"{text} One of: {', '.join(choices)}." if choices else text,
         metavar="NAME" if choices else None,
-        rich_help_panel=(config.__doc__ or "").rstrip("."),
+        rich_help_panel=(config.__doc__ or " ").splitlines()[0].rstrip("."),
     )
     return introspection.Parameter(
         option, introspection.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, info]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from unmask.config_base import Config
 from unmask.errors import ConfigError
-
-Tokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
 
 class SamplerConfig(Config):
@@ -54,9 +52,9 @@ class SamplerConfig(Config):
     """Divides the logits of tokens that stand in the sequence already (multiplies negative ones); 1: none."""
     guidance: float = Field(default=0.0, ge=0)
     """Classifier-free guidance: logits move by this many times their distance from those of a hidden prompt; doubles the work."""
-    allowed_tokens: Tokens | None = None
+    allowed_tokens: list[int] | None = Field(default=None, min_length=1)
     """The only token ids that may be produced; unset: all."""
-    forbidden_tokens: Tokens | None = None
+    forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
     """Token ids that are not produced. The mask token never is."""
     stop_at_eos: bool = True
     """Whether a completion ends with its first end-of-sequence token."""
@@ -69,8 +67,6 @@ class SamplerConfig(Config):
     """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
     agreement_prompts: int = Field(default=2, ge=0)
     """Lossy settings: how many of the prompts are also sampled exactly, to report the share of tokens that agree; 0: none."""
-    drafts: int = Field(default=0, ge=0, le=32)
-    """Steps to guess ahead and verify in the same pass. The tokens stay the same; pays where memory, not arithmetic, limits a pass."""
     seed: int = 0
     """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)

@@ -101,7 +101,6 @@ def test_infilling_plans_every_hidden_position_once(attention, block_size, data)
         ({"steps": -1}, "steps: -1 is refused"),
         ({"tokens_per_step": 0}, "tokens_per_step: 0 is refused"),
         ({"allowed_tokens": []}, "allowed_tokens"),
-        ({"forbidden_tokens": [-1]}, "forbidden_tokens"),
     ],
 )
 def test_settings_that_contradict_one_another(settings, message):
@@ -118,6 +117,7 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"drafts": 2}, "drafts: a bidirectional model computes its whole canvas"),
         ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens: token id 99 is outside the vocabulary"),
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
+        ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
         ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
         ("block_causal", 4, {"cache": "prefix"}, "cache: prefix for a model whose cache is exact"),

@@ -91,6 +91,7 @@ def _run(
         mask=AttentionMask((key_K < end_BQ[:, :, None])[:, None], positions),
         index_N=index_N,
         share_BT=share_BT if lm.has_time_embedding else None,
+        pruned=True,
     )
     column_BQ = torch.where(real_BQ, position_BQ, slots.cache.shape[1])
     return lm.forward(reading, slots.cache.read([window.slot for window in windows], column_BQ, len(key_K)))

@@ -80,6 +80,7 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.working: list[Sequence] = []
         self.passes = 0
+        self._owners: list[Sequence] = []  # by slot
         self._tickets = 0
 
     def submit(self, request: Request, config: SamplerConfig) -> int:
@@ -128,11 +129,15 @@ class Engine:
     def _admit(self) -> None:
         """Let waiting requests in, in their order, as long as there is room."""
         entering: list[Sequence] = []
-        while self.waiting and len(self.working) + len(entering) < self.batch_size and self._fits([*entering, self.waiting[0]]):
+        members, length = len(self._owners), max((sequence.request.length for sequence in self.working), default=0)
+        while self.waiting and len(self.working) + len(entering) < self.batch_size:
+            room = members + self.waiting[0].size, max(length, self.waiting[0].request.length)
+            if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
+                break
             entering.append(self.waiting.popleft())
+            members, length = room
         if not entering:
             return
-        members, length = self._room(entering)
         slots, columns = self.slots.ids_SC.shape
         if members > slots or length > columns:
             grown = max(members, slots), max(length, columns)
@@ -140,21 +145,12 @@ class Engine:
             self.slots.reserve(*(grown if fits else (members, length)))
         for sequence in entering:
             request = sequence.request
-            sequence.slots = [self.slots.add(request.ids, request.hidden)]
-            if sequence.size == 2:
-                sequence.slots.append(self.slots.add([self.lm.mask_token_id] * request.length, request.hidden))
+            blind = [[self.lm.mask_token_id] * request.length] * (sequence.size - 1)
+            sequence.slots = [self.slots.add(ids, request.hidden) for ids in (request.ids, *blind)]
+            self._owners += [sequence] * sequence.size
             self.working.append(sequence)
         if self.exact_cache:
             self._prefill(entering)
-
-    def _room(self, entering: list[Sequence]) -> tuple[int, int]:
-        """The slots and columns that all in work would take with these."""
-        everyone = self.working + entering
-        return sum(sequence.size for sequence in everyone), max(sequence.request.length for sequence in everyone)
-
-    def _fits(self, entering: list[Sequence]) -> bool:
-        members, length = self._room(entering)
-        return self.max_batch_tokens is None or members * max(length, 0) <= self.max_batch_tokens
 
     def _prefill(self, entering: list[Sequence]) -> None:
         """Read prompts into the cache: each once, also where an earlier request has it in work."""
@@ -331,8 +327,10 @@ class Engine:
         self.working.remove(sequence)
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
-            for other in self.working:
-                other.slots = [slot if own == moved else own for own in other.slots]
+            owner = self._owners.pop()
+            if moved != slot:
+                self._owners[slot] = owner
+                owner.slots[owner.slots.index(moved)] = slot
 
 
 def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:

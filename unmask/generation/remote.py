@@ -107,11 +107,12 @@ class RemoteLM:
                 error.completed = done | {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
                 error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
                 raise
-        tokens, log_probs = ([done[index][part] for index in range(len(bodies))] for part in (0, 1))
+        tokens = [done[index][0] for index in range(len(bodies))]
+        log_probs = [done[index][1] for index in range(len(bodies))]
         return Generation(
             prompts=[list(ids) for ids in encoded],
             texts=[self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
-            tokens=tokens,  # type: ignore[arg-type]
+            tokens=tokens,
             log_probs=log_probs,
             steps=[list(range(len(ids))) for ids in tokens],
             forward_passes=[len(ids) for ids in tokens],

@@ -121,9 +121,6 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         )
     if grid is not None and config.cache != "exact":
         raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
-    if grid is None and config.drafts:
-        what = "a bidirectional model computes its whole canvas at every step, which arithmetic limits"
-        raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
     rows = lm.model.get_input_embeddings().num_embeddings

@@ -39,6 +39,8 @@ class Reading:
         mask: what they see.
         index_N: flat indices into [B * T] of the rows to compute; None: all.
         share_BT: the share of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden.
+        pruned: whether the last layer computes those rows alone. For sampling: another shape changes the last bits of a score, and
+            the ratio of a policy to itself must be 1.
     """
 
     ids_BT: Tensor
@@ -46,6 +48,7 @@ class Reading:
     mask: AttentionMask
     index_N: Tensor | None = None
     share_BT: Tensor | None = None
+    pruned: bool = False
 
 
 class DiffusionLM:
@@ -188,7 +191,8 @@ class DiffusionLM:
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
             raise ModelError("the model reads blocks in work differently, and is not told which", where="hidden_BT", remedy=remedy)
-        logits = self.forward(self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT))
+        reading = self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
+        logits = self.forward(replace(reading, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)
         return logits
@@ -290,8 +294,7 @@ class DiffusionLM:
         """Tell the hooks of the model about the pass."""
         rows = self._rows
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = reading.index_N, target_N, temperature, self.mask_token_id
-        if not torch.is_grad_enabled():  # a backward pass would run the layer again without them
-            self._last.index_N = reading.index_N
+        self._last.index_N = reading.index_N if reading.pruned else None
         if self._time is not None:
             self._time.share.value_BT = reading.share_BT
         try:

@@ -1,0 +1,107 @@
+"""A thousand seeds of every pattern and policy: the reference's tokens, alone and in company; the distribution that is drawn from."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+
+from tests.generation.conftest import tiny
+from unmask.config import SamplerConfig
+from unmask.diffusion.noise import Stream, uniform
+from unmask.generation import reference, sampler
+from unmask.generation.policies import keep_likely
+from unmask.generation.requests import make_requests
+
+SEEDS = 1000
+PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
+POLICIES = {
+    "confidence": {},
+    "margin": {"policy": "margin", "tokens_per_step": 2},
+    "entropy": {"policy": "entropy", "steps": 3},
+    "random": {"policy": "random"},
+    "threshold": {"threshold": 0.3},
+    "factor": {"factor": 0.8},
+    "entropy bound": {"policy": "entropy", "entropy_bound": 1.5},
+    "remasking": {"remask": 0.5},
+}
+PROMPTS = [[4, 5, 6], [7], [8, 9, 4, 5, 6], [5, 5]]
+WIDTH = 8
+
+
+def prompts_and_keys() -> tuple[list[list[int]], list[int]]:
+    return [PROMPTS[seed % len(PROMPTS)] for seed in range(SEEDS)], list(range(SEEDS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attention, block_size", PATTERNS)
+def test_a_thousand_seeds(attention, block_size, policy):
+    lm = tiny("phi", attention, block_size)
+    config = SamplerConfig(max_new_tokens=WIDTH, temperature=0.8, batch_size=64, **POLICIES[policy])
+    prompts, keys = prompts_and_keys()
+    expected = reference.generate(lm, prompts, config, keys)
+    for batch_size in (64, 1):
+        made = sampler.generate(lm, prompts, config.model_copy(update={"batch_size": batch_size}), keys)
+        assert made.tokens == expected.tokens and made.steps == expected.steps
+    assert len({tuple(tokens) for tokens in made.tokens}) > SEEDS / 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("attention, block_size", PATTERNS)
+def test_in_float32_sequences_part_at_near_ties_only(attention, block_size, temperature, capsys):
+    exact = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = exact.bind(copy.deepcopy(exact.model).float())
+    config = SamplerConfig(max_new_tokens=WIDTH, temperature=temperature, trace=True)
+    prompts, keys = prompts_and_keys()
+    made, expected = (generate(lm, prompts, config, keys) for generate in (sampler.generate, reference.generate))
+    parted = [index for index in range(SEEDS) if made.tokens[index] != expected.tokens[index]]
+    for index in parted:
+        assert tie(lm, prompts[index], keys[index], config, made.trace[index], expected.trace[index]) < 1e-5
+    with capsys.disabled():
+        print(f"\n{attention}, temperature {temperature}: {len(parted)} of {SEEDS} sequences part at a near-tie")
+
+
+def tie(lm, prompt, key, config, one, other) -> float:
+    """How near the choices lay to each other at the first step in which two traces differ."""
+    (request,) = make_requests(lm, [prompt], config, [key])
+    different = [at for at in range(WIDTH) if (one.canvas[at], one.steps[at]) != (other.canvas[at], other.steps[at])]
+    step = min(min(one.steps[at], other.steps[at]) for at in different)
+    hidden = [False] * len(prompt) + [other.steps[at] >= step for at in range(WIDTH)]
+    ids = prompt + [lm.mask_token_id if gone else token for token, gone in zip(other.canvas, hidden[len(prompt) :], strict=True)]
+    visible = request.length if lm.attention == "bidirectional" else next(stop for start, stop in request.blocks if any(hidden[start:stop]))
+    logits_TV = lm.logits(torch.tensor([ids[:visible]]))[0].double()
+    chosen = [next(at for at in range(WIDTH) if trace.steps[at] == step) for trace in (one, other)]
+    rows = [logits_TV[len(prompt) + at] for at in chosen]
+    tokens = [trace.canvas[at] for trace, at in zip((one, other), chosen, strict=True)]
+    if chosen[0] != chosen[1]:
+        scores = [float(row.log_softmax(-1)[token]) for row, token in zip(rows, tokens, strict=True)]
+        return abs(scores[0] - scores[1]) / max(map(abs, scores))
+    if config.temperature == 0:
+        best = rows[0].topk(2).values
+        return float((best[0] - best[1]) / best.abs().max())
+    edges = (rows[0] / config.temperature).softmax(-1).cumsum(-1)
+    noise = uniform(config.seed, torch.tensor([key]), step=step, position=len(prompt) + chosen[0], stream=Stream.TOKEN)
+    return float((edges - noise).abs().min())
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"top_p": 0.9, "top_k": 6}])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("attention, block_size", PATTERNS)
+def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, temperature, filters):
+    """A chi-square test of the first revealed token, at 5 standard deviations."""
+    lm, count = tiny("gpt2", attention, block_size), 2000
+    config = SamplerConfig(max_new_tokens=1, temperature=temperature, stop_at_eos=False, batch_size=count, **filters)
+    made = sampler.generate(lm, [[4, 5]] * count, config)
+    drawn_V = torch.bincount(torch.tensor(made.tokens)[:, 0], minlength=lm.mask_token_id + 1).double()
+    logits_1V = lm.logits(torch.tensor([[4, 5, lm.mask_token_id]]))[0, -1:]
+    prob_V = keep_likely((logits_1V / temperature).softmax(-1), config.top_k, config.top_p)[0].double()
+    prob_V = prob_V / prob_V.sum()
+    possible_V = prob_V > 0
+    assert not drawn_V[~possible_V].any()
+    chi_square = (((drawn_V - count * prob_V) ** 2) / (count * prob_V))[possible_V].sum()
+    freedom = int(possible_V.sum()) - 1
+    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
