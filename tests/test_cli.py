@@ -223,7 +223,7 @@ COMMON = {
         "seed": 1,
         "batch_size": 2,
     },
-    **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6], "drafts": 2},
+    **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6]},
     **{"max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
 }
 SAMPLERS = [

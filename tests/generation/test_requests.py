@@ -114,7 +114,6 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"steps": 9}, "steps: 9 steps for 8 tokens"),
         ("bidirectional", None, {"block_size": 3}, "block_size 3: does not divide the 8 new tokens"),
         ("bidirectional", None, {"block_size": 16}, "block_size 16: does not divide"),
-        ("bidirectional", None, {"drafts": 2}, "drafts: a bidirectional model computes its whole canvas"),
         ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens: token id 99 is outside the vocabulary"),
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
         ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),

@@ -27,7 +27,6 @@ MEANINGLESS = (
         "cache",
         "refresh_interval",
         "early_commit",
-        "drafts",
         "deterministic",
         "trace",
         "max_batch_tokens",
