@@ -67,6 +67,9 @@ class SamplerConfig(Config):
     """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
     agreement_prompts: int = Field(default=2, ge=0)
     """Lossy settings: how many of the prompts are also sampled exactly, to report the share of tokens that agree; 0: none."""
+    drafts: int = Field(default=0, ge=0, le=32)
+    """Block-causal models: steps to guess ahead and verify in the same pass. The tokens stay the same; it pays where memory, not
+    arithmetic, limits a pass (few sequences of small blocks)."""
     seed: int = 0
     """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
@@ -92,6 +95,8 @@ class SamplerConfig(Config):
             raise ConfigError(what, where="order_temperature", remedy="Leave it out.")
         if self.policy != "confidence" and self.filtered_confidence:
             raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy="Use policy 'confidence'.")
+        if self.drafts and (self.remask or self.guidance):
+            raise ConfigError(f"with {'remask' if self.remask else 'guidance'}", where="drafts", remedy="Leave one of them out.")
         if self.cache == "exact" and self.refresh_interval is not None:
             raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'.")
         if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):

@@ -108,6 +108,39 @@ def test_committing_costs_no_pass_of_its_own(attention, block_size):
     assert steps == 24 and engine.passes <= steps + 2  # the prompts', of different lengths
 
 
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("attention, block_size", PATTERNS[2:4])
+@settings(max_examples=15)
+@given(data=st.data())
+def test_guessing_ahead_changes_no_token(logit_shift, attention, block_size, data):
+    lm = tiny(
+        data.draw(st.sampled_from(["phi", "gpt2"])), attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0]))
+    )
+    prompts = data.draw(prompt_lists(int(logit_shift)))
+    config = data.draw(configs(attention, block_size)).model_copy(update={"remask": 0.0, "guidance": 0.0})
+    requests = make_requests(lm, prompts, config)
+    engine, found = Engine(lm, batch_size=config.batch_size), {}
+    for request in requests:
+        engine.submit(request, config.model_copy(update={"drafts": data.draw(st.integers(0, 4))}))
+    found = dict(engine.run())
+    for ticket, expected in enumerate(reference.complete(lm, requests, config).trace):
+        assert (found[ticket].canvas, found[ticket].steps) == (expected.canvas, expected.steps)
+        assert found[ticket].log_probs == pytest.approx(expected.log_probs, abs=1e-10)
+        assert found[ticket].forward_passes <= expected.forward_passes
+
+
+def test_guesses_that_come_true_save_passes():
+    """With logits far apart every guess is right: a block of four takes one pass for its first token and one for all others."""
+    lm = tiny("phi", "block_causal", 4, eos_bias=-99.0)
+    requests = make_requests(lm, ["abcde"], SamplerConfig(max_new_tokens=19))
+    passes = {}
+    for drafts in (0, 1, 3):
+        engine = Engine(lm)
+        engine.submit(requests[0], SamplerConfig(max_new_tokens=19, drafts=drafts))
+        passes[drafts] = dict(engine.run())[0].forward_passes
+    assert passes[0] == 19 > passes[1] >= passes[3] >= 10
+
+
 def test_equal_states_are_computed_once():
     lm = tiny("phi", "bidirectional", eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=6)

@@ -21,7 +21,7 @@ from unmask.generation.passes import Rows, buckets, predict
 from unmask.generation.policies import Decision, decide, first_by_priority, hidden_again, how_many
 from unmask.generation.reference import guide
 from unmask.generation.requests import Request
-from unmask.generation.slots import Slots, Window
+from unmask.generation.slots import Guess, Slots, Window
 from unmask.generation.trace import Trace
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
@@ -34,7 +34,9 @@ class Sequence:
         slots: its own, and with guidance that of its twin with a hidden prompt.
         block, step: the decoding block in work, and how many steps it has had.
         done: denoising steps in all.
+        passes: that it has been in.
         clean: the first position that the cache lacks.
+        guess: what its next states may be.
     """
 
     ticket: int
@@ -44,7 +46,9 @@ class Sequence:
     block: int = 0
     step: int = 0
     done: int = 0
+    passes: int = 0
     clean: int = 0
+    guess: Guess | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -93,8 +97,8 @@ class Engine:
         if self.max_batch_tokens is not None and sequence.size * request.length > self.max_batch_tokens:
             what = f"{request.length} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
-        if config.cache != "exact":
-            self.slots.keep_keys()
+        if config.cache != "exact" or config.drafts:
+            self.slots.keep_keys(spare=config.drafts * (self.lm.block_size or 1))
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -121,10 +125,77 @@ class Engine:
         self._admit()
         if not self.working:
             return []
+        finished: list[tuple[int, Trace]] = []
         with evaluating(self.lm):
-            rows = self._predict()
-            self._reveal(rows, self._decide(rows))
-        return self._advance()
+            everyone, rows = list(self.working), self._predict()
+            began, last = [sequence.block for sequence in everyone], torch.zeros(len(everyone), dtype=torch.long, device=self.lm.device)
+            active = list(range(len(everyone)))
+            for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
+                if ahead:
+                    active = self._confirmed([i for i in active if everyone[i].block == began[i]], everyone, ahead)
+                if not active:
+                    break
+                last[active] = ahead
+                some = [everyone[i] for i in active]
+                own = self._of(rows, active, len(everyone), rows.ahead_N == ahead)
+                self._reveal(some, own, self._decide(some, own))
+                finished += self._advance(some)
+            staying = [i for i, s in enumerate(everyone) if s.config.drafts and s in self.working and s.block == began[i]]
+            for sequence in everyone:
+                sequence.guess = None
+            if staying:
+                self._guess([everyone[i] for i in staying], self._of(rows, staying, len(everyone), rows.ahead_N == last[rows.member_N]))
+        return finished
+
+    @staticmethod
+    def _of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
+        """The rows of some members, which are numbered anew."""
+        if len(members) == count and not rows.ahead_N.any():
+            return rows
+        number_B = torch.full((count,), -1, device=keep_N.device)
+        number_B[members] = torch.arange(len(members), device=keep_N.device)
+        return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
+
+    def _confirmed(self, candidates: list[int], everyone: list[Sequence], ahead: int) -> list[int]:
+        """Those of them whose guess of so many steps ago has come true."""
+        same, asked = [], []
+        for index in candidates:
+            sequence, guess = everyone[index], everyone[index].guess
+            if guess is not None and len(guess.ids_GW) >= ahead:
+                at = (sequence.slots[0], slice(*sequence.span))
+                equal = (self.slots.ids_SC[at] == guess.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == guess.hidden_GW[ahead - 1])
+                same.append(equal.all())
+                asked.append(index)
+        return [index for index, true in zip(asked, torch.stack(same).tolist() if same else [], strict=True) if true]
+
+    def _guess(self, sequences: list[Sequence], rows: Rows) -> None:
+        """What the next states would be if the predictions stayed as they are."""
+        states: list[tuple[Tensor, Tensor]] = []
+        spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
+        width = max(span.stop - span.start for _, span in spans)
+        ids_BW = torch.full((len(spans), width), self.lm.mask_token_id, device=self.lm.device)
+        hidden_BW = torch.zeros_like(ids_BW, dtype=torch.bool)
+        for member, (slot, span) in enumerate(spans):
+            ids_BW[member, : span.stop - span.start] = self.slots.ids_SC[slot, span]
+            hidden_BW[member, : span.stop - span.start] = self.slots.hidden_SC[slot, span]
+        start_B = torch.tensor([span.start for _, span in spans], device=self.lm.device)
+        for ahead in range(max(sequence.config.drafts for sequence in sequences)):
+            rows = rows.where(hidden_BW[rows.member_N, rows.position_N - start_B[rows.member_N]])
+            if len(rows.member_N) == 0:
+                break
+            decision = self._decide(sequences, rows, ahead)
+            chosen_N, column_N = self._choose(sequences, rows, decision, ahead)
+            at = (rows.member_N[chosen_N], column_N[chosen_N])
+            ids_BW[at], hidden_BW[at] = decision.token_N[chosen_N], False
+            states.append((ids_BW.clone(), hidden_BW.clone()))
+        if not states:
+            return
+        ids_GBW, hidden_GBW = (torch.stack(tables) for tables in zip(*states, strict=True))
+        open_B = hidden_GBW.any(2).sum(0).tolist()  # a state with nothing left to predict is not worth a pass
+        for member, sequence in enumerate(sequences):
+            count, size = min(open_B[member], sequence.config.drafts), sequence.span[1] - sequence.span[0]
+            if count:
+                sequence.guess = Guess(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
 
     def _admit(self) -> None:
         """Let waiting requests in, in their order, as long as there is room."""
@@ -150,9 +221,9 @@ class Engine:
             self._owners += [sequence] * sequence.size
             self.working.append(sequence)
         if self.exact_cache:
-            self._prefill(entering)
+            self._prefill(set(entering))
 
-    def _prefill(self, entering: list[Sequence]) -> None:
+    def _prefill(self, entering: set[Sequence]) -> None:
         """Read prompts into the cache: each once, also where an earlier request has it in work."""
         assert self.slots.cache is not None
         known: dict[tuple[int, ...], int] = {}
@@ -186,6 +257,8 @@ class Engine:
         windows = [self._window(sequence, slot) for sequence, slot in members]
         rows = predict(self.lm, self.slots, windows, alone=any(sequence.config.deterministic for sequence in self.working))
         self.passes += 1
+        for sequence in self.working:
+            sequence.passes += 1
         if not guided:
             return rows
         index = {sequence: number for number, sequence in enumerate(guided)}
@@ -199,7 +272,7 @@ class Engine:
             blind_B[member_N] >= 0, start_of[blind_B[member_N]] + place_N, torch.arange(len(member_N), device=member_N.device)
         )
         logits_NV = rows.logits_NV[: len(member_N)]
-        return Rows(guide(logits_NV, rows.logits_NV[other_N], weight_B[member_N][:, None]), member_N, position_N)
+        return Rows(guide(logits_NV, rows.logits_NV[other_N], weight_B[member_N][:, None]), member_N, position_N, rows.ahead_N[own_N])
 
     def _window(self, sequence: Sequence, slot: int) -> Window:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
@@ -207,16 +280,14 @@ class Engine:
             anew = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             return Window(slot, length, start, stop, read=(0, length) if anew else (start, stop if config.cache == "dual" else length))
         state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
-        return Window(slot, length, start, stop, sequence.clean, state=state)
+        return Window(slot, length, start, stop, sequence.clean, state=state, guess=sequence.guess)
 
-    def _decide(self, rows: Rows) -> Decision:
+    def _decide(self, sequences: list[Sequence], rows: Rows, ahead: int = 0) -> Decision:
         """What would be revealed at each row, by the settings of its sequence."""
-        device = rows.member_N.device
-        key_N = torch.tensor([sequence.request.key for sequence in self.working], device=device)[rows.member_N]
-        step_N = torch.tensor([sequence.done for sequence in self.working], device=device)[rows.member_N]
-        slot_N = torch.tensor([sequence.slots[0] for sequence in self.working], device=device)[rows.member_N]
-        kinds = {id(sequence.config): sequence.config for sequence in self.working}
-        kind_N = torch.tensor([list(kinds).index(id(sequence.config)) for sequence in self.working], device=device)[rows.member_N]
+        facts = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
+        key_N, step_N, slot_N = torch.tensor(facts, device=rows.member_N.device)[rows.member_N].unbind(1)
+        kinds = {id(sequence.config): sequence.config for sequence in sequences}
+        kind_N = torch.tensor([list(kinds).index(id(sequence.config)) for sequence in sequences], device=key_N.device)[rows.member_N]
         parts = []
         for number, config in enumerate(kinds.values()):
             at = slice(None) if len(kinds) == 1 else (kind_N == number).nonzero().squeeze(1)
@@ -225,30 +296,46 @@ class Engine:
             parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], rows.position_N[at], present_NV)))
         return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
 
-    def _reveal(self, rows: Rows, decision: Decision) -> None:
-        device = rows.member_N.device
-        start_B = torch.tensor([sequence.span[0] for sequence in self.working], device=device)
-        slot_B = torch.tensor([sequence.slots[0] for sequence in self.working], device=device)
-        width = max(stop - start for start, stop in (sequence.span for sequence in self.working))
+    def _choose(self, sequences: list[Sequence], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
+        """Which rows [N] are revealed, and their column in the block."""
+        start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=rows.member_N.device)
         column_N = rows.position_N - start_B[rows.member_N]
-        priority_BW = torch.full((len(self.working), width), -torch.inf, device=device)
+        width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
+        priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
         priority_BW[rows.member_N, column_N] = decision.priority_N
-        count_B = self._counts(priority_BW, rows.member_N, column_N, decision)
-        chosen_N = first_by_priority(priority_BW, count_B)[rows.member_N, column_N]
-        again = [hidden_again(sequence.counts, sequence.step, sequence.config.remask) for sequence in self.working]
+        fixed = [
+            sum(sequence.counts[sequence.step + ahead :][:1]) + hidden_again(sequence.counts, sequence.step, sequence.config.remask)
+            for sequence in sequences
+        ]
+        count_B = torch.tensor(fixed, device=column_N.device)
+        kinds = {id(sequence.config): sequence.config for sequence in sequences}
+        for kind, config in kinds.items():
+            mine_B = torch.tensor([id(sequence.config) == kind for sequence in sequences], device=column_N.device)
+            if config.parallel:
+                count_B = torch.where(mine_B, how_many(priority_BW, config), count_B)
+            if config.early_commit is not None:
+                assert decision.margin_N is not None
+                margin_BW = torch.full(priority_BW.shape, torch.inf, device=column_N.device)
+                margin_BW[rows.member_N, column_N] = decision.margin_N.float()
+                count_B = torch.where(mine_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
+        return first_by_priority(priority_BW, count_B)[rows.member_N, column_N], column_N
+
+    def _reveal(self, sequences: list[Sequence], rows: Rows, decision: Decision) -> None:
+        slots, device = self.slots, rows.member_N.device
+        chosen_N, _ = self._choose(sequences, rows, decision)
+        again = [hidden_again(sequence.counts, sequence.step, sequence.config.remask) for sequence in sequences]
         if any(again):
-            self._hide_again(slot_B, start_B, width, torch.tensor(again, device=device))
-        member_C, position_C = rows.member_N[chosen_N], rows.position_N[chosen_N]
-        at = (slot_B[member_C], position_C)
-        slots = self.slots
-        slots.ids_SC[at] = decision.token_N[chosen_N]
-        slots.hidden_SC[at] = False
-        slots.step_SC[at] = torch.tensor([sequence.done for sequence in self.working], dtype=torch.int16, device=device)[member_C]
-        slots.log_prob_SC[at] = decision.log_prob_N[chosen_N].double()
-        for table, values_N in ((slots.sampled_SC, decision.sampled_log_prob_N), (slots.entropy_SC, decision.entropy_N)):
+            self._hide_again(sequences, torch.tensor(again, device=device))
+        slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.done) for sequence in sequences], device=device).unbind(1)
+        member_C = rows.member_N[chosen_N]
+        at = (slot_B[member_C], rows.position_N[chosen_N])
+        slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[chosen_N], False
+        slots.step_SC[at] = step_B[member_C].to(slots.step_SC.dtype)
+        records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
+        for table, values_N in zip((slots.log_prob_SC, slots.sampled_SC, slots.entropy_SC), records, strict=True):
             if values_N is not None:
                 table[at] = values_N[chosen_N].double()
-        for sequence in self.working:
+        for sequence in sequences:
             if sequence.size == 2:
                 own, blind = sequence.slots
                 start, stop = sequence.span
@@ -256,62 +343,43 @@ class Engine:
                 slots.ids_SC[blind, start:stop] = torch.where(shown, slots.ids_SC[own, start:stop], self.lm.mask_token_id)
                 slots.hidden_SC[blind, start:stop] = slots.hidden_SC[own, start:stop]
 
-    def _counts(self, priority_BW: Tensor, member_N: Tensor, column_N: Tensor, decision: Decision) -> Tensor:
-        """How many tokens each sequence reveals now."""
-        fixed = [
-            sequence.counts[sequence.step] + hidden_again(sequence.counts, sequence.step, sequence.config.remask) if sequence.counts else 0
-            for sequence in self.working
-        ]
-        count_B = torch.tensor(fixed, device=priority_BW.device)
-        kinds = {id(sequence.config): sequence.config for sequence in self.working}
-        for kind, config in kinds.items():
-            mine_B = torch.tensor([id(sequence.config) == kind for sequence in self.working], device=priority_BW.device)
-            if config.parallel:
-                count_B = torch.where(mine_B, how_many(priority_BW, config), count_B)
-            if config.early_commit is not None:
-                assert decision.margin_N is not None
-                margin_BW = torch.full(priority_BW.shape, torch.inf, device=priority_BW.device)
-                margin_BW[member_N, column_N] = decision.margin_N.float()
-                sure_B = mine_B & (margin_BW.amin(1) >= config.early_commit)
-                count_B = torch.where(sure_B, priority_BW.shape[1], count_B)
-        return count_B
-
-    def _hide_again(self, slot_B: Tensor, start_B: Tensor, width: int, again_B: Tensor) -> None:
+    def _hide_again(self, sequences: list[Sequence], again_B: Tensor) -> None:
         """Hide the least probable tokens that earlier steps of the blocks revealed."""
-        at_BW = start_B[:, None] + torch.arange(width, device=slot_B.device)
-        at_BW = at_BW.clamp_max(self.slots.ids_SC.shape[1] - 1)
-        stop_B1 = torch.tensor([[sequence.span[1]] for sequence in self.working], device=slot_B.device)
-        inside_BW = start_B[:, None] + torch.arange(width, device=slot_B.device) < stop_B1
-        earlier_BW = inside_BW & (self.slots.step_SC[slot_B[:, None], at_BW] >= 0)
-        priority_BW = torch.where(earlier_BW, -self.slots.log_prob_SC[slot_B[:, None], at_BW], -torch.inf)
+        slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=again_B.device)[:, :, None].unbind(1)
+        at_BW = start_B1 + torch.arange(int((stop_B1 - start_B1).max()), device=again_B.device)
+        inside_BW, at_BW = at_BW < stop_B1, at_BW.clamp_max(self.slots.ids_SC.shape[1] - 1)
+        earlier_BW = inside_BW & (self.slots.step_SC[slot_B1, at_BW] >= 0)
+        priority_BW = torch.where(earlier_BW, -self.slots.log_prob_SC[slot_B1, at_BW], -torch.inf)
         member_C, column_C = first_by_priority(priority_BW, again_B).nonzero(as_tuple=True)
-        at = (slot_B[member_C], at_BW[member_C, column_C])
+        at = (slot_B1[member_C, 0], at_BW[member_C, column_C])
         self.slots.ids_SC[at], self.slots.hidden_SC[at], self.slots.step_SC[at] = self.lm.mask_token_id, True, -1
 
-    def _advance(self) -> list[tuple[int, Trace]]:
+    def _advance(self, sequences: list[Sequence]) -> list[tuple[int, Trace]]:
         """Go on to the next step or block; sequences that are through leave."""
-        ended = self._ended()
-        finished = []
-        for sequence, through in zip(list(self.working), ended, strict=True):
+        ended = self._ended(sequences)
+        for sequence, through in zip(sequences, ended, strict=True):
             first = sequence.span[0]
             sequence.clean = max(sequence.clean, first - first % (self.lm.block_size or 1))
             sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
             if through:
                 sequence.block, sequence.step = sequence.block + 1, 0
-        stopped = self._stopped([sequence for sequence, through in zip(self.working, ended, strict=True) if through])
-        for sequence in [s for s in self.working if s in stopped or s.block == len(s.request.blocks)]:
-            finished.append((sequence.ticket, self.slots.trace(sequence.slots[0], sequence.request, sequence.done, sequence.config.trace)))
+        stopped = self._stopped([sequence for sequence, through in zip(sequences, ended, strict=True) if through])
+        finished = []
+        for sequence in [s for s in sequences if s in stopped or s.block == len(s.request.blocks)]:
+            finished.append(
+                (sequence.ticket, self.slots.trace(sequence.slots[0], sequence.request, sequence.passes, sequence.config.trace))
+            )
             self._leave(sequence)
         return finished
 
-    def _ended(self) -> list[bool]:
+    def _ended(self, sequences: list[Sequence]) -> list[bool]:
         """Whether the block in work of each sequence has nothing hidden left."""
-        fixed = [sequence.step + 1 == len(sequence.counts) for sequence in self.working]
-        asking = [i for i, sequence in enumerate(self.working) if sequence.config.parallel or sequence.config.early_commit is not None]
-        left = [self.slots.hidden_SC[self.working[i].slots[0], slice(*self.working[i].span)].any() for i in asking]
+        ended = [sequence.step + 1 == len(sequence.counts) for sequence in sequences]
+        asking = [i for i, sequence in enumerate(sequences) if sequence.config.parallel or sequence.config.early_commit is not None]
+        left = [self.slots.hidden_SC[sequences[i].slots[0], slice(*sequences[i].span)].any() for i in asking]
         for i, some in zip(asking, torch.stack(left).tolist() if left else [], strict=True):
-            fixed[i] = not some
-        return fixed
+            ended[i] = not some
+        return ended
 
     def _stopped(self, sequences: list[Sequence]) -> set[Sequence]:
         """Those of them that have produced EOS."""

@@ -16,42 +16,52 @@ from unmask.generation.slots import Slots, Window
 from unmask.models.diffusion_lm import DiffusionLM
 
 WASTE = 1024  # tokens of padding in a pass from which a pass of its own is worth it
-Pass = Callable[[DiffusionLM, Slots, Sequence[Window], Tensor, Tensor], Tensor]
+Pass = Callable[[DiffusionLM, Slots, Sequence[Window], Tensor, Tensor, Tensor], Tensor]
 
 
 class Rows(NamedTuple):
-    """Predictions at hidden positions, ordered by sequence of the pass and position.
+    """Predictions at hidden positions, ordered by sequence of the pass and position; those for states ahead come after all others.
 
     Attributes:
         logits_NV: aligned logits.
         member_N: which of the windows a row belongs to.
         position_N: where.
+        ahead_N: how many steps ahead the state that it was predicted from is guessed.
     """
 
     logits_NV: Tensor
     member_N: Tensor
     position_N: Tensor
+    ahead_N: Tensor
+
+    def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Rows:
+        """Some of the rows, perhaps with other numbers for their members."""
+        if keep_N.all() and number_B is None:
+            return self
+        member_N = self.member_N if number_B is None else number_B[self.member_N]
+        return Rows(self.logits_NV[keep_N], member_N[keep_N], self.position_N[keep_N], self.ahead_N[keep_N])
 
 
 def predict(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], alone: bool = False) -> Rows:
     """Logits at every hidden position of the blocks in work. What stands in the same state is computed once, what is of different
     lengths apart (`alone`: every sequence)."""
-    member_N, position_N = slots.hidden_rows(windows)
+    member_N, position_N, ahead_N = slots.hidden_rows(windows)
     computed, twin = _distinct(slots, windows)
-    place_BC = torch.full((len(windows), slots.ids_SC.shape[1]), -1, device=member_N.device)
+    deepest = max(len(window.guess.ids_GW) if window.guess else 0 for window in windows)
+    place_BGC = torch.full((len(windows), 1 + deepest, slots.ids_SC.shape[1]), -1, device=member_N.device)
     parts: list[Tensor] = []
     count = 0
     for members, run in _portions(lm, windows, computed, alone):
         some = [windows[member] for member in members]
-        member_M, position_M = slots.hidden_rows(some)
-        parts.append(run(lm, slots, some, member_M, position_M))
+        member_M, position_M, ahead_M = slots.hidden_rows(some)
+        parts.append(run(lm, slots, some, member_M, position_M, ahead_M))
         place_M = torch.arange(count, count + len(member_M), device=member_N.device)
-        place_BC[torch.tensor(members, device=member_N.device)[member_M], position_M] = place_M
+        place_BGC[torch.tensor(members, device=member_N.device)[member_M], ahead_M, position_M] = place_M
         count += len(member_M)
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) > 1 or len(computed) < len(windows):
-        logits_NV = logits_NV[place_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]]
-    return Rows(logits_NV, member_N, position_N)
+        logits_NV = logits_NV[place_BGC[torch.tensor(twin, device=member_N.device)[member_N], ahead_N, position_N]]
+    return Rows(logits_NV, member_N, position_N, ahead_N)
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
@@ -68,7 +78,7 @@ def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
         yield sorted(bucket)
 
 
-def full_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor) -> Tensor:
+def full_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor, ahead_N: Tensor) -> Tensor:
     """Whole canvases."""
     length_B = torch.tensor([window.length for window in windows], device=member_N.device)
     slot_B = torch.tensor([window.slot for window in windows], device=member_N.device)

@@ -10,11 +10,24 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from unmask.generation.cache import SlotCache
 from unmask.generation.requests import Request
 from unmask.generation.trace import Trace
 from unmask.models.diffusion_lm import DiffusionLM
+
+
+class Guess(NamedTuple):
+    """States of a block one, two, ... steps ahead.
+
+    Attributes:
+        ids_GW: token ids, with the mask token at hidden positions.
+        hidden_GW: what would still be hidden.
+    """
+
+    ids_GW: Tensor
+    hidden_GW: Tensor
 
 
 class Window(NamedTuple):
@@ -27,6 +40,7 @@ class Window(NamedTuple):
         clean: the first position that its cached keys lack.
         read: of a lossy cache, the positions to compute; None: exact.
         state: equal for sequences that may stand in the same state; None where no other can.
+        guess: states ahead to compute too.
     """
 
     slot: int
@@ -36,6 +50,7 @@ class Window(NamedTuple):
     clean: int = 0
     read: tuple[int, int] | None = None
     state: tuple | None = None
+    guess: Guess | None = None
 
     def base(self, lm: DiffusionLM) -> int:
         """Where the attention's block in work begins, before which all is clean."""
@@ -64,6 +79,7 @@ class Slots:
         self.mask_token_id = mask_token_id
         self.count = 0
         self.cache: SlotCache | None = None
+        self.spare = 0  # columns of the cache for guesses
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int16, device=device)
@@ -82,21 +98,27 @@ class Slots:
             new[: self.count, :width] = old[: self.count, :width]
             setattr(self, name, new)
         if self.cache is not None:
-            self.cache.reserve(slots, columns)
+            self.cache.reserve(slots, columns + self.spare)
 
-    def keep_keys(self) -> None:
-        """Have a cache."""
-        if self.cache is None:
-            self.cache = SlotCache()
-            self.cache.reserve(*self.ids_SC.shape)
+    def keep_keys(self, spare: int = 0) -> None:
+        """Have a cache, with so many columns to spare."""
+        if self.cache is None or spare > self.spare:
+            self.spare = max(spare, self.spare)
+            self.cache = self.cache or SlotCache()
+            self.cache.reserve(self.ids_SC.shape[0], self.ids_SC.shape[1] + self.spare)
 
-    def hidden_rows(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-        """Member and position of every hidden position of the blocks in work."""
+    def hidden_rows(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
+        """Member, position and step ahead (0: none) of every hidden position of the blocks in work."""
         slot_B, start_B, stop_B = torch.tensor([(w.slot, w.start, w.stop) for w in windows], device=self.ids_SC.device).unbind(1)
         at_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
         rows_BC = self.hidden_SC[slot_B] & (at_C >= start_B[:, None]) & (at_C < stop_B[:, None])
-        member_N, position_N = rows_BC.nonzero(as_tuple=True)
-        return member_N, position_N
+        rows = [F.pad(rows_BC.nonzero(), (0, 1))]
+        for member, window in enumerate(windows):
+            if window.guess is not None:
+                ahead_M, column_M = window.guess.hidden_GW.nonzero(as_tuple=True)
+                rows.append(torch.stack([torch.full_like(ahead_M, member), window.start + column_M, 1 + ahead_M], 1))
+        member_N, position_N, ahead_N = torch.cat(rows).T.contiguous().unbind()
+        return member_N, position_N, ahead_N
 
     def add(self, ids: list[int], hidden: list[bool]) -> int:
         """Take the next slot for a sequence."""
