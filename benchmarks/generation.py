@@ -23,10 +23,10 @@ import unmask
 from benchmarks import published
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
-from unmask.generation import engine as engines
 from unmask.generation.engine import Engine
 from unmask.generation.policies import decide, first_by_priority
 from unmask.generation.requests import Request, make_requests
+from unmask.generation.steps import Sequence as Work
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -74,7 +74,7 @@ class Planted(Engine):
         super().__init__(lm)
         self.lengths = lengths
 
-    def _stopped(self, sequences: list[engines.Sequence]) -> set[engines.Sequence]:
+    def _stopped(self, sequences: list[Work]) -> set[Work]:
         return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
 
 
