@@ -90,7 +90,7 @@ def main() -> None:
     ids_BT = torch.tensor([causal.tokenizer(held_out[0]).input_ids])
     print(f"block 1 with shift equals the causal model: {torch.equal(shifted.logits(ids_BT), causal.logits(ids_BT))}", flush=True)
     for recipe in options.recipes:
-        pace = train(options.model, recipe, learnt, 12)[1] / 12
+        pace = train(options.model, recipe, learnt, 50)[1] / 50  # enough for the smallest share of a stage
         for minutes in options.minutes:
             steps = round(minutes * 60 / pace)
             lm, seconds = train(options.model, recipe, learnt, steps)
