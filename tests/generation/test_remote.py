@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import unmask
 from tests.helpers import shared_path
@@ -148,21 +149,33 @@ def test_noise_is_seeded_by_prompt_and_seed():
     assert seen[:2] == seen[2:4] and len({*seen}) == 4
 
 
+def write_model(path: Path, seed: int) -> None:
+    """A Llama with random weights and the tokenizer of stories260K, whose own heads are narrower than vLLM's kernels for a CPU take."""
+    tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, max_position_embeddings=256))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
     """A real server, and the folder of the model that it serves. UNMASK_VLLM_PYTHON is the Python of an environment that has vLLM."""
     python = os.environ.get("UNMASK_VLLM_PYTHON")
     if not python:
         pytest.skip("UNMASK_VLLM_PYTHON is not set")
-    model, port = shared_path("models", "stories260K"), free_port()
+    model, port = tmp_path_factory.mktemp("model"), free_port()
     log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    write_model(model, seed=0)
     environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
     command += ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
     with log.open("w") as out:
         server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
     try:
-        RemoteLM(f"http://127.0.0.1:{port}", str(model), patience=300)
+        RemoteLM(f"http://127.0.0.1:{port}", str(model), patience=300).close()
         yield f"http://127.0.0.1:{port}", model
     finally:
         os.killpg(server.pid, signal.SIGKILL)
@@ -174,33 +187,29 @@ def test_vllm_gives_the_tokens_of_the_engine(vllm):
     url, model = vllm
     prompts = ["Once upon a time", "The dog", "Lily and her mom went to the"]
     config = SamplerConfig(max_new_tokens=48)
-    there = RemoteLM(url, str(model)).generate(prompts, config)
+    with RemoteLM(url, str(model)) as remote:
+        there = remote.generate(prompts, config)
+        drawn = SamplerConfig(max_new_tokens=16, temperature=1.0)
+        one, two, three = (remote.generate(prompts, drawn.model_copy(update={"seed": seed})).tokens for seed in (0, 0, 1))
+    assert one == two != three
     here = unmask.generate(unmask.load(str(model)), prompts, config)
     assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
     for got, expected in zip(there.log_probs, here.log_probs, strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-3, rtol=1e-3)
-    drawn = SamplerConfig(max_new_tokens=16, temperature=1.0)
-    one, two, three = (RemoteLM(url, str(model)).generate(prompts, drawn.model_copy(update={"seed": seed})).tokens for seed in (0, 0, 1))
-    assert one == two != three
 
 
 @pytest.mark.vllm
 def test_vllm_serves_new_weights(vllm, tmp_path):
     url, model = vllm
-    remote, lm = RemoteLM(url, str(model)), unmask.load(str(model))
     config = SamplerConfig(max_new_tokens=12)
-    before = remote.generate(["Once upon a time"], config)
-    with torch.no_grad():
-        for parameter in lm.model.parameters():
-            parameter.mul_(1.02)
-    stock = unmask.load(str(model)).model
-    stock.load_state_dict({name: weight for name, weight in lm.model.state_dict().items()})
-    stock.resize_token_embeddings(512)
-    stock.save_pretrained(tmp_path)
-    remote.update_weights(str(tmp_path))
-    changed = remote.generate(["Once upon a time"], config)
-    expected = unmask.generate(lm, ["Once upon a time"], config)
+    write_model(tmp_path, seed=1)
+    with RemoteLM(url, str(model)) as remote:
+        before = remote.generate(["Once upon a time"], config)
+        remote.update_weights(str(tmp_path))
+        changed = remote.generate(["Once upon a time"], config)
+        remote.update_weights(str(model))
+        again = remote.generate(["Once upon a time"], config)
+    expected = unmask.generate(unmask.load(str(tmp_path)), ["Once upon a time"], config)
     assert changed.tokens == expected.tokens and changed.log_probs != before.log_probs
     torch.testing.assert_close(torch.tensor(changed.log_probs), torch.tensor(expected.log_probs), atol=1e-3, rtol=1e-3)
-    remote.update_weights(str(model))
-    assert remote.generate(["Once upon a time"], config).tokens == before.tokens
+    assert again.tokens == before.tokens

@@ -122,6 +122,16 @@ class RemoteLM:
         self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": path}})
         self.reset_prefix_cache()
 
+    def close(self) -> None:
+        """Give the connections back; the server stays as it is."""
+        self._client.close()
+
+    def __enter__(self) -> RemoteLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of earlier prompts."""
         self._call("POST", "/reset_prefix_cache")
