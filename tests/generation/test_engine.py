@@ -20,19 +20,22 @@ every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
     """Each with settings of its own; some come later, some are called off."""
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
     engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
-    expected, found, cancelled = {}, {}, set()
+    expected, found, cancelled, guessing = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
         config = data.draw(configs(attention, block_size))
+        if (block_size or 1) > 1 and not config.guidance and not config.remask:  # guesses beside guided and remasking sequences
+            config = config.model_copy(update={"drafts": data.draw(st.integers(0, 3))})
         requests = make_requests(lm, prompts, config)
         traces = reference.complete(lm, requests, config).trace
         tickets = [engine.submit(request, config) for request in requests]
         expected |= dict(zip(tickets, traces, strict=True))
+        guessing |= set(tickets) if config.drafts else set()
         for _ in range(data.draw(st.integers(0, 3))):
             found |= dict(engine.step())
         if data.draw(st.booleans()):
@@ -40,11 +43,9 @@ def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention
     found |= dict(engine.run())
     assert found.keys() == expected.keys() - cancelled
     for ticket, trace in found.items():
-        assert (trace.canvas, trace.steps, trace.forward_passes) == (
-            expected[ticket].canvas,
-            expected[ticket].steps,
-            expected[ticket].forward_passes,
-        )
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        saved = expected[ticket].forward_passes - trace.forward_passes
+        assert saved == 0 or (saved > 0 and ticket in guessing)
     assert engine.slots.count == 0 and not engine.working and not engine.waiting
 
 
@@ -67,19 +68,20 @@ def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
 @every_pattern
 def test_memory_is_bounded_by_the_configuration(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
-    config = SamplerConfig(max_new_tokens=8)
-    engine = Engine(lm, batch_size=9, max_batch_tokens=30)
+    guesses = 2 * block_size if (block_size or 1) > 1 else 0
+    config = SamplerConfig(max_new_tokens=8, drafts=2 if guesses else 0)
+    engine = Engine(lm, batch_size=9, max_batch_tokens=30 + guesses)
     prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
     tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
     finished = []
     while engine.waiting or engine.working:
         finished += [ticket for ticket, _ in engine.step()]
         rows, columns = engine.slots.ids_SC.shape
-        assert rows * columns <= 30
+        assert rows * columns <= 30 + guesses
         if engine.slots.cache is not None:
             assert engine.slots.cache.shape == (rows, columns)
     assert sorted(finished) == tickets
-    with pytest.raises(GenerationError, match=r"max_batch_tokens: 31 tokens pass 30\. Raise it"):
+    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + guesses} tokens pass {30 + guesses}\. Raise it"):
         engine.submit(make_requests(lm, [[4] * 23], config)[0], config)
 
 
@@ -130,7 +132,6 @@ def test_guessing_ahead_changes_no_token(logit_shift, attention, block_size, dat
 
 
 def test_guesses_that_come_true_save_passes():
-    """With logits far apart every guess is right: a block of four takes one pass for its first token and one for all others."""
     lm = tiny("phi", "block_causal", 4, eos_bias=-99.0)
     requests = make_requests(lm, ["abcde"], SamplerConfig(max_new_tokens=19))
     passes = {}

@@ -16,7 +16,7 @@ from unmask.config import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.cached import commit
 from unmask.generation.passes import Rows, buckets, predict
-from unmask.generation.reference import guide
+from unmask.generation.policies import guide
 from unmask.generation.requests import Request
 from unmask.generation.slots import Slots, Window
 from unmask.generation.steps import Sequence, guess_ahead, reveal
@@ -29,7 +29,8 @@ class Engine:
 
     Args:
         batch_size: sequences in work at once.
-        max_batch_tokens: sequences in work times the longest of them; None: no bound but batch_size.
+        max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for guesses included; None: no bound
+            but batch_size.
 
     Use: `submit`, then `step` until what you wait for is among the finished.
     """
@@ -52,12 +53,13 @@ class Engine:
         Raises:
             GenerationError: it alone passes the memory that the engine may use.
         """
-        sequence = Sequence(self._tickets, request, config)
-        if self.max_batch_tokens is not None and sequence.size * request.length > self.max_batch_tokens:
-            what = f"{request.length} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
+        columns = request.length + config.drafts * (self.lm.block_size or 1)
+        sequence = Sequence(self._tickets, request, config, columns)
+        if self.max_batch_tokens is not None and sequence.size * columns > self.max_batch_tokens:
+            what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
-        if config.cache != "exact" or config.drafts:
-            self.slots.keep_keys(spare=config.drafts * (self.lm.block_size or 1))
+        if config.cache != "exact":
+            self.slots.keep_keys()
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -84,29 +86,40 @@ class Engine:
         self._admit()
         if not self.working:
             return []
-        finished: list[tuple[int, Trace]] = []
         with evaluating(self.lm):
             everyone, rows = list(self.working), self._predict()
-            began, last = [sequence.block for sequence in everyone], torch.zeros(len(everyone), dtype=torch.long, device=self.lm.device)
-            active = list(range(len(everyone)))
-            for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
-                if ahead:
-                    active = self._confirmed([i for i in active if everyone[i].block == began[i]], everyone, ahead)
-                if not active:
-                    break
-                last[active] = ahead
-                some = [everyone[i] for i in active]
-                own = self._of(rows, active, len(everyone), rows.ahead_N == ahead)
-                reveal(self.slots, some, own)
-                finished += self._advance(some)
-            staying = [i for i, s in enumerate(everyone) if s.config.drafts and s in self.working and s.block == began[i]]
-            for sequence in everyone:
-                sequence.guess = None
-            if staying:
-                guess_ahead(
-                    self.slots, [everyone[i] for i in staying], self._of(rows, staying, len(everyone), rows.ahead_N == last[rows.member_N])
-                )
+            finished, used = self._reveal(everyone, rows)
+            self._guess(everyone, rows, used)
         return finished
+
+    def _reveal(self, everyone: list[Sequence], rows: Rows) -> tuple[list[tuple[int, Trace]], dict[int, int]]:
+        """Take a step, and one more for every guess that comes true. What finished, and how many guesses were used of each sequence that
+        goes on with its block."""
+        finished: list[tuple[int, Trace]] = []
+        active, used = list(range(len(everyone))), [0] * len(everyone)
+        began = [sequence.block for sequence in everyone]
+        for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
+            if ahead:
+                active = self._confirmed([i for i in active if everyone[i].block == began[i]], everyone, ahead)
+            if not active:
+                break
+            for index in active:
+                used[index] = ahead
+            some = [everyone[i] for i in active]
+            reveal(self.slots, some, self._of(rows, active, len(everyone), rows.ahead_N == ahead))
+            finished += self._advance(some)
+        staying = [i for i, sequence in enumerate(everyone) if sequence in self.working and sequence.block == began[i]]
+        return finished, {index: used[index] for index in staying}
+
+    def _guess(self, everyone: list[Sequence], rows: Rows, used: dict[int, int]) -> None:
+        """Guess the next states of sequences that go on with their block from what was predicted at the last state known."""
+        for sequence in everyone:
+            sequence.guess = None
+        guessing = [index for index in used if everyone[index].config.drafts]
+        if guessing:
+            used_B = torch.tensor([used.get(index, 0) for index in range(len(everyone))], device=rows.member_N.device)
+            own = self._of(rows, guessing, len(everyone), rows.ahead_N == used_B[rows.member_N])
+            guess_ahead(self.slots, [everyone[i] for i in guessing], own)
 
     @staticmethod
     def _of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
@@ -132,20 +145,20 @@ class Engine:
     def _admit(self) -> None:
         """Let waiting requests in, in their order, as long as there is room."""
         entering: list[Sequence] = []
-        members, length = len(self._owners), max((sequence.request.length for sequence in self.working), default=0)
+        members, columns = len(self._owners), max((sequence.columns for sequence in self.working), default=0)
         while self.waiting and len(self.working) + len(entering) < self.batch_size:
-            room = members + self.waiting[0].size, max(length, self.waiting[0].request.length)
+            room = members + self.waiting[0].size, max(columns, self.waiting[0].columns)
             if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
                 break
             entering.append(self.waiting.popleft())
-            members, length = room
+            members, columns = room
         if not entering:
             return
-        slots, columns = self.slots.ids_SC.shape
-        if members > slots or length > columns:
-            grown = max(members, slots), max(length, columns)
+        slots, width = self.slots.ids_SC.shape
+        if members > slots or columns > width:
+            grown = max(members, slots), max(columns, width)
             fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
-            self.slots.reserve(*(grown if fits else (members, length)))
+            self.slots.reserve(*(grown if fits else (members, columns)))
         for sequence in entering:
             request = sequence.request
             blind = [[self.lm.mask_token_id] * request.length] * (sequence.size - 1)
@@ -193,18 +206,16 @@ class Engine:
             sequence.passes += 1
         if not guided:
             return rows
-        index = {sequence: number for number, sequence in enumerate(guided)}
-        blind_B = torch.tensor([len(self.working) + index[s] if s in index else -1 for s in self.working], device=rows.member_N.device)
+        count, device = len(self.working), rows.member_N.device
+        blind = {sequence: count + number for number, sequence in enumerate(guided)}
+        blind_B = torch.tensor([blind.get(sequence, number) for number, sequence in enumerate(self.working)], device=device)
         weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.working])
-        own_N = rows.member_N < len(self.working)
-        start_of = torch.searchsorted(rows.member_N, torch.arange(len(members), device=rows.member_N.device))
-        member_N, position_N = rows.member_N[own_N], rows.position_N[own_N]
-        place_N = torch.arange(len(member_N), device=member_N.device) - start_of[member_N]
-        other_N = torch.where(
-            blind_B[member_N] >= 0, start_of[blind_B[member_N]] + place_N, torch.arange(len(member_N), device=member_N.device)
-        )
-        logits_NV = rows.logits_NV[: len(member_N)]
-        return Rows(guide(logits_NV, rows.logits_NV[other_N], weight_B[member_N][:, None]), member_N, position_N, rows.ahead_N[own_N])
+        now_N = (rows.ahead_N == 0).nonzero().squeeze(1)
+        place_BC = torch.full((len(members), self.slots.ids_SC.shape[1]), -1, device=device)
+        place_BC[rows.member_N[now_N], rows.position_N[now_N]] = now_N
+        own = rows.where(rows.member_N < count)
+        blind_NV = rows.logits_NV[place_BC[blind_B[own.member_N], own.position_N]]
+        return own._replace(logits_NV=guide(own.logits_NV, blind_NV, weight_B[own.member_N][:, None]))
 
     def _window(self, sequence: Sequence, slot: int) -> Window:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config

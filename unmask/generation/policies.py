@@ -115,6 +115,11 @@ def _decide(
     return Decision(token_N, log_prob_N, priority_N.float(), sampled_N, entropy_N, margin_N)
 
 
+def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
+    """Logits moved by `guidance` times their distance from those without the prompt (Nie et al. 2025); what cannot be stays so."""
+    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
+
+
 def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
     """Logits after the repetition penalty (Keskar et al. 2019) and without tokens that may not be produced; the same tensor where the
     config asks for neither."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unmask.config import SamplerConfig
-from unmask.generation.policies import Decision, decide, hidden_again
+from unmask.generation.policies import Decision, decide, guide, hidden_again
 from unmask.generation.requests import Request, make_requests
 from unmask.generation.trace import Generation, Trace, make_generation
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
@@ -81,11 +81,6 @@ def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool
         blind_TV = lm.logits(torch.tensor([blind], device=lm.device), hidden_BT=hidden_1T)[0]
         logits_TV = guide(logits_TV, blind_TV, config.guidance)
     return logits_TV
-
-
-def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
-    """Logits moved by `guidance` times their distance from those without the prompt (Nie et al. 2025); what cannot be stays so."""
-    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
 
 
 def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:

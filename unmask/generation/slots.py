@@ -79,7 +79,6 @@ class Slots:
         self.mask_token_id = mask_token_id
         self.count = 0
         self.cache: SlotCache | None = None
-        self.spare = 0  # columns of the cache for guesses
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
         self.step_SC = torch.zeros(0, 0, dtype=torch.int16, device=device)
@@ -98,14 +97,13 @@ class Slots:
             new[: self.count, :width] = old[: self.count, :width]
             setattr(self, name, new)
         if self.cache is not None:
-            self.cache.reserve(slots, columns + self.spare)
+            self.cache.reserve(slots, columns)
 
-    def keep_keys(self, spare: int = 0) -> None:
-        """Have a cache, with so many columns to spare."""
-        if self.cache is None or spare > self.spare:
-            self.spare = max(spare, self.spare)
-            self.cache = self.cache or SlotCache()
-            self.cache.reserve(self.ids_SC.shape[0], self.ids_SC.shape[1] + self.spare)
+    def keep_keys(self) -> None:
+        """Have a cache."""
+        if self.cache is None:
+            self.cache = SlotCache()
+            self.cache.reserve(*self.ids_SC.shape)
 
     def hidden_rows(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
         """Member, position and step ahead (0: none) of every hidden position of the blocks in work."""

@@ -26,6 +26,7 @@ class Sequence:
         slots: its own, and with guidance that of its twin with a hidden prompt.
         block, step: the decoding block in work, and how many steps it has had.
         done: denoising steps in all.
+        columns: that it takes of a slot: its positions, and what the cache holds of guesses.
         passes: that it has been in.
         clean: the first position that the cache lacks.
         guess: what its next states may be.
@@ -34,6 +35,7 @@ class Sequence:
     ticket: int
     request: Request
     config: SamplerConfig
+    columns: int
     slots: list[int] = field(default_factory=list)
     block: int = 0
     step: int = 0
