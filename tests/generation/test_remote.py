@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -160,56 +161,108 @@ def write_model(path: Path, seed: int) -> None:
     tokenizer.save_pretrained(path)
 
 
+class Server:
+    """A real vLLM; UNMASK_VLLM_PYTHON is the Python of an environment that has it."""
+
+    def __init__(self, model: Path, log: Path):
+        self.python = os.environ.get("UNMASK_VLLM_PYTHON")
+        if not self.python:
+            pytest.skip("UNMASK_VLLM_PYTHON is not set")
+        self.model, self.log, self.port = model, log, free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.start()
+
+    def start(self) -> None:
+        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
+        options = ["--model", str(self.model), "--port", str(self.port), "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
+        options += ["--weight-transfer-config", '{"backend": "nccl"}'] if torch.cuda.device_count() > 1 else []
+        with self.log.open("a") as out:
+            command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", *options]
+            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+
+    def kill(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 @pytest.fixture(scope="module")
-def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A real server, and the folder of the model that it serves. UNMASK_VLLM_PYTHON is the Python of an environment that has vLLM."""
-    python = os.environ.get("UNMASK_VLLM_PYTHON")
-    if not python:
-        pytest.skip("UNMASK_VLLM_PYTHON is not set")
-    model, port = tmp_path_factory.mktemp("model"), free_port()
-    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    model = tmp_path_factory.mktemp("model")
     write_model(model, seed=0)
-    environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--port", str(port)]
-    command += ["--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
-    with log.open("w") as out:
-        server = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
+    server = Server(model, tmp_path_factory.mktemp("vllm") / "log.txt")
     try:
-        RemoteLM(f"http://127.0.0.1:{port}", str(model), patience=300).close()
-        yield f"http://127.0.0.1:{port}", model
+        RemoteLM(server.url, str(model), patience=300).close()
+        yield server
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+        server.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_gives_the_tokens_of_the_engine(vllm):
-    url, model = vllm
+    model = str(vllm.model)
     prompts = ["Once upon a time", "The dog", "Lily and her mom went to the"]
     config = SamplerConfig(max_new_tokens=48)
-    with RemoteLM(url, str(model)) as remote:
+    with RemoteLM(vllm.url, model) as remote:
         there = remote.generate(prompts, config)
         drawn = SamplerConfig(max_new_tokens=16, temperature=1.0)
         one, two, three = (remote.generate(prompts, drawn.model_copy(update={"seed": seed})).tokens for seed in (0, 0, 1))
     assert one == two != three
-    here = unmask.generate(unmask.load(str(model)), prompts, config)
+    here = unmask.generate(unmask.load(model), prompts, config)
     assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
     for got, expected in zip(there.log_probs, here.log_probs, strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.vllm
 def test_vllm_serves_new_weights(vllm, tmp_path):
-    url, model = vllm
+    model = str(vllm.model)
     config = SamplerConfig(max_new_tokens=12)
     write_model(tmp_path, seed=1)
-    with RemoteLM(url, str(model)) as remote:
+    with RemoteLM(vllm.url, model) as remote:
         before = remote.generate(["Once upon a time"], config)
         remote.update_weights(str(tmp_path))
         changed = remote.generate(["Once upon a time"], config)
-        remote.update_weights(str(model))
+        remote.update_weights(model)
         again = remote.generate(["Once upon a time"], config)
     expected = unmask.generate(unmask.load(str(tmp_path)), ["Once upon a time"], config)
     assert changed.tokens == expected.tokens and changed.log_probs != before.log_probs
     torch.testing.assert_close(torch.tensor(changed.log_probs), torch.tensor(expected.log_probs), atol=1e-3, rtol=1e-3)
     assert again.tokens == before.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_a_vllm_that_dies_in_the_middle_and_comes_back_loses_nothing(vllm):
+    model, config = str(vllm.model), SamplerConfig(max_new_tokens=200, stop_at_eos=False, batch_size=4)
+    prompts = ["Once upon a time", "The dog", "Lily and her mom went to the", "A"] * 4
+    expected = unmask.generate(unmask.load(model), prompts, config)
+    with RemoteLM(vllm.url, model, patience=300) as remote, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(remote.generate, prompts, config)
+        time.sleep(1)
+        assert not running.done()
+        vllm.kill()
+        time.sleep(1)
+        assert not running.done()
+        vllm.start()
+        assert running.result().tokens == expected.tokens
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for the server and one for the model")
+def test_vllm_takes_weights_over_nccl(vllm, tmp_path):
+    write_model(tmp_path, seed=1)
+    new = unmask.load(str(tmp_path))
+    config = SamplerConfig(max_new_tokens=12)
+    with RemoteLM(vllm.url, str(vllm.model)) as remote:
+        for _ in range(2):
+            remote.update_weights(new.model.to("cuda:1"))
+            assert remote.generate(["Once upon a time"], config).tokens == unmask.generate(new, ["Once upon a time"], config).tokens
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_weights_over_nccl_want_a_gpu():
+    with serving(echo) as url, pytest.raises(GenerationError, match=r"NCCL needs a GPU on either side\. Give a folder"):
+        RemoteLM(url, TOKENIZER).update_weights(torch.nn.Linear(2, 2))

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx2 as httpx
+from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
@@ -18,6 +19,7 @@ from unmask.data.chat import encode_prompt
 from unmask.diffusion.noise import sequence_key, sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation.trace import Generation
+from unmask.generation.weights import nccl_sender
 
 MEANINGLESS = (
     *("steps", "tokens_per_step", "block_size", "policy", "threshold", "factor", "entropy_bound", "remask", "order_temperature"),
@@ -72,6 +74,7 @@ class RemoteLM:
     ):
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
         self.patience = patience
+        self._sender: tuple[nn.Module, Any] | None = None
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
@@ -117,9 +120,24 @@ class RemoteLM:
             forward_passes=[len(ids) for ids in tokens],
         )
 
-    def update_weights(self, path: str) -> None:
-        """Have the server read weights from a folder that it can reach, and forget the keys that the old ones left."""
-        self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": path}})
+    def update_weights(self, source: str | nn.Module, address: str = "127.0.0.1") -> None:
+        """Give the server new weights, and have it forget the keys that the old ones left.
+
+        Args:
+            source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to the server's own GPUs. That
+                takes vLLM beside this package, and a server that was started with `--weight-transfer-config '{"backend": "nccl"}'`.
+            address: of this machine, as the server's workers reach it (NCCL).
+
+        Raises:
+            GenerationError: NCCL is not to be had here, or the server refuses.
+            RemoteError: it stays away or silent.
+        """
+        if isinstance(source, str):
+            self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": source}})
+        else:
+            if self._sender is None or self._sender[0] is not source:
+                self._sender = (source, nccl_sender(source, self._call, address))
+            self._sender[1].send_weights()
         self.reset_prefix_cache()
 
     def close(self) -> None:
