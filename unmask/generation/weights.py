@@ -1,0 +1,62 @@
+"""A model's weights over NCCL to the server that generates with it, by vLLM's own sending side: from one GPU to another, past the disk."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unmask.errors import GenerationError
+
+Call = Callable[..., Any]  # (method, path, json=...) -> response
+
+
+class ControlPlane:
+    """The steps of an update, as vLLM's trainer side asks for them."""
+
+    def __init__(self, call: Call):
+        self._call = call
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._call("POST", "/init_weight_transfer_engine", json={"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._call("POST", "/start_weight_update")
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        self._call("POST", "/update_weights", json={"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._call("POST", "/finish_weight_update")
+
+    def shutdown_weight_transfer_engine(self) -> None:
+        self._call("POST", "/shutdown_weight_transfer_engine")
+
+
+def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
+    """What sends this model's weights, as they are at the time, with `send_weights()`.
+
+    Args:
+        model: its parameters are named as in the checkpoint that the server holds.
+        call: to the server.
+        address: of this machine, as the server's workers reach it.
+
+    Raises:
+        GenerationError: no GPU, or no vLLM beside this package.
+    """
+    where, remedy = "update_weights", "Give a folder that the server can read instead"
+    if not torch.cuda.is_available():
+        raise GenerationError("NCCL needs a GPU on either side", where=where, remedy=remedy)
+    try:
+        from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+    except ImportError as error:
+        raise GenerationError(f"NCCL needs vLLM's sending side ({error})", where=where, remedy=f"Install vllm, or {remedy}") from error
+    workers = call("GET", "/get_world_size").json()["world_size"]
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    facts = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + workers)
+    return WeightTransferTrainerFactory.trainer_init(facts, client=ControlPlane(call), source=ModuleSource(model))
