@@ -2,8 +2,8 @@
 
     python -m benchmarks.generation [--threads 1] [--rounds 2] [--steps 16] [--only small]
 
-Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; the tokens are checked equal first at temperature 0
-(but for near-ties, which are counted); at other temperatures the distributions are the same (`tests/generation/test_policies.py`).
+Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 the sequences that are equal are counted
+first (a near-tie may fall otherwise in float32); at others the distributions are the same (`tests/generation/test_parity.py`).
 Block-causal: beside a sampler that reads the whole sequence at every step, with the same tokens.
 
 Shapes: B batch, P prompt, T positions.
@@ -79,7 +79,7 @@ class Planted(Engine):
 
 
 def agree(one_BT: Tensor, other_BT: Tensor) -> str:
-    """How many sequences are the same; the others part at a near-tie (`tests/generation/test_parity.py` looks how near)."""
+    """How many sequences are the same."""
     same = sum(torch.equal(a, b) for a, b in zip(one_BT, other_BT, strict=True))
     return f"{same} of {len(one_BT)} sequences equal"
 

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 
+from benchmarks import published
 from tests.generation.conftest import tiny
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import Stream, uniform
@@ -88,11 +89,29 @@ def tie(lm, prompt, key, config, one, other) -> float:
     return float((edges - noise).abs().min())
 
 
+@pytest.mark.parametrize("steps", [2, 6, 8])
+def test_the_published_way_gives_the_same_tokens(steps):
+    """At temperature 0; it is what the benchmark measures against."""
+    lm, prompt_BP = tiny("phi", "bidirectional"), torch.randint(4, 9, (16, 5), generator=torch.Generator().manual_seed(0))
+    config = SamplerConfig(max_new_tokens=WIDTH, block_size=4, steps=steps, stop_at_eos=False)
+    made = sampler.generate(lm, prompt_BP.tolist(), config)
+    assert made.tokens == published.generate(lm, prompt_BP, WIDTH, 4, steps, 0.0)[:, 5:].tolist()
+    assert len({tuple(tokens) for tokens in made.tokens}) > 8
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.3])
+def test_the_published_noise_draws_from_the_same_distribution(temperature):
+    torch.manual_seed(0)
+    logits_V, count = torch.tensor([0.0, 1.0, -1.0, 2.5, 0.5]), 4000
+    drawn_V = torch.bincount(published.noisy(logits_V.expand(count, 1, 5), temperature).argmax(-1)[:, 0], minlength=5)
+    assert chi_square_is_likely(drawn_V, (logits_V / temperature).softmax(-1).double())
+
+
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.8}, {"top_k": 4}, {"top_p": 0.9, "top_k": 6}])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.3])
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
 def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, temperature, filters):
-    """A chi-square test of the first revealed token, at 5 standard deviations."""
+    """A chi-square test of the first revealed token."""
     lm, count = tiny("gpt2", attention, block_size), 2000
     config = SamplerConfig(max_new_tokens=1, temperature=temperature, stop_at_eos=False, batch_size=count, **filters)
     made = sampler.generate(lm, [[4, 5]] * count, config)
@@ -100,8 +119,12 @@ def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, tem
     logits_1V = lm.logits(torch.tensor([[4, 5, lm.mask_token_id]]))[0, -1:]
     prob_V = keep_likely((logits_1V / temperature).softmax(-1), config.top_k, config.top_p)[0].double()
     prob_V = prob_V / prob_V.sum()
-    possible_V = prob_V > 0
-    assert not drawn_V[~possible_V].any()
+    assert chi_square_is_likely(drawn_V, prob_V)
+
+
+def chi_square_is_likely(drawn_V: torch.Tensor, prob_V: torch.Tensor) -> bool:
+    """Within 5 standard deviations, and nothing that is impossible."""
+    possible_V, count = prob_V > 0, drawn_V.sum()
     chi_square = (((drawn_V - count * prob_V) ** 2) / (count * prob_V))[possible_V].sum()
     freedom = int(possible_V.sum()) - 1
-    assert abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom)
+    return not drawn_V[~possible_V].any() and bool(abs(chi_square - freedom) < 5 * math.sqrt(2 * freedom))
