@@ -16,9 +16,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @torch.no_grad()
 def generate(lm: DiffusionLM, prompt_BP: Tensor, length: int, block: int, steps: int, temperature: float) -> Tensor:
-    """Prompt and completion [B, P + length]; each of `length / block` blocks takes `steps * block / length` steps."""
+    """Prompt and completion [B, P + length], on the CPU; each of `length / block` blocks takes `steps * block / length` steps."""
     batch, start = prompt_BP.shape
-    ids_BT = torch.full((batch, start + length), lm.mask_token_id)
+    ids_BT = torch.full((batch, start + length), lm.mask_token_id, device=prompt_BP.device)
     ids_BT[:, :start] = prompt_BP
     hidden_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     hidden_BT[:, start:] = True
@@ -35,12 +35,12 @@ def generate(lm: DiffusionLM, prompt_BP: Tensor, length: int, block: int, steps:
                 best = confidence_BT[row].topk(count).indices
                 ids_BT[row, best] = token_BT[row, best]
                 hidden_BT[row, best] = False
-    return ids_BT
+    return ids_BT.cpu()
 
 
 def noisy(logits_BTV: Tensor, temperature: float) -> Tensor:
     """The Gumbel trick in its exponential form, in float64: its argmax is a draw at this temperature."""
     if temperature == 0:
         return logits_BTV
-    noise_BTV = torch.rand(logits_BTV.shape, dtype=torch.float64)
+    noise_BTV = torch.rand_like(logits_BTV, dtype=torch.float64)
     return logits_BTV.double().exp() / (-noise_BTV.log()) ** temperature

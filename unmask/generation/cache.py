@@ -20,7 +20,8 @@ class SlotCache(Cache):
     """A key-value cache of slots, bounded by what is reserved.
 
     Attributes:
-        slots: those of the running pass, in the order of its batch.
+        slot_B: those of the running pass, in the order of its batch.
+        together: the same as a slice, where they lie one after the other.
         column_BQ: where the pass writes; beyond the columns for padding.
         width: how many columns it reads.
     """
@@ -29,7 +30,8 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.stored: list[tuple[Tensor, Tensor]] = []
         self.shape = (0, 0)
-        self.slots: Sequence[int] = ()
+        self.slot_B = torch.zeros(0, dtype=torch.long)
+        self.together: slice | None = None
         self.column_BQ = torch.zeros(0, 0, dtype=torch.long)
         self.width = 0
 
@@ -50,22 +52,20 @@ class SlotCache(Cache):
 
     def read(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
         """Prepare a pass."""
-        self.slots, self.column_BQ, self.width = slots, column_BQ, width
+        first, last = slots[0], slots[0] + len(slots)
+        self.slot_B = torch.tensor(slots, device=column_BQ.device)
+        self.together = slice(first, last) if list(slots) == list(range(first, last)) else None
+        self.column_BQ, self.width = column_BQ, width
         return self
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values [B, H, Q, D] of a layer and return all that the pass reads, [B, H, width, D]."""
         if layer_idx == len(self.stored):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
-        slot_B1 = torch.tensor(self.slots, device=key_states.device)[:, None]
-        read = []
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
-            stored[slot_B1, :, self.column_BQ] = new.transpose(1, 2)
-            first, count = self.slots[0], len(self.slots)
-            together = list(self.slots) == list(range(first, first + count))
-            rows = stored[first : first + count] if together else stored[slot_B1[:, 0]]
-            read.append(rows[:, :, : self.width])
-        return read[0], read[1]
+            stored[self.slot_B[:, None], :, self.column_BQ] = new.transpose(1, 2)
+        keys, values = (stored[self.slot_B if self.together is None else self.together] for stored in self.stored[layer_idx])
+        return keys[:, :, : self.width], values[:, :, : self.width]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """What a model takes for the number of tokens before the queries; positions are given, so none."""

@@ -273,6 +273,8 @@ class ConvertTrainer:
         args = copy.copy(self.args)
         args.output_dir = str(Path(str(self.args.output_dir)) / f"stage-{number}")
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
+        if stage.final_rate is not None:
+            args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
         args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
         rows, done = rows_from(self.train_rows, args, first), (first, steps)

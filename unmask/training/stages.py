@@ -29,6 +29,9 @@ class ConversionStage(Config):
     """Of the training steps, relative to the other stages."""
     rate: float = Field(default=1.0, gt=0)
     """Times the learning rate."""
+    final_rate: float | None = Field(default=None, ge=0)
+    """Times the learning rate, where a cosine has brought it by the end of the stage; None: as `lr_scheduler_type` has it. A stage that
+    ends where the next one begins wastes no steps on a rate of nearly 0."""
     train: Literal["all"] | list[str] = "all"
     """What is trained: attention, time_embedding (where the model has one), mask_token (its own embedding row), or regular expressions of
     parameter names."""
