@@ -26,7 +26,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.generation.engine import Engine
 from unmask.generation.policies import decide, first_by_priority
 from unmask.generation.requests import Request, make_requests
-from unmask.generation.steps import Sequence as Work
+from unmask.generation.steps import Job
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -74,7 +74,7 @@ class Planted(Engine):
         super().__init__(lm)
         self.lengths = lengths
 
-    def _stopped(self, sequences: list[Work]) -> set[Work]:
+    def _stopped(self, sequences: list[Job]) -> set[Job]:
         return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
 
 
@@ -100,7 +100,7 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
         "published, T=0.9": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.9),
         "T=0.9": Ours(lm, prompt_BP, drawn),
     }
-    seconds = timed(contenders, rounds, warm=True)
+    seconds = timed(contenders, rounds)
     size = f"{hidden} wide, {layers} layers, vocabulary {vocabulary}"
     rows.append((f"{size}: T=0", f"{seconds['published, T=0'] / seconds['T=0']:.3f}", f"at least {bars[0]}; {equal}"))
     rows.append((f"{size}: T=0.9", f"{seconds['published, T=0.9'] / seconds['T=0.9']:.3f}", f"at least {bars[1]}"))

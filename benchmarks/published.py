@@ -22,7 +22,8 @@ def generate(lm: DiffusionLM, prompt_BP: Tensor, length: int, block: int, steps:
     ids_BT[:, :start] = prompt_BP
     hidden_BT = torch.zeros_like(ids_BT, dtype=torch.bool)
     hidden_BT[:, start:] = True
-    per_block = steps * block // length
+    per_block, rest = divmod(steps * block, length)
+    assert per_block > 0 and rest == 0, "the same number of steps for every block"
     for stop in range(start + block, start + length + 1, block):
         for step in range(per_block):
             logits_BTV = lm.logits(ids_BT)

@@ -45,10 +45,10 @@ class SlotCache(Cache):
             self.stored[layer] = grown
         self.shape = (slots, columns)
 
-    def copy(self, source: int, targets: Sequence[int], columns: int) -> None:
-        """Give other slots the first columns of one."""
+    def copy(self, source: int, targets: int | Tensor, columns: int) -> None:
+        """Give another slot, or several, the first columns of one."""
         for stored in (one for pair in self.stored for one in pair):
-            stored[list(targets), :, :columns] = stored[source, :, :columns]
+            stored[targets, :, :columns] = stored[source, :, :columns]
 
     def read(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
         """Prepare a pass."""
@@ -64,8 +64,9 @@ class SlotCache(Cache):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
             stored[self.slot_B[:, None], :, self.column_BQ] = new.transpose(1, 2)
-        keys, values = (stored[self.slot_B if self.together is None else self.together] for stored in self.stored[layer_idx])
-        return keys[:, :, : self.width], values[:, :, : self.width]
+        slots = self.slot_B if self.together is None else self.together
+        keys, values = (stored[:, :, : self.width][slots] for stored in self.stored[layer_idx])
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """What a model takes for the number of tokens before the queries; positions are given, so none."""

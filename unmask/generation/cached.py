@@ -79,29 +79,30 @@ def cached_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member
     first_N = base_B1[member_N, 0]
     column_N = clean + ahead_N * work + position_N - first_N - shift
     column_N = torch.where(position_N - first_N < shift, clean - 1, column_N)
-    return _run(lm, slots, windows, queries, member_N * at_BQ.shape[1] + column_N)
+    width = max(last + number * work for last, number in zip(stop, guessed, strict=True))
+    return _run(lm, slots, windows, queries, width, member_N * at_BQ.shape[1] + column_N)
 
 
 def commit(lm: DiffusionLM, slots: Slots, windows: Sequence[Window]) -> None:
     """Read the clean tokens before the blocks in work into the cache."""
     edges = [(window.base(lm), window.clean) for window in windows]
     base_B1, read_B1 = torch.tensor(edges, device=slots.ids_SC.device)[:, :, None].unbind(1)
-    at_BQ = read_B1 + torch.arange(int((base_B1 - read_B1).max()), device=base_B1.device)
+    at_BQ = read_B1 + torch.arange(max(base - read for base, read in edges), device=base_B1.device)
     queries = _queries(lm, slots, windows, at_BQ, at_BQ < base_B1, base_B1, base_B1)
-    _run(lm, slots, windows, queries, base_B1.new_zeros(1))
+    _run(lm, slots, windows, queries, max(base for base, _ in edges), base_B1.new_zeros(1))
 
 
 def partial_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor, ahead_N: Tensor) -> Tensor:
     """Lossy: some positions of a bidirectional model, over keys of the others that were computed when other tokens stood there
     (Wu et al. 2025, "Fast-dLLM")."""
     device, shift = member_N.device, int(lm.logit_shift)
-    spans = [window.read for window in windows if window.read is not None]
+    spans = [(max(window.read[0] - shift, 0), window.read[1]) for window in windows if window.read is not None]
     read_B1, stop_B1 = torch.tensor(spans, device=device)[:, :, None].unbind(1)
-    read_B1 = (read_B1 - shift).clamp_min(0)
-    at_BQ = read_B1 + torch.arange(int((stop_B1 - read_B1).max()), device=device)
+    at_BQ = read_B1 + torch.arange(max(stop - read for read, stop in spans), device=device)
     length_B1 = torch.tensor([[window.length] for window in windows], device=device)
     queries = _queries(lm, slots, windows, at_BQ, at_BQ < stop_B1, length_B1, stop_B1)
-    return _run(lm, slots, windows, queries, member_N * at_BQ.shape[1] + position_N - read_B1[member_N, 0] - shift)
+    width = max(window.length for window in windows)
+    return _run(lm, slots, windows, queries, width, member_N * at_BQ.shape[1] + position_N - read_B1[member_N, 0] - shift)
 
 
 def _queries(
@@ -131,8 +132,8 @@ def _queries(
     )
 
 
-def _run(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], queries: Queries, index_N: Tensor) -> Tensor:
-    """One pass over cached keys: logits at the rows asked for."""
+def _run(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], queries: Queries, width: int, index_N: Tensor) -> Tensor:
+    """One pass over the first `width` cached keys: logits at the rows asked for."""
     assert slots.cache is not None
     members = [window.slot for window in windows]
     layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
@@ -142,12 +143,11 @@ def _run(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], queries: Quer
         share_BT = (slots.hidden_SC[members].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
     elif lm.has_time_embedding:
         share_BT = lm.hidden_share(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
-    width = int(torch.maximum(queries.end_BQ.max(), queries.own_BQ2.max()))
-    key_K = torch.arange(width, device=index_N.device)
+    key_K = torch.arange(max(width, 1), device=index_N.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.own_BQ2.shape[1] > 1:
         allowed_BQK |= (key_K >= queries.own_BQ2[:, :, :1]) & (key_K < queries.own_BQ2[:, :, 1:])
     positions = (queries.position_BQ, key_K.expand(len(members), -1)) if lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
     reading = Reading(queries.ids_BQ, layout, mask, index_N, share_BT, pruned=True)
-    return lm.forward(reading, slots.cache.read(members, queries.column_BQ, width))
+    return lm.forward(reading, slots.cache.read(members, queries.column_BQ, len(key_K)))

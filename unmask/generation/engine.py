@@ -17,9 +17,9 @@ from unmask.errors import GenerationError
 from unmask.generation.cached import commit
 from unmask.generation.passes import Rows, buckets, predict
 from unmask.generation.policies import guide
-from unmask.generation.requests import Request
+from unmask.generation.requests import Request, block_start
 from unmask.generation.slots import Slots, Window
-from unmask.generation.steps import Sequence, guess_ahead, reveal
+from unmask.generation.steps import Job, guess_ahead, reveal
 from unmask.generation.trace import Trace
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
@@ -41,10 +41,10 @@ class Engine:
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
             self.slots.keep_keys()
-        self.waiting: deque[Sequence] = deque()
-        self.working: list[Sequence] = []
+        self.waiting: deque[Job] = deque()
+        self.working: list[Job] = []
         self.passes = 0
-        self._owners: list[Sequence] = []  # by slot
+        self._settings: dict[str, SamplerConfig] = {}  # one of equals, so that what has them is decided together
         self._tickets = 0
 
     def submit(self, request: Request, config: SamplerConfig) -> int:
@@ -53,8 +53,9 @@ class Engine:
         Raises:
             GenerationError: it alone passes the memory that the engine may use.
         """
+        config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
-        sequence = Sequence(self._tickets, request, config, columns)
+        sequence = Job(self._tickets, request, config, columns)
         if self.max_batch_tokens is not None and sequence.size * columns > self.max_batch_tokens:
             what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
@@ -65,7 +66,7 @@ class Engine:
         return sequence.ticket
 
     def cancel(self, ticket: int) -> bool:
-        """Forget a request; its slot is free at the next step. False where it is unknown or finished."""
+        """Forget a request and free its slot. False where it is unknown or finished."""
         for sequence in [*self.waiting, *self.working]:
             if sequence.ticket == ticket:
                 if sequence in self.working:
@@ -83,16 +84,16 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[tuple[int, Trace]]:
         """One denoising step of everything in work; what finished with it, by ticket."""
-        self._admit()
-        if not self.working:
-            return []
         with evaluating(self.lm):
+            self._admit()
+            if not self.working:
+                return []
             everyone, rows = list(self.working), self._predict()
             finished, used = self._reveal(everyone, rows)
             self._guess(everyone, rows, used)
         return finished
 
-    def _reveal(self, everyone: list[Sequence], rows: Rows) -> tuple[list[tuple[int, Trace]], dict[int, int]]:
+    def _reveal(self, everyone: list[Job], rows: Rows) -> tuple[list[tuple[int, Trace]], dict[int, int]]:
         """Take a step, and one more for every guess that comes true. What finished, and how many guesses were used of each sequence that
         goes on with its block."""
         finished: list[tuple[int, Trace]] = []
@@ -111,7 +112,7 @@ class Engine:
         staying = [i for i, sequence in enumerate(everyone) if sequence in self.working and sequence.block == began[i]]
         return finished, {index: used[index] for index in staying}
 
-    def _guess(self, everyone: list[Sequence], rows: Rows, used: dict[int, int]) -> None:
+    def _guess(self, everyone: list[Job], rows: Rows, used: dict[int, int]) -> None:
         """Guess the next states of sequences that go on with their block from what was predicted at the last state known."""
         for sequence in everyone:
             sequence.guess = None
@@ -124,13 +125,13 @@ class Engine:
     @staticmethod
     def _of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
         """The rows of some members, which are numbered anew."""
-        if len(members) == count and not rows.ahead_N.any():
+        if len(members) == count and not rows.guessed:
             return rows
         number_B = torch.full((count,), -1, device=keep_N.device)
         number_B[members] = torch.arange(len(members), device=keep_N.device)
         return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
 
-    def _confirmed(self, candidates: list[int], everyone: list[Sequence], ahead: int) -> list[int]:
+    def _confirmed(self, candidates: list[int], everyone: list[Job], ahead: int) -> list[int]:
         """Those of them whose guess of so many steps ago has come true."""
         same, asked = [], []
         for index in candidates:
@@ -144,8 +145,8 @@ class Engine:
 
     def _admit(self) -> None:
         """Let waiting requests in, in their order, as long as there is room."""
-        entering: list[Sequence] = []
-        members, columns = len(self._owners), max((sequence.columns for sequence in self.working), default=0)
+        entering: list[Job] = []
+        members, columns = self.slots.count, max((sequence.columns for sequence in self.working), default=0)
         while self.waiting and len(self.working) + len(entering) < self.batch_size:
             room = members + self.waiting[0].size, max(columns, self.waiting[0].columns)
             if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
@@ -160,40 +161,39 @@ class Engine:
             fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
             self.slots.reserve(*(grown if fits else (members, columns)))
         for sequence in entering:
-            request = sequence.request
-            blind = [[self.lm.mask_token_id] * request.length] * (sequence.size - 1)
-            sequence.slots = [self.slots.add(ids, request.hidden) for ids in (request.ids, *blind)]
-            self._owners += [sequence] * sequence.size
+            sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
             self.working.append(sequence)
         if self.exact_cache:
             self._prefill(set(entering))
 
-    def _prefill(self, entering: set[Sequence]) -> None:
+    def _texts(self, sequence: Job) -> list[list[int]]:
+        """The ids of its slots: its own, and with guidance those of a hidden prompt."""
+        return [sequence.request.ids, [self.lm.mask_token_id] * sequence.request.length][: sequence.size]
+
+    def _prefill(self, entering: set[Job]) -> None:
         """Read prompts into the cache: each once, also where an earlier request has it in work."""
         assert self.slots.cache is not None
         known: dict[tuple[int, ...], int] = {}
         reading: list[Window] = []
-        copies: list[tuple[int, int, int]] = []
+        copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.working:
-            first = sequence.request.blocks[0][0]
-            base = first - first % (self.lm.block_size or 1)  # what is hidden from there on differs once it is revealed
-            for slot in sequence.slots:
-                ids = sequence.request.ids if slot == sequence.slots[0] else [self.lm.mask_token_id] * sequence.request.length
-                if sequence not in entering:
-                    known.setdefault(tuple(ids[:base]), slot)
-                elif tuple(ids[:base]) in known:
-                    copies.append((known[tuple(ids[:base])], slot, base))
-                elif base:
-                    known[tuple(ids[:base])] = slot
+            base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # what is hidden from there on differs once revealed
+            if base == 0 or (sequence not in entering and sequence.clean < base):
+                continue
+            for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
+                source = known.setdefault(tuple(ids[:base]), slot)
+                if sequence in entering and source == slot:
                     reading.append(Window(slot, base, base, base))
-            sequence.clean = base if sequence in entering else sequence.clean
-        with evaluating(self.lm), torch.no_grad():
-            alone = any(sequence.config.deterministic for sequence in self.working)
-            for bucket in buckets([window.start for window in reading], alone):
-                commit(self.lm, self.slots, [reading[index] for index in bucket])
-                self.passes += 1
-        for source, slot, columns in copies:
-            self.slots.cache.copy(source, [slot], columns)
+                elif sequence in entering:
+                    copies.setdefault((source, base), []).append(slot)
+        alone = any(sequence.config.deterministic for sequence in self.working)
+        for bucket in buckets([window.start for window in reading], alone):
+            commit(self.lm, self.slots, [reading[index] for index in bucket])
+            self.passes += 1
+        for (source, base), targets in copies.items():
+            self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
+        for sequence in entering:  # not before it is true
+            sequence.clean = block_start(sequence.request.blocks[0][0], self.lm.block_size)
 
     def _predict(self) -> Rows:
         """Logits at every hidden position of the blocks in work."""
@@ -217,7 +217,7 @@ class Engine:
         blind_NV = rows.logits_NV[place_BC[blind_B[own.member_N], own.position_N]]
         return own._replace(logits_NV=guide(own.logits_NV, blind_NV, weight_B[own.member_N][:, None]))
 
-    def _window(self, sequence: Sequence, slot: int) -> Window:
+    def _window(self, sequence: Job, slot: int) -> Window:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
         if config.cache != "exact":
             anew = sequence.step % (config.refresh_interval or sys.maxsize) == 0
@@ -225,12 +225,12 @@ class Engine:
         state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
         return Window(slot, length, start, stop, sequence.clean, state=state, guess=sequence.guess)
 
-    def _advance(self, sequences: list[Sequence]) -> list[tuple[int, Trace]]:
+    def _advance(self, sequences: list[Job]) -> list[tuple[int, Trace]]:
         """Go on to the next step or block; sequences that are through leave."""
         ended = self._ended(sequences)
         for sequence, through in zip(sequences, ended, strict=True):
             first = sequence.span[0]
-            sequence.clean = max(sequence.clean, first - first % (self.lm.block_size or 1))
+            sequence.clean = max(sequence.clean, block_start(first, self.lm.block_size))
             sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
             if through:
                 sequence.block, sequence.step = sequence.block + 1, 0
@@ -243,7 +243,7 @@ class Engine:
             self._leave(sequence)
         return finished
 
-    def _ended(self, sequences: list[Sequence]) -> list[bool]:
+    def _ended(self, sequences: list[Job]) -> list[bool]:
         """Whether the block in work of each sequence has nothing hidden left."""
         ended = [sequence.step + 1 == len(sequence.counts) for sequence in sequences]
         asking = [i for i, sequence in enumerate(sequences) if sequence.config.parallel or sequence.config.early_commit is not None]
@@ -252,7 +252,7 @@ class Engine:
             ended[i] = not some
         return ended
 
-    def _stopped(self, sequences: list[Sequence]) -> set[Sequence]:
+    def _stopped(self, sequences: list[Job]) -> set[Job]:
         """Those of them that have produced EOS."""
         eos = self.lm.eos_token_id
         asking = [sequence for sequence in sequences if sequence.request.stops]
@@ -262,11 +262,10 @@ class Engine:
         found = [self.slots.ids_SC[span].eq(eos).any() for span in spans]
         return {sequence for sequence, stops in zip(asking, torch.stack(found).tolist(), strict=True) if stops}
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Job) -> None:
         self.working.remove(sequence)
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
-            owner = self._owners.pop()
-            if moved != slot:
-                self._owners[slot] = owner
-                owner.slots[owner.slots.index(moved)] = slot
+            for other in self.working:
+                other.slots = [slot if own == moved else own for own in other.slots]
+        self.working.sort(key=lambda other: other.slots[0])  # slots that lie together are read without a copy

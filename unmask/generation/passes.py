@@ -6,6 +6,7 @@ Shapes: B sequences of a pass, C columns of the slots, N hidden rows, V vocabula
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -27,19 +28,22 @@ class Rows(NamedTuple):
         member_N: which of the windows a row belongs to.
         position_N: where.
         ahead_N: how many steps ahead the state that it was predicted from is guessed.
+        guessed: whether any is.
     """
 
     logits_NV: Tensor
     member_N: Tensor
     position_N: Tensor
     ahead_N: Tensor
+    guessed: bool
 
     def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Rows:
         """Some of the rows, perhaps with other numbers for their members."""
-        if keep_N.all() and number_B is None:
-            return self
-        member_N = self.member_N if number_B is None else number_B[self.member_N]
-        return Rows(self.logits_NV[keep_N], member_N[keep_N], self.position_N[keep_N], self.ahead_N[keep_N])
+        at_M = keep_N.nonzero().squeeze(1)
+        member_M = self.member_N[at_M]
+        if number_B is not None:
+            member_M = number_B[member_M]
+        return Rows(self.logits_NV[at_M], member_M, self.position_N[at_M], self.ahead_N[at_M], self.guessed)
 
 
 def predict(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], alone: bool = False) -> Rows:
@@ -47,21 +51,25 @@ def predict(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], alone: boo
     lengths apart (`alone`: every sequence)."""
     member_N, position_N, ahead_N = slots.hidden_rows(windows)
     computed, twin = _distinct(slots, windows)
-    deepest = max(len(window.guess.ids_GW) if window.guess else 0 for window in windows)
-    place_BGC = torch.full((len(windows), 1 + deepest, slots.ids_SC.shape[1]), -1, device=member_N.device)
     parts: list[Tensor] = []
+    place_N = torch.empty_like(member_N)  # of each row among those computed
     count = 0
     for members, run in _portions(lm, windows, computed, alone):
-        some = [windows[member] for member in members]
-        member_M, position_M, ahead_M = slots.hidden_rows(some)
-        parts.append(run(lm, slots, some, member_M, position_M, ahead_M))
-        place_M = torch.arange(count, count + len(member_M), device=member_N.device)
-        place_BGC[torch.tensor(members, device=member_N.device)[member_M], ahead_M, position_M] = place_M
-        count += len(member_M)
+        number_B = torch.full((len(windows),), -1)
+        number_B[members] = torch.arange(len(members))
+        number_N = number_B.to(member_N.device)[member_N]
+        at_M = (number_N >= 0).nonzero().squeeze(1)
+        parts.append(run(lm, slots, [windows[member] for member in members], number_N[at_M], position_N[at_M], ahead_N[at_M]))
+        place_N[at_M] = torch.arange(count, count + len(at_M), device=member_N.device)
+        count += len(at_M)
+    if len(computed) < len(windows):  # none of them with guesses
+        place_BC = torch.empty(len(windows), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
+        place_BC[member_N, position_N] = place_N
+        place_N = place_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) > 1 or len(computed) < len(windows):
-        logits_NV = logits_NV[place_BGC[torch.tensor(twin, device=member_N.device)[member_N], ahead_N, position_N]]
-    return Rows(logits_NV, member_N, position_N, ahead_N)
+        logits_NV = logits_NV[place_N]
+    return Rows(logits_NV, member_N, position_N, ahead_N, any(window.guess for window in windows))
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
@@ -85,10 +93,9 @@ def full_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N
     width = max(window.length for window in windows)
     padded = any(window.length < width for window in windows)
     real_BT = (torch.arange(width, device=member_N.device) < length_B[:, None]).long() if padded else None
-    hidden_BT = slots.hidden_SC[slot_B, :width]
-    rows_BT = torch.zeros_like(hidden_BT)
-    rows_BT[member_N, position_N] = True
-    return lm.logits(slots.ids_SC[slot_B, :width], real_BT, rows_BT, hidden_BT)
+    reading = lm.single(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
+    index_N = (member_N * width + position_N - int(lm.logit_shift)).clamp_min(0)
+    return lm.forward(replace(reading, index_N=index_N, pruned=True))
 
 
 def _portions(lm: DiffusionLM, windows: Sequence[Window], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:

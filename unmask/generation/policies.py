@@ -16,7 +16,7 @@ from unmask.diffusion.noise import Stream, uniform
 from unmask.errors import GenerationError
 
 GROUP = 256  # entries of the vocabulary that a draw sums up before it looks inside
-LOGITS_AT_ONCE = 2**19  # on a CPU: what stays in its cache between the passes over them
+LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**28}  # what stays in a CPU's cache between the passes over them; 1 GB
 
 
 class Decision(NamedTuple):
@@ -57,7 +57,7 @@ def decide(
         GenerationError: the logits are not numbers.
     """
     rows, vocabulary = logits_NV.shape
-    portion = max(1, LOGITS_AT_ONCE // vocabulary) if logits_NV.device.type == "cpu" else max(rows, 1)
+    portion = max(1, LOGITS_AT_ONCE.get(logits_NV.device.type, 2**28) // vocabulary)
     parts = []
     for first in range(0, max(rows, 1), portion):
         at = slice(first, first + portion)
@@ -86,8 +86,7 @@ def _decide(
     shaped_NV = reshape_logits(logits_NV, config, present_NV)
     if config.temperature > 0:
         if shaped_NV is not logits_NV or config.temperature != 1:
-            scaled_NV = shaped_NV / config.temperature
-            weight_NV = (scaled_NV - scaled_NV.amax(-1, keepdim=True)).exp_()
+            weight_NV = (shaped_NV - shaped_NV.amax(-1, keepdim=True)).div_(config.temperature).exp_()
         weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
         token_N = draw(weight_NV, uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN))
     elif shaped_NV is not logits_NV:
@@ -124,8 +123,8 @@ def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor 
     """Logits after the repetition penalty (Keskar et al. 2019) and without tokens that may not be produced; the same tensor where the
     config asks for neither."""
     if config.repetition_penalty != 1 and present_NV is not None:
-        factor_NV = torch.where(logits_NV > 0, 1 / config.repetition_penalty, config.repetition_penalty)
-        logits_NV = torch.where(present_NV, logits_NV * factor_NV, logits_NV)
+        less_NV = torch.where(logits_NV > 0, logits_NV / config.repetition_penalty, logits_NV * config.repetition_penalty)
+        logits_NV = torch.where(present_NV, less_NV, logits_NV)
     if config.allowed_tokens or config.forbidden_tokens:
         banned_V = torch.full(logits_NV.shape[1:], bool(config.allowed_tokens), device=logits_NV.device)
         banned_V[torch.tensor(config.allowed_tokens or [], dtype=torch.long)] = False
@@ -170,23 +169,22 @@ def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tupl
     return found_N1, F.pad(sum_NK, (1, 0)).gather(1, found_N1), goal_N1
 
 
-def how_many(priority_BW: Tensor, config: SamplerConfig, margin_BW: Tensor | None = None) -> Tensor:
+def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
     """How many tokens [B] the predictions let a step reveal, best first and at least one, where the config fixes no number.
 
     Args:
         priority_BW: of the hidden positions of the current blocks, -inf elsewhere.
-        margin_BW: between the two best tokens there, where the config commits early.
     """
-    sorted_BW = priority_BW.sort(dim=-1, descending=True).values
+    sorted_BW = priority_BW.double().sort(dim=-1, descending=True).values
     hidden_BW = sorted_BW > -torch.inf
     if config.threshold is not None:
         prob_BW = sorted_BW.exp()
         good_BW = prob_BW >= torch.minimum(torch.full_like(prob_BW[:, :1], config.threshold), prob_BW[:, :1] - 1e-5)
     elif config.factor is not None:
-        good_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2, sorted_BW.shape[1] + 2, device=sorted_BW.device)
+        good_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
     else:
         assert config.entropy_bound is not None
-        good_BW = (-sorted_BW).double().cumsum(-1) <= config.entropy_bound
+        good_BW = (-sorted_BW).cumsum(-1) <= config.entropy_bound
     return (good_BW & hidden_BW).sum(-1).clamp_min(1)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
 from typing import Any
 
 import httpx2 as httpx
@@ -15,25 +16,14 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
-from unmask.data.chat import encode_prompt
-from unmask.diffusion.noise import sequence_key, sequence_keys
+from unmask.diffusion.noise import sequence_key
 from unmask.errors import GenerationError
+from unmask.generation.requests import checked_keys, encode_all
 from unmask.generation.trace import Generation
 from unmask.generation.weights import nccl_sender
 
-MEANINGLESS = (
-    *("steps", "tokens_per_step", "block_size", "policy", "threshold", "factor", "entropy_bound", "remask", "order_temperature"),
-    *(
-        "filtered_confidence",
-        "guidance",
-        "cache",
-        "refresh_interval",
-        "early_commit",
-        "deterministic",
-        "trace",
-        "max_batch_tokens",
-    ),
-)
+MEANT = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
+MEANT |= {"seed", "batch_size"}
 BANNED = -100.0  # the least bias that a server accepts
 
 
@@ -93,21 +83,23 @@ class RemoteLM:
         """
         config = config or SamplerConfig()
         default = SamplerConfig()
-        for name in MEANINGLESS:
+        for name in sorted(SamplerConfig.model_fields.keys() - MEANT):
             if getattr(config, name) != getattr(default, name):
                 raise GenerationError("means nothing to a causal server", where=name, remedy="Leave it out")
-        encoded = [encode_prompt(self.tokenizer, prompt) for prompt in prompts]
-        bodies = [self._body(ids, config, key) for ids, key in zip(encoded, keys or sequence_keys(encoded), strict=True)]
+        encoded = encode_all(self.tokenizer, prompts, "prompts")
+        bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
         done: dict[int, tuple[list[int], list[float]]] = {}
         with ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies)))) as pool:
             waiting = {pool.submit(self._complete, body): index for index, body in enumerate(bodies)}
             try:
                 for future in as_completed(waiting):
                     done[waiting[future]] = future.result()
-            except RemoteError as error:
+            except BaseException as error:
                 pool.shutdown(cancel_futures=True)
-                error.completed = done | {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
-                error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
+                if isinstance(error, RemoteError):
+                    given = {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
+                    error.completed = done | given
+                    error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
                 raise
         tokens = [done[index][0] for index in range(len(bodies))]
         log_probs = [done[index][1] for index in range(len(bodies))]
@@ -120,7 +112,7 @@ class RemoteLM:
             forward_passes=[len(ids) for ids in tokens],
         )
 
-    def update_weights(self, source: str | nn.Module, address: str = "127.0.0.1") -> None:
+    def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
         """Give the server new weights, and have it forget the keys that the old ones left.
 
         Args:
@@ -132,8 +124,8 @@ class RemoteLM:
             GenerationError: NCCL is not to be had here, or the server refuses.
             RemoteError: it stays away or silent.
         """
-        if isinstance(source, str):
-            self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": source}})
+        if not isinstance(source, nn.Module):
+            self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}})
         else:
             if self._sender is None or self._sender[0] is not source:
                 self._sender = (source, nccl_sender(source, self._call, address))
@@ -178,7 +170,8 @@ class RemoteLM:
 
     def _call(self, method: str, path: str, **content: Any) -> httpx.Response:
         """One exchange; a server that takes no requests is asked again as long as there is patience."""
-        where, deadline = str(self._client.base_url), time.monotonic() + self.patience
+        where = str(self._client.base_url)
+        deadline: float | None = None  # from the first failure on
         while True:
             try:
                 response = self._client.request(method, path, **content)
@@ -186,12 +179,12 @@ class RemoteLM:
                 if not isinstance(error, httpx.ConnectTimeout):
                     remedy = "Raise timeout, or look at the server"
                     raise RemoteError(f"no answer within {self._client.timeout.read} seconds", where=where, remedy=remedy) from error
-                self._wait(deadline, where, error)
+                deadline = self._wait(deadline, where, error)
             except httpx.TransportError as error:
-                self._wait(deadline, where, error)
+                deadline = self._wait(deadline, where, error)
             else:
                 if response.status_code in (502, 503, 504):
-                    self._wait(deadline, where, RuntimeError(response.text))
+                    deadline = self._wait(deadline, where, RuntimeError(response.text))
                 elif response.is_success:
                     return response
                 else:
@@ -199,8 +192,10 @@ class RemoteLM:
                         f"{path} is refused ({response.status_code}): {response.text[:300]}", where=where, remedy="Mend the request"
                     )
 
-    def _wait(self, deadline: float, where: str, error: Exception) -> None:
+    def _wait(self, deadline: float | None, where: str, error: Exception) -> float:
+        deadline = deadline or time.monotonic() + self.patience
         if time.monotonic() > deadline:
             what = f"the server has taken no requests for {self.patience} seconds ({error})"
             raise RemoteError(what, where=where, remedy="Start it, or correct the address") from error
         time.sleep(0.5)
+        return deadline

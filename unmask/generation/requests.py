@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from unmask.config import SamplerConfig
 from unmask.data.chat import encode_prompt
 from unmask.diffusion.noise import sequence_keys
@@ -54,7 +56,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
     Raises:
         GenerationError: a prompt that is empty or too long, or settings that do not fit the model.
     """
-    encoded = _encode(lm, prompts, "prompts")
+    encoded = encode_all(lm.tokenizer, prompts, "prompts")
     grid = check_settings(lm, config)
     if config.steps is not None and config.steps > config.max_new_tokens:
         what = f"{config.steps} steps for {config.max_new_tokens} tokens"
@@ -64,7 +66,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
             f"does not divide the {config.max_new_tokens} new tokens", where=f"block_size {config.block_size}", remedy="Change one of them"
         )
     requests = []
-    for index, (prompt, key) in enumerate(zip(encoded, _keys(encoded, keys), strict=True)):
+    for index, (prompt, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
         if lm.context_length is not None and stop > lm.context_length:
             raise GenerationError(
@@ -89,10 +91,10 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
     Raises:
         GenerationError: a text without mask tokens or longer than the context, or settings that do not fit the model.
     """
-    encoded = _encode(lm, texts, "texts")
+    encoded = encode_all(lm.tokenizer, texts, "texts")
     grid = check_settings(lm, config)
     requests = []
-    for index, (ids, key) in enumerate(zip(encoded, _keys(encoded, keys), strict=True)):
+    for index, (ids, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, hidden = f"text {index}", [token == lm.mask_token_id for token in ids]
         if not any(hidden):
             raise GenerationError("hides nothing", where=where, remedy=f"Write {lm.tokenizer.mask_token} for every token to fill in")
@@ -101,8 +103,7 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
         check_ids(lm, ids, where)
         if lm.logit_shift and hidden[0]:
             raise GenerationError("the first token is hidden, and nothing before it predicts it", where=where, remedy="Begin with BOS")
-        last = len(hidden) - hidden[::-1].index(True)
-        blocks = [(a, b) for a, b in _blocks(hidden.index(True), last, grid, config.block_size) if any(hidden[a:b])]
+        blocks = [(a, b) for a, b in _blocks(hidden.index(True), len(ids), grid, config.block_size) if any(hidden[a:b])]
         counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
         requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stops=False))
     return requests
@@ -127,11 +128,12 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
     rows = lm.model.get_input_embeddings().num_embeddings
-    for name, tokens in (("allowed_tokens", config.allowed_tokens), ("forbidden_tokens", config.forbidden_tokens)):
-        check_ids(lm, tokens or [], name)
-        if name == "allowed_tokens" and tokens and set(tokens) <= {lm.mask_token_id, *(config.forbidden_tokens or ())}:
-            raise GenerationError("only the mask token is allowed", where=name, remedy="Allow tokens that can be produced")
-    if len({lm.mask_token_id, *(config.forbidden_tokens or ())}) >= rows:
+    check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
+    check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
+    impossible = {lm.mask_token_id, *(config.forbidden_tokens or ())}
+    if config.allowed_tokens and impossible.issuperset(config.allowed_tokens):
+        raise GenerationError("none of them can be produced", where="allowed_tokens", remedy="Allow some that are not forbidden")
+    if len(impossible) >= rows:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
     return grid
 
@@ -157,20 +159,35 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig) -> list[list[int]] 
     return counts
 
 
-def _encode(lm: DiffusionLM, texts: Sequence[Any], where: str) -> list[list[int]]:
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str) -> list[list[int]]:
+    """Token ids of strings, chat messages or lists of ids.
+
+    Raises:
+        GenerationError: it is one string.
+    """
     if isinstance(texts, str):
         raise GenerationError(f"{where} is one string", where=where, remedy=f"Give a list of {where}")
-    return [list(encode_prompt(lm.tokenizer, text)) for text in texts]
+    return [list(encode_prompt(tokenizer, text)) for text in texts]
 
 
-def _keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
+def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
+    """The caller's keys of the random numbers, or hashes of the prompts.
+
+    Raises:
+        GenerationError: they are too few or too many.
+    """
     if keys is not None and len(keys) != len(encoded):
         raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
     return sequence_keys(encoded) if keys is None else keys
 
 
+def block_start(position: int, block_size: int | None) -> int:
+    """Where the attention block of a position begins (without blocks every position is one)."""
+    return position - position % (block_size or 1)
+
+
 def _blocks(start: int, stop: int, grid: int | None, size: int | None) -> list[tuple[int, int]]:
     """The decoding blocks of the positions from start to stop: on the grid of the attention, or from the start on."""
-    first = start if grid is None else start - start % grid
+    first = start if grid is None else block_start(start, grid)
     edges = [start, *(edge for edge in range(first, stop, grid or size or stop - start) if edge > start), stop]
     return list(pairwise(edges))

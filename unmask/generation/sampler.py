@@ -62,7 +62,11 @@ def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig
         return made
     some = requests[: config.agreement_prompts]
     exact = config.model_copy(update={"cache": "exact", "refresh_interval": None, "early_commit": None})
-    return replace(made, agreement=agreement(make_generation(lm, some, _run(lm, some, exact), exact).tokens, made.tokens))
+    pair = [
+        [[token for token, hidden in zip(tokens, request.hidden[request.start :], strict=False) if hidden] for tokens, request in both]
+        for both in (zip(one.tokens, some, strict=False) for one in (make_generation(lm, some, _run(lm, some, exact), exact), made))
+    ]
+    return replace(made, agreement=agreement(*pair))
 
 
 def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) -> float:
@@ -73,9 +77,9 @@ def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) ->
 
 
 def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> list[Trace]:
-    """The requests through an engine, those of a length together."""
+    """The requests through an engine, those of a length together, the longest first, so that memory is reserved once."""
     engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens)
-    order = sorted(range(len(requests)), key=lambda i: requests[i].length)
+    order = sorted(range(len(requests)), key=lambda i: -requests[i].length)
     index = {engine.submit(requests[i], config): i for i in order}
     traces = {index[ticket]: trace for ticket, trace in engine.run()}
     return [traces[i] for i in range(len(requests))]

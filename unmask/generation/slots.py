@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from unmask.generation.cache import SlotCache
-from unmask.generation.requests import Request
+from unmask.generation.requests import Request, block_start
 from unmask.generation.trace import Trace
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -54,13 +54,16 @@ class Window(NamedTuple):
 
     def base(self, lm: DiffusionLM) -> int:
         """Where the attention's block in work begins, before which all is clean."""
-        return self.start - self.start % (lm.block_size or 1)
+        return block_start(self.start, lm.block_size)
 
     def queries(self, lm: DiffusionLM) -> int:
         """How many positions a pass computes of it."""
         if self.read is not None:
             return self.read[1] - self.read[0]
-        return self.length if lm.attention == "bidirectional" else self.stop - self.clean
+        if lm.attention == "bidirectional":
+            return self.length
+        guesses = len(self.guess.ids_GW) if self.guess else 0
+        return self.stop - self.clean + guesses * (self.stop - self.base(lm))
 
 
 class Slots:
@@ -81,7 +84,7 @@ class Slots:
         self.cache: SlotCache | None = None
         self.ids_SC = torch.zeros(0, 0, dtype=torch.long, device=device)
         self.hidden_SC = torch.zeros(0, 0, dtype=torch.bool, device=device)
-        self.step_SC = torch.zeros(0, 0, dtype=torch.int16, device=device)
+        self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
 
     @property
@@ -138,7 +141,7 @@ class Slots:
             for name in self._tables:
                 getattr(self, name)[slot] = getattr(self, name)[self.count]
             if self.cache is not None:
-                self.cache.copy(self.count, [slot], self.cache.shape[1])
+                self.cache.copy(self.count, slot, self.cache.shape[1])
         return self.count
 
     def trace(self, slot: int, request: Request, passes: int, full: bool) -> Trace:

@@ -5,6 +5,7 @@ Shapes: B sequences, N hidden rows of their blocks, C chosen ones, W positions o
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +20,8 @@ from unmask.generation.slots import Guess, Slots
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request in work.
+class Job:
+    """A request and how far it has come.
 
     Attributes:
         slots: its own, and with guidance that of its twin with a hidden prompt.
@@ -54,78 +55,78 @@ class Sequence:
         return self.request.counts[self.block] if self.request.counts else []
 
     @property
+    def again(self) -> int:
+        """How many tokens the step hides again."""
+        return hidden_again(self.counts, self.step, self.config.remask)
+
+    @property
     def size(self) -> int:
         """How many slots it takes."""
         return 1 + (self.config.guidance > 0)
 
 
-def reveal(slots: Slots, sequences: list[Sequence], rows: Rows) -> None:
+def reveal(slots: Slots, sequences: list[Job], rows: Rows) -> None:
     """Take one step: what is chosen is revealed, and recorded."""
     decision = decide_rows(slots, sequences, rows)
     device = rows.member_N.device
-    chosen_N, _ = choose(sequences, rows, decision)
-    again = [hidden_again(sequence.counts, sequence.step, sequence.config.remask) for sequence in sequences]
+    row_C, _ = choose(sequences, rows, decision)
+    again = [sequence.again for sequence in sequences]
     if any(again):
-        _hide_again(slots, sequences, torch.tensor(again, device=device))
+        _hide_again(slots, sequences, again)
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.done) for sequence in sequences], device=device).unbind(1)
-    member_C = rows.member_N[chosen_N]
-    at = (slot_B[member_C], rows.position_N[chosen_N])
-    slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[chosen_N], False
+    member_C = rows.member_N[row_C]
+    at = (slot_B[member_C], rows.position_N[row_C])
+    slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[row_C], False
     slots.step_SC[at] = step_B[member_C].to(slots.step_SC.dtype)
     records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
     for table, values_N in zip((slots.log_prob_SC, slots.sampled_SC, slots.entropy_SC), records, strict=True):
         if values_N is not None:
-            table[at] = values_N[chosen_N].double()
+            table[at] = values_N[row_C].double()
     for sequence in sequences:
         if sequence.size == 2:
             own, blind = sequence.slots
-            start, stop = sequence.span
-            shown = torch.tensor(sequence.request.hidden[start:stop], device=device)
-            slots.ids_SC[blind, start:stop] = torch.where(shown, slots.ids_SC[own, start:stop], slots.mask_token_id)
-            slots.hidden_SC[blind, start:stop] = slots.hidden_SC[own, start:stop]
+            block = slice(*sequence.span)
+            asked_W = slots.hidden_SC[own, block] | (slots.step_SC[own, block] >= 0)  # its other tokens were given
+            slots.ids_SC[blind, block] = torch.where(asked_W, slots.ids_SC[own, block], slots.mask_token_id)
+            slots.hidden_SC[blind, block] = slots.hidden_SC[own, block]
 
 
-def decide_rows(slots: Slots, sequences: list[Sequence], rows: Rows, ahead: int = 0) -> Decision:
+def decide_rows(slots: Slots, sequences: list[Job], rows: Rows, ahead: int = 0) -> Decision:
     """What would be revealed at each row, by the settings of its sequence."""
     facts = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
     key_N, step_N, slot_N = torch.tensor(facts, device=rows.member_N.device)[rows.member_N].unbind(1)
-    kinds = {id(sequence.config): sequence.config for sequence in sequences}
-    kind_N = torch.tensor([list(kinds).index(id(sequence.config)) for sequence in sequences], device=key_N.device)[rows.member_N]
     parts = []
-    for number, config in enumerate(kinds.values()):
-        at = slice(None) if len(kinds) == 1 else (kind_N == number).nonzero().squeeze(1)
+    for config, mine_B in _by_settings(sequences, key_N.device):
+        at = slice(None) if mine_B is None else mine_B[rows.member_N].nonzero().squeeze(1)
         logits_NV = rows.logits_NV[at]
         present_NV = slots.present(slot_N[at], logits_NV.shape[1]) if config.repetition_penalty != 1 else None
         parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], rows.position_N[at], present_NV)))
     return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
 
 
-def choose(sequences: list[Sequence], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
-    """Which rows [N] are revealed, and their column in the block."""
+def choose(sequences: list[Job], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """The rows [C] that are revealed, and their columns in the block."""
     start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=rows.member_N.device)
     column_N = rows.position_N - start_B[rows.member_N]
     width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
     priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
     priority_BW[rows.member_N, column_N] = decision.priority_N
-    fixed = [
-        sum(sequence.counts[sequence.step + ahead :][:1]) + hidden_again(sequence.counts, sequence.step, sequence.config.remask)
-        for sequence in sequences
-    ]
+    fixed = [sum(sequence.counts[sequence.step + ahead :][:1]) + sequence.again for sequence in sequences]  # 0 beyond the last step
     count_B = torch.tensor(fixed, device=column_N.device)
-    kinds = {id(sequence.config): sequence.config for sequence in sequences}
-    for kind, config in kinds.items():
-        mine_B = torch.tensor([id(sequence.config) == kind for sequence in sequences], device=column_N.device)
+    for config, mine_B in _by_settings(sequences, column_N.device):
+        asked_B = torch.ones_like(count_B, dtype=torch.bool) if mine_B is None else mine_B
         if config.parallel:
-            count_B = torch.where(mine_B, how_many(priority_BW, config), count_B)
+            count_B = torch.where(asked_B, how_many(priority_BW, config), count_B)
         if config.early_commit is not None:
             assert decision.margin_N is not None
             margin_BW = torch.full(priority_BW.shape, torch.inf, device=column_N.device)
             margin_BW[rows.member_N, column_N] = decision.margin_N.float()
-            count_B = torch.where(mine_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
-    return first_by_priority(priority_BW, count_B)[rows.member_N, column_N], column_N
+            count_B = torch.where(asked_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
+    row_C = first_by_priority(priority_BW, count_B)[rows.member_N, column_N].nonzero().squeeze(1)
+    return row_C, column_N[row_C]
 
 
-def guess_ahead(slots: Slots, sequences: list[Sequence], rows: Rows) -> None:
+def guess_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
     """What the next states would be if the predictions stayed as they are."""
     states: list[tuple[Tensor, Tensor]] = []
     spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
@@ -141,9 +142,9 @@ def guess_ahead(slots: Slots, sequences: list[Sequence], rows: Rows) -> None:
         if len(rows.member_N) == 0:
             break
         decision = decide_rows(slots, sequences, rows, ahead)
-        chosen_N, column_N = choose(sequences, rows, decision, ahead)
-        at = (rows.member_N[chosen_N], column_N[chosen_N])
-        ids_BW[at], hidden_BW[at] = decision.token_N[chosen_N], False
+        row_C, column_C = choose(sequences, rows, decision, ahead)
+        at = (rows.member_N[row_C], column_C)
+        ids_BW[at], hidden_BW[at] = decision.token_N[row_C], False
         states.append((ids_BW.clone(), hidden_BW.clone()))
     if not states:
         return
@@ -155,14 +156,23 @@ def guess_ahead(slots: Slots, sequences: list[Sequence], rows: Rows) -> None:
             sequence.guess = Guess(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
 
 
-def _hide_again(slots: Slots, sequences: list[Sequence], again_B: Tensor) -> None:
+def _by_settings(sequences: list[Job], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
+    """The settings of the sequences, each with those [B] that have it; None: all."""
+    kinds = {id(sequence.config): sequence.config for sequence in sequences}
+    for kind, config in kinds.items():
+        mine = None if len(kinds) == 1 else torch.tensor([id(sequence.config) == kind for sequence in sequences], device=device)
+        yield config, mine
+
+
+def _hide_again(slots: Slots, sequences: list[Job], again: list[int]) -> None:
     """Hide the least probable tokens that earlier steps of the blocks revealed."""
-    slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=again_B.device)[:, :, None].unbind(1)
-    at_BW = start_B1 + torch.arange(int((stop_B1 - start_B1).max()), device=again_B.device)
+    spans, device = [sequence.span for sequence in sequences], slots.ids_SC.device
+    slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=device)[:, :, None].unbind(1)
+    at_BW = start_B1 + torch.arange(max(stop - start for start, stop in spans), device=device)
     inside_BW, at_BW = at_BW < stop_B1, at_BW.clamp_max(slots.ids_SC.shape[1] - 1)
     earlier_BW = inside_BW & (slots.step_SC[slot_B1, at_BW] >= 0)
     priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, at_BW], -torch.inf)
-    member_C, column_C = first_by_priority(priority_BW, again_B).nonzero(as_tuple=True)
+    member_C, column_C = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
     at = (slot_B1[member_C, 0], at_BW[member_C, column_C])
     slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
 

@@ -371,10 +371,11 @@ def fingerprint(model: nn.Module) -> str:
 
 @contextmanager
 def evaluating(lm: DiffusionLM) -> Iterator[None]:
-    """Dropout off inside, the module's own mode back after."""
-    training = lm.model.training
+    """Dropout off inside, every module's own mode back after."""
+    training = [module for module in lm.model.modules() if module.training]
     lm.model.eval()
     try:
         yield
     finally:
-        lm.model.train(training)
+        for module in training:
+            module.training = True
