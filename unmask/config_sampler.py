@@ -97,6 +97,8 @@ class SamplerConfig(Config):
             raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy="Use policy 'confidence'.")
         if self.drafts and (self.remask or self.guidance):
             raise ConfigError(f"with {'remask' if self.remask else 'guidance'}", where="drafts", remedy="Leave one of them out.")
+        if self.early_commit is not None and self.remask:
+            raise ConfigError("with remask, which hides again what it reveals", where="early_commit", remedy="Leave one of them out.")
         if self.cache == "exact" and self.refresh_interval is not None:
             raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'.")
         if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):

@@ -7,15 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.generation.conftest import PATTERNS, tiny
-from tests.generation.test_sampler import Watch, configs, prompt_lists
+from tests.generation.conftest import PATTERNS, Watch, configs, every_pattern, prompt_lists, tiny
 from unmask.config import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import reference
 from unmask.generation.engine import Engine
 from unmask.generation.requests import make_requests
-
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 @every_pattern
@@ -24,7 +21,9 @@ every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 @given(data=st.data())
 def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
     """Each with settings of its own; some come later, some are called off."""
-    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
+    bias, context, time = data.draw(st.sampled_from([-9.0, 0.0, 2.0])), data.draw(st.booleans()), data.draw(st.booleans())
+    parts = {"causal_context": context and attention == "block_causal", "time_embedding": time and attention != "causal"}
+    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
     engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
     expected, found, cancelled, guessing = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):

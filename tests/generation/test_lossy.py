@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import copy
 
-from tests.generation.conftest import PATTERNS, tiny
-from tests.generation.test_sampler import PROMPTS, Watch
+import pytest
+import torch
+
+from tests.generation.conftest import PATTERNS, PROMPTS, tiny
 from unmask.config import SamplerConfig
 from unmask.generation import reference, sampler
 from unmask.generation.engine import Engine
@@ -21,6 +23,27 @@ def test_a_cache_that_is_always_fresh_is_exact(family, cache, logit_shift):
     config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=1)
     made = sampler.generate(lm, PROMPTS, config)
     assert made.tokens == reference.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
+
+
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+@pytest.mark.parametrize("refresh_interval", [None, 2, 3])
+def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):
+    """They depend on the token that stands there alone: what differs is read in the wrong place."""
+    lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=refresh_interval, guidance=0.5)
+    made = sampler.generate(lm, PROMPTS, config)
+    assert made.tokens == reference.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_cache_is_refreshed_when_told(cache):
+    lm, seen = tiny("phi", "bidirectional", eos_bias=-9.0), []
+    config = SamplerConfig(max_new_tokens=8, cache=cache, refresh_interval=3, agreement_prompts=0)
+    hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
+    sampler.generate(lm, [[4, 5, 6]], config)
+    hook.remove()
+    assert [width == 11 for width in seen] == [step % 3 == 0 for step in range(8)]
 
 
 def test_a_prefix_of_nothing_is_exact():
@@ -51,6 +74,16 @@ def test_agreement_counts_positions():
     assert agreement([[1, 2]], [[1, 2, 3, 4], [5]]) == 0.5
 
 
+def test_agreement_of_infilling_counts_what_was_filled_in(monkeypatch):
+    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    text, config = [4, lm.mask_token_id, 5, 6, lm.mask_token_id, 4, 5], SamplerConfig(cache="dual")
+    seen = []
+    monkeypatch.setattr(sampler, "agreement", lambda exact, lossy: seen.append((exact, lossy)) or 0.5)
+    made = sampler.infill(lm, [text], config)
+    (((exact,), (lossy,)),) = seen
+    assert made.agreement == 0.5 and lossy == [made.tokens[0][1], made.tokens[0][4]] and len(exact) == 2
+
+
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
 def test_an_early_commit_ends_a_block_that_is_sure(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
@@ -59,6 +92,23 @@ def test_an_early_commit_ends_a_block_that_is_sure(attention, block_size):
     assert all(passes <= blocks + 1 for passes in made.forward_passes) and made.agreement is not None
     never = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1.0))
     assert never.agreement == 1.0 and never.tokens == reference.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12)).tokens
+
+
+@torch.no_grad()
+def test_an_early_commit_waits_for_the_least_sure_position():
+    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    (request,) = make_requests(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6))
+    ids, hidden = torch.tensor([request.ids]), torch.tensor([request.hidden])
+    margins = []
+    for _ in range(6):  # of the least sure position at each step of the exact sampler
+        prob_NV = lm.logits(ids, rows_BT=hidden).softmax(-1)
+        best_N2 = prob_NV.topk(2).values
+        margins.append(float((best_N2[:, 0] - best_N2[:, 1]).min()))
+        at = hidden[0].nonzero()[prob_NV.amax(-1).float().argmax()]
+        ids[0, at], hidden[0, at] = prob_NV[prob_NV.amax(-1).float().argmax()].argmax(), False
+    for bar in sorted(margins)[1:]:
+        made = sampler.generate(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6, early_commit=bar - 1e-9))
+        assert made.forward_passes == [1 + next(step for step, margin in enumerate(margins) if margin >= bar - 1e-9)]
 
 
 def test_both_kinds_share_an_engine():
@@ -78,11 +128,14 @@ def test_both_kinds_share_an_engine():
 
 
 def test_a_deterministic_run_computes_every_sequence_on_its_own():
-    lm = tiny("phi", "block_causal", 4, eos_bias=-9.0)
-    with Watch(lm) as watch:
-        rows = []
-        hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
-        made = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=6, deterministic=True))
-        hook.remove()
-    assert set(rows) == {1} and watch.rows == len(rows)
-    assert made.tokens == sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=6)).tokens
+    """In float32, where the shape of a product would change its last bits: the log-probabilities alone and in company, bit for bit."""
+    exact = tiny("phi", "block_causal", 4, eos_bias=-9.0)
+    lm, rows = exact.bind(copy.deepcopy(exact.model).float()), []
+    config = SamplerConfig(max_new_tokens=6, deterministic=True)
+    keys = list(range(len(PROMPTS)))
+    hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    made = sampler.generate(lm, PROMPTS, config, keys)
+    hook.remove()
+    assert set(rows) == {1}
+    alone = [sampler.generate(lm, [prompt], config, [key]) for prompt, key in zip(PROMPTS, keys, strict=True)]
+    assert made.tokens == [one.tokens[0] for one in alone] and made.log_probs == [one.log_probs[0] for one in alone]

@@ -131,8 +131,40 @@ def test_requests_are_refused_in_words():
         lm = RemoteLM(url, TOKENIZER)
         with pytest.raises(GenerationError, match=r"/v1/completions is refused \(400\).*too long"):
             lm.generate([[4]])
-        with pytest.raises(GenerationError, match="threshold: means nothing to a causal server"):
-            lm.generate([[4]], SamplerConfig(threshold=0.9))
+        for meaningless in ({"threshold": 0.9}, {"steps": 4}, {"cache": "dual"}, {"drafts": 2}):
+            with pytest.raises(GenerationError, match=f"{next(iter(meaningless))}: means nothing to a causal server"):
+                lm.generate([[4]], SamplerConfig(**meaningless))
+        with pytest.raises(GenerationError, match="prompts is one string"):
+            lm.generate("Once upon a time")
+        with pytest.raises(GenerationError, match="2 keys for 1 prompts"):
+            lm.generate([[4]], keys=[1, 2])
+
+
+def test_a_refused_prompt_stops_the_others():
+    seen = []
+
+    def refuse(path, body):
+        seen.append(body["prompt"])
+        return (400, {"message": "no"}) if body["prompt"] == [4] else echo(path, body)
+
+    with serving(refuse) as url, pytest.raises(GenerationError, match="is refused"):
+        RemoteLM(url, TOKENIZER).generate([[4], *[[5]] * 50], SamplerConfig(batch_size=1))
+    assert len(seen) < 5
+
+
+def test_patience_begins_with_the_first_failure():
+    """Not with the request, whose answer may have been long in coming."""
+    failed = []
+
+    def die(path, body):
+        if not failed:
+            time.sleep(1.2)
+            failed.append(body)
+            return 503, {}
+        return echo(path, body)
+
+    with serving(die) as url:
+        assert RemoteLM(url, TOKENIZER, patience=0.8).generate([[4]]).tokens == [[4]]
 
 
 def test_noise_is_seeded_by_prompt_and_seed():

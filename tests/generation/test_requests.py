@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.conftest import CONTEXT, PATTERNS, tiny
+from tests.generation.conftest import CONTEXT, every_pattern, tiny
 from unmask.config import SamplerConfig
 from unmask.errors import ConfigError, GenerationError
 from unmask.generation.requests import make_infill_requests, make_requests, step_counts
 
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
 
 

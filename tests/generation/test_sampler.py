@@ -11,58 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.generation.conftest import ALPHABET, PATTERNS, tiny
+from tests.generation.conftest import ALPHABET, PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists, tiny
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import sequence_keys
 from unmask.errors import GenerationError
 from unmask.generation import reference, sampler
 from unmask.generation.requests import make_infill_requests, make_requests
-
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
-PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
-
-
-def prompt_lists(shortest: int):
-    """Of any ids: EOS and the mask token in a prompt are tokens like others."""
-    ids = st.integers(0, tiny().mask_token_id)
-    return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
-
-
-@st.composite
-def configs(draw, attention: str, block_size: int | None):
-    """Any settings that fit the model and one another."""
-    size = draw(st.integers(1, 9))
-    divisors = [None, *(d for d in range(1, size + 1) if size % d == 0)]
-    decoding_block = {"causal": [None, 1], "block_causal": [None, block_size]}.get(attention, divisors)
-    shared = {
-        "max_new_tokens": size,
-        "block_size": draw(st.sampled_from(decoding_block)),
-        "temperature": draw(st.sampled_from([0.0, 0.7, 1.0, 1.5])),
-        "top_k": draw(st.sampled_from([0, 0, 1, 4])),
-        "top_p": draw(st.sampled_from([1.0, 1.0, 0.8, 0.3])),
-        "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5, 0.7])),
-        "forbidden_tokens": draw(st.sampled_from([None, None, [3], [0, 4]])),
-        "allowed_tokens": draw(st.sampled_from([None, None, None, [1, 2, 5, 6]])),
-        "guidance": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
-        "stop_at_eos": draw(st.booleans()),
-        "seed": draw(st.integers(-1, 2)),
-        "batch_size": draw(st.integers(1, 4)),
-        "trace": True,
-    }
-    rule = draw(st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"]))
-    if rule == "entropy_bound":
-        return SamplerConfig(entropy_bound=draw(st.sampled_from([0.0, 0.5, 3.0])), policy="entropy", **shared)
-    if rule in ("threshold", "factor"):
-        bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
-        return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
-    policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random"]))
-    return SamplerConfig(
-        **{rule: draw(st.none() | st.integers(1, size))},
-        policy=policy,
-        order_temperature=0.0 if policy == "random" else draw(st.sampled_from([0.0, 0.0, 0.5])),
-        remask=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
-        **shared,
-    )
 
 
 def assert_same(one, other):
@@ -265,6 +219,18 @@ def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, 
         assert all(token in (given, *[token] * (given == lm.mask_token_id)) for given, token in zip(ids, tokens, strict=True))
 
 
+@every_pattern
+def test_infilling_reads_up_to_the_end_of_the_block(attention, block_size):
+    lm = tiny("phi", attention, block_size)
+    mask, at = lm.mask_token_id, 5
+    block = {"causal": 1, "bidirectional": 9}.get(attention, block_size)
+    for changed in (6, 7, 8):
+        texts = [[4, 5, 6, 7, 8, mask, 4, 5, 6], [4, 5, 6, 7, 8, mask, 4, 5, 6]]
+        texts[1][changed] = 8
+        one, other = sampler.infill(lm, texts, keys=[0, 0]).log_probs
+        assert (abs(one[at] - other[at]) > 1e-9) == (changed // block == at // block or attention == "bidirectional"), changed
+
+
 def test_infilling_reads_text_with_marks():
     lm = tiny("phi", "bidirectional", eos_bias=9.0)
     mark = lm.tokenizer.mask_token
@@ -273,28 +239,3 @@ def test_infilling_reads_text_with_marks():
     assert filled.forward_passes == [2]
     allowing = sampler.infill(lm, [f"ab{mark}{mark}cd"], SamplerConfig(allowed_tokens=[lm.eos_token_id, 4]))
     assert allowing.tokens[0].count(lm.eos_token_id) == 2
-
-
-class Watch:
-    """Counts the rows that a model sees and the places at which its head is computed."""
-
-    def __init__(self, lm):
-        self.rows = self.heads = 0
-        head = lm.model.get_output_embeddings()
-        self.hooks = [
-            lm.model.register_forward_pre_hook(self.see, with_kwargs=True),
-            head.register_forward_hook(lambda module, args, out: self.compute(out)),
-        ]
-
-    def see(self, model, args, kwargs):
-        self.rows += len(kwargs["input_ids"])
-
-    def compute(self, logits_NV):
-        self.heads += logits_NV.shape[:-1].numel()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        for hook in self.hooks:
-            hook.remove()

@@ -9,13 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.generation.conftest import PATTERNS, tiny
+from tests.generation.conftest import every_pattern, tiny
 from unmask.config import SamplerConfig
 from unmask.generation import reference, sampler
 from unmask.generation.requests import Request, make_requests
 from unmask.generation.trace import Trace, make_generation
-
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 @pytest.mark.parametrize("stop_at_eos", [False, True])

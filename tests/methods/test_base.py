@@ -8,14 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.generation.conftest import PATTERNS
+from tests.generation.conftest import every_pattern
 from tests.methods.rollouts import PROMPTS, keys, rollout_of, stopping
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError
 from unmask.methods import METHODS, get_method
 
 CONFIG = SimpleNamespace(segments=None, prompt_mask_rate=0.15)
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -7,14 +7,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.generation.conftest import PATTERNS
+from tests.generation.conftest import every_pattern
 from tests.methods.rollouts import PROMPTS, keys, one, rollout_of, stopping
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw
 from unmask.methods import Rollout, get_method
 
 PLAN = get_method("diffu-grpo").plan
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 def plan(rollout, rate, key_B=None, seed=0, iteration=0):

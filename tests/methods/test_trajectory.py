@@ -9,14 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.generation.conftest import PATTERNS
+from tests.generation.conftest import every_pattern
 from tests.methods.rollouts import PROMPTS, keys, one, rollout_of, stopping
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Draw
 from unmask.methods import get_method
 
 PLAN = get_method("cj-grpo").plan
-every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 def plan(rollout, segments=None):
