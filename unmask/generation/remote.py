@@ -89,18 +89,19 @@ class RemoteLM:
         encoded = encode_all(self.tokenizer, prompts, "prompts")
         bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
         done: dict[int, tuple[list[int], list[float]]] = {}
-        with ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies)))) as pool:
-            waiting = {pool.submit(self._complete, body): index for index, body in enumerate(bodies)}
+        pool = ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies))))
+        waiting = {pool.submit(self._complete, body): index for index, body in enumerate(bodies)}
+        try:
             try:
                 for future in as_completed(waiting):
                     done[waiting[future]] = future.result()
-            except BaseException as error:
+            finally:
                 pool.shutdown(cancel_futures=True)
-                if isinstance(error, RemoteError):
-                    given = {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
-                    error.completed = done | given
-                    error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
-                raise
+        except RemoteError as error:
+            given = {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
+            error.completed = done | given
+            error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
+            raise
         tokens = [done[index][0] for index in range(len(bodies))]
         log_probs = [done[index][1] for index in range(len(bodies))]
         return Generation(
