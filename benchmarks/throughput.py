@@ -45,9 +45,10 @@ def random_model(options: argparse.Namespace, device: str, attention: str, block
     torch.manual_seed(0)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config).eval()
-    for layer in model.model.layers if options.compile else ():
-        layer.compile(mode=options.compile)
-    return make_diffusion(model, character_tokenizer("abcdef"), attention=attention, block_size=block_size)
+    lm = make_diffusion(model, character_tokenizer("abcdef"), attention=attention, block_size=block_size)
+    if options.compile:
+        lm.compile(mode=options.compile)
+    return lm
 
 
 def of_limit(
@@ -71,7 +72,7 @@ def main() -> None:
     sizes = {"hidden": 4096, "layers": 32, "vocabulary": 126_464, "batch": 16, "prompt": 256, "length": 256, "steps": 128, "block": 32}
     for name, value in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=value)
-    parser.add_argument("--compile", help="a mode of torch.compile for the layers, such as reduce-overhead (CUDA graphs)")
+    parser.add_argument("--compile", help="a mode of torch.compile, such as reduce-overhead (CUDA graphs)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3])
     options = parser.parse_args()
     preset = Preset.read(options.hardware)

@@ -21,7 +21,7 @@ class SlotCache(Cache):
 
     Attributes:
         slot_B: those of the running pass, in the order of its batch.
-        together: the same as a slice, where they lie one after the other.
+        first: of them, where they lie one after the other.
         column_BQ: where the pass writes; beyond the columns for padding.
         width: how many columns it reads.
     """
@@ -31,7 +31,7 @@ class SlotCache(Cache):
         self.stored: list[tuple[Tensor, Tensor]] = []
         self.shape = (0, 0)
         self.slot_B = torch.zeros(0, dtype=torch.long)
-        self.together: slice | None = None
+        self.first: int | None = None
         self.column_BQ = torch.zeros(0, 0, dtype=torch.long)
         self.width = 0
 
@@ -52,9 +52,8 @@ class SlotCache(Cache):
 
     def read(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
         """Prepare a pass."""
-        first, last = slots[0], slots[0] + len(slots)
         self.slot_B = torch.tensor(slots, device=column_BQ.device)
-        self.together = slice(first, last) if list(slots) == list(range(first, last)) else None
+        self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
         self.column_BQ, self.width = column_BQ, width
         return self
 
@@ -64,7 +63,7 @@ class SlotCache(Cache):
             self.stored.append((self._empty(key_states, *self.shape), self._empty(value_states, *self.shape)))
         for stored, new in zip(self.stored[layer_idx], (key_states, value_states), strict=True):
             stored[self.slot_B[:, None], :, self.column_BQ] = new.transpose(1, 2)
-        slots = self.slot_B if self.together is None else self.together
+        slots = self.slot_B if self.first is None else slice(self.first, self.first + len(key_states))
         keys, values = (stored[:, :, : self.width][slots] for stored in self.stored[layer_idx])
         return keys, values
 

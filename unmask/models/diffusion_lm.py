@@ -148,6 +148,15 @@ class DiffusionLM:
         bound.model = model
         return bound
 
+    def compile(self, **options: Any) -> None:
+        """Make one graph of the model, whatever lengths and numbers of rows it is asked for.
+
+        Args:
+            options: as torch.compile takes them; `mode="reduce-overhead"` records CUDA graphs.
+        """
+        torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the rows that a pass computes
+        self.model.compile(dynamic=True, **options)
+
     def as_causal(self) -> DiffusionLM:
         """The same weights read as the causal model that they were."""
         causal = copy.copy(self)

@@ -1,0 +1,39 @@
+"""A compiled model gives the same tokens, and one graph serves all lengths and numbers of rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.generation.conftest import PROMPTS, every_pattern, tiny
+from unmask.config import SamplerConfig
+from unmask.generation import sampler
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(force_nn_module_property_static_shapes=True):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@every_pattern
+def test_few_graphs_serve_a_whole_generation(attention, block_size):
+    plain, graphs = tiny("phi", attention, block_size, eos_bias=-9.0), []
+    config = SamplerConfig(max_new_tokens=12, temperature=0.7, tokens_per_step=2 if attention != "causal" else None)
+    lm = plain.bind(copy.deepcopy(plain.model))
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    lm.compile(backend=backend, fullgraph=True)
+    assert sampler.generate(lm, PROMPTS, config).tokens == sampler.generate(plain, PROMPTS, config).tokens
+    assert 1 <= len(graphs) <= 3  # the first pass, those of one position or sequence, and all others
+    sampler.generate(lm, PROMPTS[:3], config.model_copy(update={"max_new_tokens": 9}))
+    assert len(graphs) <= 4
