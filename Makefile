@@ -23,7 +23,8 @@ test: $(INSTALLED)  ## the fast tests, on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 test-slow: $(INSTALLED)  ## the slow tests only
-	$(BIN)/python -m pytest -m 'slow and not vllm'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone'
+	$(BIN)/python -m pytest -m alone
 
 # vLLM pins what it needs, so it has an environment of its own; the image packages that come with it do not fit a CPU's torch.
 VLLM := .venv-vllm

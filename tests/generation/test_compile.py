@@ -34,6 +34,6 @@ def test_few_graphs_serve_a_whole_generation(attention, block_size):
 
     lm.compile(backend=backend, fullgraph=True)
     assert sampler.generate(lm, PROMPTS, config).tokens == sampler.generate(plain, PROMPTS, config).tokens
-    assert 1 <= len(graphs) <= 3  # the first pass, those of one position or sequence, and all others
+    assert 1 <= len(graphs) <= 5  # the first pass, those of one position, of one sequence, and all others
     sampler.generate(lm, PROMPTS[:3], config.model_copy(update={"max_new_tokens": 9}))
-    assert len(graphs) <= 4
+    assert len(graphs) <= 5

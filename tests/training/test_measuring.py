@@ -58,6 +58,7 @@ def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("model", "work"),
     [
