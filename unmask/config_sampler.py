@@ -38,19 +38,19 @@ class SamplerConfig(Config):
     remask: float = Field(default=0.0, ge=0, lt=1)
     """At every step reveal so many more tokens, and hide as many of the least probable ones of earlier steps again: this share of
     those that the block shows. Steps and results are as many as without."""
-    temperature: float = Field(default=0.0, ge=0)
-    """Divides the logits; 0: always the most probable token."""
+    temperature: float = Field(default=0.0, ge=0, le=1e6)
+    """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Draw among the most probable tokens that together reach this probability."""
     top_k: int = Field(default=0, ge=0)
     """Draw among this many most probable tokens; 0: all."""
-    order_temperature: float = Field(default=0.0, ge=0)
+    order_temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Noise in the order: positions are drawn without replacement in proportion to exp(score / order_temperature)."""
     filtered_confidence: bool = False
     """Whether to rank by the probabilities that tokens are drawn from (after temperature, top_p, top_k) instead of the model's own."""
-    repetition_penalty: float = Field(default=1.0, gt=0)
+    repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
     """Divides the logits of tokens that stand in the sequence already (multiplies negative ones); 1: none."""
-    guidance: float = Field(default=0.0, ge=0)
+    guidance: float = Field(default=0.0, ge=0, le=1e3)
     """Classifier-free guidance: logits move by this many times their distance from those of a hidden prompt; doubles the work."""
     allowed_tokens: list[int] | None = Field(default=None, min_length=1)
     """The only token ids that may be produced; unset: all."""
@@ -85,6 +85,9 @@ class SamplerConfig(Config):
         rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
         if len(rules) > 1:
             raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them.")
+        for name in ("temperature", "order_temperature"):
+            if 0 < getattr(self, name) < 1e-6:
+                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy="Use 0, or 1e-6 and more.")
         if self.parallel and self.remask:
             raise ConfigError(f"remask with {rules[0]}, which fixes no number of steps", where="remask", remedy="Leave one out.")
         needed = "entropy" if self.entropy_bound is not None else "confidence"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +16,7 @@ from unmask.errors import GenerationError
 from unmask.generation import reference
 from unmask.generation.engine import Engine
 from unmask.generation.requests import make_requests
+from unmask.generation.steps import Job
 
 
 @every_pattern
@@ -173,3 +177,80 @@ def test_predictions_that_are_not_numbers_are_an_error():
     finally:
         with torch.no_grad():
             head.bias.copy_(kept)
+
+
+@every_pattern
+def test_nothing_is_left_of_a_sequence_that_spoilt_its_keys(attention, block_size):
+    plain = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = plain.bind(copy.deepcopy(plain.model))
+    with torch.no_grad():
+        lm.model.get_input_embeddings().weight[3] = torch.nan
+    config = SamplerConfig(max_new_tokens=8, forbidden_tokens=[3], trace=True)
+    engine = Engine(lm)
+    bad = engine.submit(make_requests(lm, [[4, 3, 5, 6, 7, 8]], config)[0], config)
+    with pytest.raises(GenerationError, match="the predictions are NaN"):
+        engine.step()
+    assert engine.cancel(bad)
+    requests = make_requests(lm, [[4, 5], [6] * 12], config)
+    tickets = [engine.submit(request, config) for request in requests]
+    found = dict(engine.run())
+    assert [found[ticket].canvas for ticket in tickets] == [trace.canvas for trace in reference.complete(lm, requests, config).trace]
+
+
+def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
+    lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=6, drafts=2, trace=True)
+    requests = make_requests(lm, ["ab", "ba", "cdef"], config)
+    expected = [trace.canvas for trace in reference.complete(lm, requests, config).trace]
+    engine = Engine(lm)
+    tickets = [engine.submit(request, config) for request in requests]
+    found = dict([next(engine.run())])  # and no more of them for now
+    found |= dict(engine.run())
+    assert [found[ticket].canvas for ticket in tickets] == expected
+    for failing in range(1, 12):
+        calls, whole = [], Job.__dict__["counts"].fget
+        found, engine = {}, Engine(lm)
+
+        def fail(self, calls=calls, whole=whole, failing=failing):
+            calls.append(self)
+            if len(calls) == 9 * failing:
+                raise KeyboardInterrupt
+            return whole(self)
+
+        tickets = [engine.submit(request, config) for request in requests]
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "counts", property(fail))
+            with contextlib.suppress(KeyboardInterrupt):
+                for ticket, trace in engine.run():
+                    found[ticket] = trace
+        found |= dict(engine.run())
+        assert [found[ticket].canvas for ticket in tickets] == expected
+
+
+def test_an_engine_refuses_what_it_could_never_finish():
+    lm, config = tiny("phi", "causal"), SamplerConfig(max_new_tokens=4)
+    with pytest.raises(GenerationError, match="batch_size: 0 is refused"):
+        Engine(lm, batch_size=0)
+    (request,) = make_requests(lm, ["ab"], config)
+    with pytest.raises(GenerationError, match="planned with other settings"):
+        Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, threshold=0.5))
+    with pytest.raises(GenerationError, match="guidance: a causal model"):
+        Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, guidance=1.0))
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_a_deterministic_request_takes_no_keys_from_shared_passes(attention, block_size):
+    plain = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = plain.bind(copy.deepcopy(plain.model).float())
+    prompts, shared = [[4, 5, 6, 7, 8] * 4, [5, 6, 7] * 5], SamplerConfig(max_new_tokens=8)
+    apart = shared.model_copy(update={"deterministic": True})
+    engine = Engine(lm)
+    for request in make_requests(lm, prompts, shared):
+        engine.submit(request, shared)
+    engine.step()
+    requests = make_requests(lm, prompts, apart)
+    tickets = [engine.submit(request, apart) for request in requests]
+    found = dict(engine.run())
+    for ticket, request in zip(tickets, requests, strict=True):
+        alone = Engine(lm)
+        alone.submit(request, apart)
+        assert found[ticket].log_probs == next(alone.run())[1].log_probs

@@ -140,6 +140,47 @@ def test_requests_are_refused_in_words():
             lm.generate([[4]], keys=[1, 2])
 
 
+@pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"token_ids": 3}]}, "text"])
+def test_an_answer_of_another_kind_is_an_error(answer):
+    with serving(lambda path, body: (200, answer)) as url, pytest.raises(RemoteError, match="an answer without what was asked for"):
+        RemoteLM(url, TOKENIZER).generate([[4]])
+
+
+def test_a_completion_that_was_called_off_is_none():
+    def abort(path, body):
+        return 200, {"choices": [echo(path, body)[1]["choices"][0] | {"finish_reason": "abort"}]}
+
+    with serving(abort) as url, pytest.raises(RemoteError, match="called off"):
+        RemoteLM(url, TOKENIZER).generate([[4]])
+
+
+def test_an_answer_that_does_not_end_is_an_error_in_time():
+    def drip(client: socket.socket) -> None:
+        with client:
+            client.recv(4096)
+            client.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+            for _ in range(30):
+                time.sleep(0.1)
+                client.sendall(b" ")
+
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        dripping = pool.submit(lambda: drip(server.accept()[0]))
+        started = time.monotonic()
+        with pytest.raises(RemoteError, match=r"no answer within 0\.5 seconds"):
+            RemoteLM(f"http://127.0.0.1:{server.getsockname()[1]}", TOKENIZER, timeout=0.5)
+        assert time.monotonic() - started < 2
+        assert isinstance(dripping.exception(timeout=10), OSError | None)
+
+
+@pytest.mark.parametrize("status", [400, 429, 500])
+def test_what_was_done_before_a_refusal_is_kept(status):
+    with serving(lambda path, body: echo(path, body) if body["prompt"] != [6] else (status, {})) as url:
+        lm = RemoteLM(url, TOKENIZER, patience=0.6)
+        with pytest.raises(RemoteError, match="2 of 3 completions are done") as caught:
+            lm.generate([[4], [5], [6]], SamplerConfig(batch_size=1))
+    assert set(caught.value.completed) == {0, 1}
+
+
 def test_a_refused_prompt_stops_the_others():
     seen = []
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.generation.conftest import CONTEXT, every_pattern, tiny
 from unmask.config import SamplerConfig
-from unmask.errors import ConfigError, GenerationError
+from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import make_infill_requests, make_requests, step_counts
 
 sizes = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -98,6 +98,12 @@ def test_infilling_plans_every_hidden_position_once(attention, block_size, data)
         ({"drafts": 2, "remask": 0.5}, "drafts: with remask"),
         ({"drafts": 2, "guidance": 0.5}, "drafts: with guidance"),
         ({"allowed_tokens": [1, 2], "forbidden_tokens": [2, 1]}, "every allowed token is forbidden"),
+        ({"temperature": 1e-40}, "temperature: 1e-40 is refused"),
+        ({"temperature": 1e39}, "temperature"),
+        ({"order_temperature": 1e-39}, "order_temperature: 1e-39 is refused"),
+        ({"guidance": 1e39}, "guidance"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty"),
+        ({"early_commit": 0.5, "remask": 0.5}, "early_commit: with remask"),
         ({"steps": 0}, "steps: 0 is refused"),
         ({"steps": -1}, "steps: -1 is refused"),
         ({"tokens_per_step": 0}, "tokens_per_step: 0 is refused"),
@@ -153,3 +159,15 @@ def test_texts_that_cannot_be_filled_in():
         make_infill_requests(lm, [[4, mask, 999]], config)
     with pytest.raises(GenerationError, match="texts is one string"):
         make_infill_requests(lm, "a<mask>", config)
+
+
+def test_keys_and_prompts_of_other_types():
+    lm, config = tiny(), SamplerConfig(max_new_tokens=4)
+    for key in (2**63, "x", None, 1.5):
+        with pytest.raises(GenerationError, match=r"keys: .* is refused"):
+            make_requests(lm, ["ab"], config, [key])
+    for prompts in (None, 5, b"ab", {"a": 1}):
+        with pytest.raises(GenerationError, match="prompts is of type"):
+            make_requests(lm, prompts, config)
+    with pytest.raises(DataError, match="not valid Unicode"):
+        make_requests(lm, ["a\udcff"], config)

@@ -219,6 +219,15 @@ def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, 
         assert all(token in (given, *[token] * (given == lm.mask_token_id)) for given, token in zip(ids, tokens, strict=True))
 
 
+def test_what_is_hidden_again_does_not_depend_on_last_bits():
+    """Of an empty prompt all positions look alike but for rounding."""
+    lm = tiny("phi", "bidirectional", None, False, eos_bias=-9.0)
+    for seed in range(12):
+        config = SamplerConfig(max_new_tokens=7, tokens_per_step=2, remask=0.6, stop_at_eos=False, seed=seed)
+        alone = sampler.generate(lm, [[]], config).tokens[0]
+        assert alone == sampler.generate(lm, [[], [5]], config).tokens[0] == reference.generate(lm, [[]], config).tokens[0]
+
+
 @every_pattern
 def test_infilling_reads_up_to_the_end_of_the_block(attention, block_size):
     lm = tiny("phi", attention, block_size)

@@ -126,7 +126,10 @@ def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    try:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    except TypeError as error:  # the tokenizers library of a lone surrogate, which Python makes of bytes that are not UTF-8
+        raise DataError(f"{text!r:.80} is not valid Unicode", where="text", remedy="Save it as UTF-8") from error
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -50,6 +50,11 @@ class SlotCache(Cache):
         for stored in (one for pair in self.stored for one in pair):
             stored[targets, :, :columns] = stored[source, :, :columns]
 
+    def clear(self, slots: Sequence[int]) -> None:
+        """Forget what earlier sequences left: an unseen key has weight 0, but 0 x NaN is NaN."""
+        for stored in (one for pair in self.stored for one in pair):
+            stored[list(slots)] = 0
+
     def read(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
         """Prepare a pass."""
         self.slot_B = torch.tensor(slots, device=column_BQ.device)

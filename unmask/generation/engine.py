@@ -17,7 +17,7 @@ from unmask.errors import GenerationError
 from unmask.generation.cached import commit
 from unmask.generation.passes import Rows, buckets, predict
 from unmask.generation.policies import guide
-from unmask.generation.requests import Request, block_start
+from unmask.generation.requests import Request, block_start, check_settings
 from unmask.generation.slots import Slots, Window
 from unmask.generation.steps import Job, guess_ahead, reveal
 from unmask.generation.trace import Trace
@@ -28,21 +28,27 @@ class Engine:
     """Sequences of one model, each with settings of its own. What comes out does not depend on what else is in work.
 
     Args:
-        batch_size: sequences in work at once.
+        batch_size: sequences in work at once, at least 1.
         max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for guesses included; None: no bound
             but batch_size.
 
-    Use: `submit`, then `step` until what you wait for is among the finished.
+    Use: `submit`, then `step` until what you wait for is among the finished. Not from several threads: a model has one pass at a time.
+
+    Raises:
+        GenerationError: no room for one sequence.
     """
 
     def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
         self.lm, self.batch_size, self.max_batch_tokens = lm, batch_size, max_batch_tokens
+        if batch_size < 1:
+            raise GenerationError(f"{batch_size} is refused", where="batch_size", remedy="Use 1 or more")
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
             self.slots.keep_keys()
         self.waiting: deque[Job] = deque()
         self.working: list[Job] = []
+        self.finished: deque[tuple[int, Trace]] = deque()  # and not given out yet
         self.passes = 0
         self._settings: dict[str, SamplerConfig] = {}  # one of equals, so that what has them is decided together
         self._tickets = 0
@@ -51,8 +57,13 @@ class Engine:
         """Accept a request; the number that names it.
 
         Raises:
-            GenerationError: it alone passes the memory that the engine may use.
+            GenerationError: it alone passes the memory that the engine may use, or was made for other settings or another model.
         """
+        check_settings(self.lm, config)
+        if (request.counts is None) != config.parallel:
+            raise GenerationError("the request was planned with other settings", where="config", remedy="Make it with these")
+        if not self.waiting and not self.working:
+            self._settings.clear()
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
         sequence = Job(self._tickets, request, config, columns)
@@ -78,25 +89,30 @@ class Engine:
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All that is accepted, as it finishes."""
-        while self.waiting or self.working:
-            yield from self.step()
+        while self.waiting or self.working or self.finished:
+            if not self.finished:
+                self._step()
+            while self.finished:
+                yield self.finished.popleft()
 
-    @torch.no_grad()
     def step(self) -> list[tuple[int, Trace]]:
-        """One denoising step of everything in work; what finished with it, by ticket."""
-        with evaluating(self.lm):
-            self._admit()
-            if not self.working:
-                return []
-            everyone, rows = list(self.working), self._predict()
-            finished, used = self._reveal(everyone, rows)
-            self._guess(everyone, rows, used)
+        """One denoising step of everything in work; what finished with it (or with one that failed), by ticket."""
+        self._step()
+        finished = list(self.finished)
+        self.finished.clear()
         return finished
 
-    def _reveal(self, everyone: list[Job], rows: Rows) -> tuple[list[tuple[int, Trace]], dict[int, int]]:
-        """Take a step, and one more for every guess that comes true. What finished, and how many guesses were used of each sequence that
-        goes on with its block."""
-        finished: list[tuple[int, Trace]] = []
+    @torch.no_grad()
+    def _step(self) -> None:
+        with evaluating(self.lm):
+            self._admit()
+            if self.working:
+                everyone, rows = list(self.working), self._predict()
+                self._guess(everyone, rows, self._reveal(everyone, rows))
+
+    def _reveal(self, everyone: list[Job], rows: Rows) -> dict[int, int]:
+        """Take a step, and one more for every guess that comes true. How many guesses were used of each sequence that goes on with its
+        block."""
         active, used = list(range(len(everyone))), [0] * len(everyone)
         began = [sequence.block for sequence in everyone]
         for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
@@ -108,9 +124,9 @@ class Engine:
                 used[index] = ahead
             some = [everyone[i] for i in active]
             reveal(self.slots, some, self._of(rows, active, len(everyone), rows.ahead_N == ahead))
-            finished += self._advance(some)
+            self._advance(some)
         staying = [i for i, sequence in enumerate(everyone) if sequence in self.working and sequence.block == began[i]]
-        return finished, {index: used[index] for index in staying}
+        return {index: used[index] for index in staying}
 
     def _guess(self, everyone: list[Job], rows: Rows, used: dict[int, int]) -> None:
         """Guess the next states of sequences that go on with their block from what was predicted at the last state known."""
@@ -163,6 +179,8 @@ class Engine:
         for sequence in entering:
             sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
             self.working.append(sequence)
+        if self.slots.cache is not None:
+            self.slots.cache.clear([slot for sequence in entering for slot in sequence.slots])
         if self.exact_cache:
             self._prefill(set(entering))
 
@@ -173,7 +191,7 @@ class Engine:
     def _prefill(self, entering: set[Job]) -> None:
         """Read prompts into the cache: each once, also where an earlier request has it in work."""
         assert self.slots.cache is not None
-        known: dict[tuple[int, ...], int] = {}
+        known: dict[tuple[bool, tuple[int, ...]], int] = {}
         reading: list[Window] = []
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.working:
@@ -181,7 +199,7 @@ class Engine:
             if base == 0 or (sequence not in entering and sequence.clean < base):
                 continue
             for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
-                source = known.setdefault(tuple(ids[:base]), slot)
+                source = known.setdefault((sequence.config.deterministic, tuple(ids[:base])), slot)
                 if sequence in entering and source == slot:
                     reading.append(Window(slot, base, base, base))
                 elif sequence in entering:
@@ -225,7 +243,7 @@ class Engine:
         state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
         return Window(slot, length, start, stop, sequence.clean, state=state, guess=sequence.guess)
 
-    def _advance(self, sequences: list[Job]) -> list[tuple[int, Trace]]:
+    def _advance(self, sequences: list[Job]) -> None:
         """Go on to the next step or block; sequences that are through leave."""
         ended = self._ended(sequences)
         for sequence, through in zip(sequences, ended, strict=True):
@@ -233,15 +251,12 @@ class Engine:
             sequence.clean = max(sequence.clean, block_start(first, self.lm.block_size))
             sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
             if through:
-                sequence.block, sequence.step = sequence.block + 1, 0
+                sequence.block, sequence.step, sequence.guess = sequence.block + 1, 0, None
         stopped = self._stopped([sequence for sequence, through in zip(sequences, ended, strict=True) if through])
-        finished = []
         for sequence in [s for s in sequences if s in stopped or s.block == len(s.request.blocks)]:
-            finished.append(
-                (sequence.ticket, self.slots.trace(sequence.slots[0], sequence.request, sequence.passes, sequence.config.trace))
-            )
+            trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.passes, sequence.config.trace)
+            self.finished.append((sequence.ticket, trace))
             self._leave(sequence)
-        return finished
 
     def _ended(self, sequences: list[Job]) -> list[bool]:
         """Whether the block in work of each sequence has nothing hidden left."""

@@ -76,7 +76,8 @@ def _decide(
     total_N = weight_NV.sum(-1)
     normaliser_N = best_N + total_N.log()
     if normaliser_N.isnan().any():  # a NaN anywhere in a row spoils all of it
-        raise GenerationError("the predictions are NaN", where="model", remedy="Its weights are damaged: load an earlier checkpoint")
+        remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
+        raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
     entropy_N = margin_N = sampled_N = None
     if config.trace or config.policy == "entropy":
         entropy_N = normaliser_N - (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1) / total_N
@@ -111,7 +112,8 @@ def _decide(
         noise_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.ORDER_NOISE)
         score_N = priority_N.exp() if config.policy == "confidence" else priority_N
         priority_N = score_N / config.order_temperature - (-(noise_N + 2.0**-54).log()).log()  # never of 0
-    return Decision(token_N, log_prob_N, priority_N.float(), sampled_N, entropy_N, margin_N)
+    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf is where there is no row
+    return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
 def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:

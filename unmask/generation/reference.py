@@ -53,7 +53,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             order = sorted(decisions, key=lambda at: (-float(decisions[at].priority_N), at))
             again = hidden_again(counts, step, config.remask)
             chosen = order[: _parallel(order, decisions, config) if config.parallel else counts[step] + again]
-            earlier = sorted((float(revealed[at].log_prob_N), at) for at in range(start, stop) if not hidden[at] and steps[at] >= 0)
+            earlier = sorted((float(revealed[at].log_prob_N.float()), at) for at in range(start, stop) if not hidden[at] and steps[at] >= 0)
             for _, at in earlier[:again]:
                 ids[at], hidden[at], steps[at] = lm.mask_token_id, True, -1
             for at in chosen:

@@ -5,8 +5,10 @@ The server is started by its own means (`vllm serve MODEL`, with VLLM_SERVER_DEV
 
 from __future__ import annotations
 
+import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -24,17 +26,20 @@ from unmask.generation.weights import nccl_sender
 
 MEANT = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
 MEANT |= {"seed", "batch_size"}
+BUSY = {429, 500, 502, 503, 504}  # 500: an engine that died answers so until it is started again
 BANNED = -100.0  # the least bias that a server accepts
 
 
 class RemoteError(GenerationError):
-    """The server failed for good.
+    """The server failed for good, or refused a request.
 
     Attributes:
         completed: what it had given until then, by the number of the prompt: token ids and their log-probabilities.
     """
 
-    completed: dict[int, tuple[list[int], list[float]]]
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None):
+        super().__init__(what, where=where, remedy=remedy)
+        self.completed: dict[int, tuple[list[int], list[float]]] = {}
 
 
 class RemoteLM:
@@ -68,7 +73,7 @@ class RemoteLM:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None)
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
-        models = [card["id"] for card in self._call("GET", "/v1/models").json()["data"]]
+        models = self._read(self._call("GET", "/v1/models"), lambda answer: [card["id"] for card in answer["data"]])
         if model is None and len(models) != 1:
             raise GenerationError(f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}")
         self.model = model or models[0]
@@ -166,37 +171,55 @@ class RemoteLM:
         }
 
     def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        (choice,) = self._call("POST", "/v1/completions", json=body).json()["choices"]
-        return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        choice = self._read(self._call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
+        if choice.get("finish_reason") == "abort":
+            raise self._error("a completion was called off there", "Look at the server")
+        return self._read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
 
-    def _call(self, method: str, path: str, **content: Any) -> httpx.Response:
-        """One exchange; a server that takes no requests is asked again as long as there is patience."""
-        where = str(self._client.base_url)
+    def _read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
+        """What is asked of an answer."""
+        try:
+            return pick(answer)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self._error(f"an answer without what was asked for ({error!r}): {str(answer)[:200]}", "Use a vLLM server") from error
+
+    def _error(self, what: str, remedy: str) -> RemoteError:
+        return RemoteError(what, where=str(self._client.base_url), remedy=remedy)
+
+    def _call(self, method: str, path: str, **content: Any) -> Any:
+        """One exchange: the JSON of the answer, None of an empty one. A server that takes no requests is asked again as long as there is
+        patience."""
         deadline: float | None = None  # from the first failure on
         while True:
             try:
-                response = self._client.request(method, path, **content)
-            except httpx.TimeoutException as error:
-                if not isinstance(error, httpx.ConnectTimeout):
-                    remedy = "Raise timeout, or look at the server"
-                    raise RemoteError(f"no answer within {self._client.timeout.read} seconds", where=where, remedy=remedy) from error
-                deadline = self._wait(deadline, where, error)
+                status, text = self._exchange(method, path, **content)
             except httpx.TransportError as error:
-                deadline = self._wait(deadline, where, error)
+                if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+                    what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or look at the server"
+                    raise self._error(what, remedy) from error
+                deadline = self._wait(deadline, error)
+                continue
+            if status in BUSY:
+                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
+            elif status >= 400:
+                raise self._error(f"{path} is refused ({status}): {text[:300]}", "Mend the request")
             else:
-                if response.status_code in (502, 503, 504):
-                    deadline = self._wait(deadline, where, RuntimeError(response.text))
-                elif response.is_success:
-                    return response
-                else:
-                    raise GenerationError(
-                        f"{path} is refused ({response.status_code}): {response.text[:300]}", where=where, remedy="Mend the request"
-                    )
+                return self._read(text, json.loads) if text else None
 
-    def _wait(self, deadline: float | None, where: str, error: Exception) -> float:
+    def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
+        """Status and text, within the timeout as a whole: httpx's own holds for each read."""
+        started, parts = time.monotonic(), []
+        with self._client.stream(method, path, **content) as response:
+            for part in response.iter_bytes():
+                parts.append(part)
+                if time.monotonic() - started > (self._client.timeout.read or math.inf):
+                    raise httpx.ReadTimeout("the answer does not end")
+        return response.status_code, b"".join(parts).decode(errors="replace")
+
+    def _wait(self, deadline: float | None, error: Exception) -> float:
         deadline = deadline or time.monotonic() + self.patience
         if time.monotonic() > deadline:
             what = f"the server has taken no requests for {self.patience} seconds ({error})"
-            raise RemoteError(what, where=where, remedy="Start it, or correct the address") from error
+            raise self._error(what, "Start it, or correct the address") from error
         time.sleep(0.5)
         return deadline

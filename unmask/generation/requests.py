@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -163,10 +163,11 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: 
     """Token ids of strings, chat messages or lists of ids.
 
     Raises:
-        GenerationError: it is one string.
+        GenerationError: it is one string, or no list.
     """
-    if isinstance(texts, str):
-        raise GenerationError(f"{where} is one string", where=where, remedy=f"Give a list of {where}")
+    if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, Iterable):
+        what = "is one string" if isinstance(texts, str) else f"is of type {type(texts).__name__}"
+        raise GenerationError(f"{where} {what}", where=where, remedy=f"Give a list of {where}")
     return [list(encode_prompt(tokenizer, text)) for text in texts]
 
 
@@ -174,8 +175,11 @@ def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -
     """The caller's keys of the random numbers, or hashes of the prompts.
 
     Raises:
-        GenerationError: they are too few or too many.
+        GenerationError: they are too few or too many, or not integers of 64 bits.
     """
+    for key in keys or ():
+        if not isinstance(key, int) or not -(2**63) <= key < 2**63:
+            raise GenerationError(f"{key!r} is refused", where="keys", remedy="Use integers of 64 bits")
     if keys is not None and len(keys) != len(encoded):
         raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
     return sequence_keys(encoded) if keys is None else keys

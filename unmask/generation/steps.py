@@ -171,7 +171,7 @@ def _hide_again(slots: Slots, sequences: list[Job], again: list[int]) -> None:
     at_BW = start_B1 + torch.arange(max(stop - start for start, stop in spans), device=device)
     inside_BW, at_BW = at_BW < stop_B1, at_BW.clamp_max(slots.ids_SC.shape[1] - 1)
     earlier_BW = inside_BW & (slots.step_SC[slot_B1, at_BW] >= 0)
-    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, at_BW], -torch.inf)
+    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, at_BW].float(), -torch.inf)
     member_C, column_C = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
     at = (slot_B1[member_C, 0], at_BW[member_C, column_C])
     slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1

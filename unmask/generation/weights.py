@@ -11,7 +11,7 @@ from torch import nn
 
 from unmask.errors import GenerationError
 
-Call = Callable[..., Any]  # (method, path, json=...) -> response
+Call = Callable[..., Any]  # (method, path, json=...) -> what the server answers
 
 
 class ControlPlane:
@@ -55,7 +55,7 @@ def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
         raise GenerationError(f"NCCL needs vLLM's sending side ({error})", where=where, remedy=f"Install vllm, or {remedy}") from error
-    workers = call("GET", "/get_world_size").json()["world_size"]
+    workers = call("GET", "/get_world_size")["world_size"]
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
     facts = NCCLTrainerInitInfo(rank=0, master_address=address, master_port=port, world_size=1 + workers)

@@ -269,6 +269,8 @@ def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | No
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     try:
         published, _ = PretrainedConfig.get_config_dict(where, **source)
+        if not isinstance(published, dict):
+            raise ValueError("config.json holds no object")
         family = BY_MODEL_TYPE.get(published.get("model_type", ""))
         if family is None:
             return AutoConfig.from_pretrained(where, **source), None
