@@ -221,7 +221,9 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
             path=draw(names), block_size=draw(maybe), logit_shift=draw(st.none() | st.booleans()), revision=draw(st.none() | texts)
         ),
         data=DataConfig(train=draw(st.none() | texts), max_rows=draw(maybe), seed=draw(st.integers())),
-        sampler=SamplerConfig(temperature=draw(st.floats(0, 1e9)), top_p=draw(st.floats(0, 1, exclude_min=True)), steps=draw(maybe)),
+        sampler=SamplerConfig(
+            temperature=draw(st.just(0.0) | st.floats(1e-6, 1e6)), top_p=draw(st.floats(0, 1, exclude_min=True)), steps=draw(maybe)
+        ),
         lora=draw(st.none() | lora),
         training=draw(st.dictionaries(texts, plain(finite), max_size=3)),
         rewards=draw(st.lists(names, max_size=2)),

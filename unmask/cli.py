@@ -217,7 +217,7 @@ def generate(
     """Complete prompts, or fill in what they leave open."""
     import unmask
 
-    prompts = [line for text in prompt for line in (sys.stdin.read().removesuffix("\n").split("\n") if text == "-" else [text])]
+    prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
     if not prompts:
         raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line.")
     result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
