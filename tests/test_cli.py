@@ -273,6 +273,8 @@ def test_generate_reads_stdin_and_writes_json_lines(model: dict[str, Any]) -> No
     assert [json.loads(line) for line in result.stdout.splitlines()] == [
         {"prompt": prompt, "text": prompt, "tokens": [1, 2], "log_probs": [-0.5, -1.0]} for prompt in ("first", "seçond", "third")
     ]
+    result = run("generate", "m", "--prompt", "-", "--json", input="one\u2028line\n\fanother")
+    assert [json.loads(line)["prompt"] for line in result.stdout.split("\n")[:-1]] == ["one\u2028line", "\fanother"]
     assert run("generate", "m", "--prompt", "-", input="").exit_code == 2
 
 
