@@ -77,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("model")
     parser.add_argument("stories", help="a text file; blank lines separate its documents")
-    parser.add_argument("--recipes", nargs="+", default=["block", "full", "growing", "distilled"])
+    parser.add_argument("--recipes", nargs="+", default=["block-sdar", "block", "full", "growing", "distilled"])
     parser.add_argument("--minutes", type=float, nargs="+", default=[10.0])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=3e-3)

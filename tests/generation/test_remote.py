@@ -172,7 +172,7 @@ def test_an_answer_that_does_not_end_is_an_error_in_time():
         assert isinstance(dripping.exception(timeout=10), OSError | None)
 
 
-@pytest.mark.parametrize("status", [400, 429, 500])
+@pytest.mark.parametrize("status", [302, 400, 429, 500])
 def test_what_was_done_before_a_refusal_is_kept(status):
     with serving(lambda path, body: echo(path, body) if body["prompt"] != [6] else (status, {})) as url:
         lm = RemoteLM(url, TOKENIZER, patience=0.6)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Iterator
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ class Engine:
         self.working: list[Job] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # and not given out yet
         self.passes = 0
-        self._settings: dict[str, SamplerConfig] = {}  # one of equals, so that what has them is decided together
+        self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # of equals one, so that they are decided together
         self._tickets = 0
 
     def submit(self, request: Request, config: SamplerConfig) -> int:
@@ -62,8 +63,6 @@ class Engine:
         check_settings(self.lm, config)
         if (request.counts is None) != config.parallel:
             raise GenerationError("the request was planned with other settings", where="config", remedy="Make it with these")
-        if not self.waiting and not self.working:
-            self._settings.clear()
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
         sequence = Job(self._tickets, request, config, columns)

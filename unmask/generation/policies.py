@@ -16,7 +16,8 @@ from unmask.diffusion.noise import Stream, uniform
 from unmask.errors import GenerationError
 
 GROUP = 256  # entries of the vocabulary that a draw sums up before it looks inside
-LOGITS_AT_ONCE = {"cpu": 2**19, "cuda": 2**28}  # what stays in a CPU's cache between the passes over them; 1 GB
+LOGITS_AT_ONCE = 2**28  # 1 GB of them
+LOGITS_ON_CPU = 2**19  # what stays in its cache between the passes over them
 
 
 class Decision(NamedTuple):
@@ -57,7 +58,7 @@ def decide(
         GenerationError: the logits are not numbers.
     """
     rows, vocabulary = logits_NV.shape
-    portion = max(1, LOGITS_AT_ONCE.get(logits_NV.device.type, 2**28) // vocabulary)
+    portion = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
     parts = []
     for first in range(0, max(rows, 1), portion):
         at = slice(first, first + portion)

@@ -201,7 +201,7 @@ class RemoteLM:
                 continue
             if status in BUSY:
                 deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
-            elif status >= 400:
+            elif not 200 <= status < 300:
                 raise self._error(f"{path} is refused ({status}): {text[:300]}", "Mend the request")
             else:
                 return self._read(text, json.loads) if text else None

@@ -177,12 +177,14 @@ def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -
     Raises:
         GenerationError: they are too few or too many, or not integers of 64 bits.
     """
-    for key in keys or ():
+    if keys is None:
+        return sequence_keys(encoded)
+    if len(keys) != len(encoded):
+        raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
+    for key in keys:
         if not isinstance(key, int) or not -(2**63) <= key < 2**63:
             raise GenerationError(f"{key!r} is refused", where="keys", remedy="Use integers of 64 bits")
-    if keys is not None and len(keys) != len(encoded):
-        raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
-    return sequence_keys(encoded) if keys is None else keys
+    return keys
 
 
 def block_start(position: int, block_size: int | None) -> int:

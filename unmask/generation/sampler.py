@@ -62,11 +62,8 @@ def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig
         return made
     some = requests[: config.agreement_prompts]
     exact = config.model_copy(update={"cache": "exact", "refresh_interval": None, "early_commit": None})
-    pair = [
-        [[token for token, hidden in zip(tokens, request.hidden[request.start :], strict=False) if hidden] for tokens, request in both]
-        for both in (zip(one.tokens, some, strict=False) for one in (make_generation(lm, some, _run(lm, some, exact), exact), made))
-    ]
-    return replace(made, agreement=agreement(*pair))
+    exactly = make_generation(lm, some, _run(lm, some, exact), exact)
+    return replace(made, agreement=agreement(_filled_in(exactly, some), _filled_in(made, some)))
 
 
 def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) -> float:
@@ -74,6 +71,12 @@ def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) ->
     pairs = list(zip(exact, lossy, strict=False))
     same = sum(sum(a == b for a, b in zip(one, other, strict=False)) for one, other in pairs)
     return same / sum(max(len(one), len(other)) for one, other in pairs)
+
+
+def _filled_in(made: Generation, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens that were not given."""
+    pairs = zip(made.tokens, (request.hidden[request.start :] for request in requests), strict=False)
+    return [[token for token, hidden in zip(*pair, strict=False) if hidden] for pair in pairs]
 
 
 def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> list[Trace]:
