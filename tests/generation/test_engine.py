@@ -226,6 +226,27 @@ def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
         assert [found[ticket].canvas for ticket in tickets] == expected
 
 
+def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
+    lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=9, drafts=2)
+    (request,) = make_requests(lm, ["ab"], config)
+    engine, begun = Engine(lm), set()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    engine.submit(request, config)
+    while engine.waiting or engine.working:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Engine, "_guess", stop)  # between a step and the guesses that follow from it
+            engine.step()
+        for sequence in engine.working:
+            if sequence.step == 0:
+                assert sequence.guess is None
+                begun.add(sequence.block)
+        engine.step()
+    assert begun
+
+
 def test_an_engine_refuses_what_it_could_never_finish():
     lm, config = tiny("phi", "causal"), SamplerConfig(max_new_tokens=4)
     with pytest.raises(GenerationError, match="batch_size: 0 is refused"):
