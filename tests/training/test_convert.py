@@ -96,7 +96,9 @@ def test_a_stage_ends_at_its_final_rate(tmp_path):
     trainer.train()
     rates = [line["learning_rate"] for line in trainer.log_history if "loss" in line]
     down = [0.5 + 0.5 * math.cos(math.pi * step / 4) for step in range(4)]  # the rate that a step is made with
-    assert rates == pytest.approx([1e-2 * (0.4 + 0.6 * share) for share in down] + [1e-2 * (0.1 + 0.3 * share) for share in down] + [1e-2] * 4)
+    assert rates == pytest.approx(
+        [1e-2 * (0.4 + 0.6 * share) for share in down] + [1e-2 * (0.1 + 0.3 * share) for share in down] + [1e-2] * 4
+    )
 
 
 @pytest.mark.parametrize("steps", range(6, 10))
