@@ -1,6 +1,6 @@
 """How near a converted model comes to the causal model it was, by recipe and training time.
 
-    torchrun --nproc-per-node 2 -m benchmarks.stories MODEL STORIES.txt --recipes block-sdar block full --minutes 10
+    torchrun --nproc-per-node 2 -m benchmarks.stories MODEL STORIES.txt --recipes block-sdar --steps 2000
 
 Two processes of a thread each train half of every batch: faster than one process of two threads (plain `python -m`), at the same steps.
 The figure is the ratio of two averages over the same held-out stories: the converted model's bound on the negative
@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback
 
 import unmask
@@ -78,7 +77,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("stories", help="a text file; blank lines separate its documents")
     parser.add_argument("--recipes", nargs="+", default=["block-sdar", "block", "full", "growing", "distilled"])
-    parser.add_argument("--minutes", type=float, nargs="+", default=[10.0])
+    parser.add_argument("--steps", type=int, nargs="+", default=[2000], help="of a run each; what they take in minutes is printed")
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--rate", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=max(1, 2 // WORLD))
@@ -95,10 +94,7 @@ def main() -> None:
         same = torch.equal(shifted.logits(ids_BT), causal.logits(ids_BT))
         print(f"block 1 with shift equals the causal model: {same}", flush=True)
     for recipe in options.recipes:
-        pace = train(options.model, recipe, learnt, 50, options.batch, options.rate)[1] / 50  # enough for the smallest share of a stage
-        (pace,) = broadcast_object_list([pace])
-        for minutes in options.minutes:
-            steps = round(0.97 * minutes * 60 / pace)  # stages of their own pace, and a machine that is not always as quiet
+        for steps in options.steps:
             lm, seconds = train(options.model, recipe, learnt, steps, options.batch, options.rate)
             if RANK == 0:
                 bound = nats_per_token(lm, held_out)

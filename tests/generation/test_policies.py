@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import Stream, uniform
@@ -75,13 +75,22 @@ def test_filters_keep_the_most_likely(seed, width, top_k, top_p):
     kept_NV = keep_likely(logits_NV.softmax(-1), top_k, top_p)
     for logits_V, kept_V in zip(logits_NV, kept_NV, strict=True):
         probs = logits_V.softmax(-1).tolist()
+        first = sorted(range(width), key=lambda token: -probs[token])[: top_k or width]
+        whole = sum(probs[token] for token in first)
         expected, mass = [0.0] * width, 0.0
-        for rank, token in enumerate(sorted(range(width), key=lambda token: -probs[token])):
-            if mass < top_p and (top_k == 0 or rank < top_k):
+        for token in first:
+            if mass < top_p * whole:
                 expected[token] = probs[token]
             mass += probs[token]
         assert kept_V.tolist() == pytest.approx(expected, abs=1e-15)
         assert kept_V.argmax() == logits_V.argmax() and kept_V.max() > 0
+
+
+@given(seeds, st.integers(1, 12), st.sampled_from([0.15, 0.5, 0.85, 0.95]))
+def test_filters_are_those_of_transformers(seed, top_k, top_p):
+    logits_NV = random_logits(seed, 3, 9)
+    theirs_NV = TopPLogitsWarper(top_p)(None, TopKLogitsWarper(top_k)(None, logits_NV))
+    assert torch.equal(keep_likely(logits_NV.softmax(-1), top_k, top_p) > 0, theirs_NV > -torch.inf)
 
 
 def test_of_equally_likely_tokens_filters_keep_the_first():

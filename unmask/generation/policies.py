@@ -137,15 +137,15 @@ def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor 
 
 
 def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Weights with zeros outside the `top_k` largest (0: all) and the fewest that hold `top_p` of their sum."""
+    """Weights with zeros outside the `top_k` largest (0: all) and, of these, the fewest that hold `top_p` of their sum: the order of
+    transformers and vLLM."""
     if top_k == 0 and top_p == 1.0:
         return weight_NV
     sorted_NV, order_NV = weight_NV.sort(dim=-1, descending=True, stable=True)
+    sorted_NV = sorted_NV[:, : top_k or None]
     mass_NV = sorted_NV.double().cumsum(-1)
     keep_NV = mass_NV - sorted_NV < top_p * mass_NV[:, -1:]
-    if top_k > 0:
-        keep_NV[:, top_k:] = False
-    return weight_NV * torch.zeros_like(keep_NV).scatter(1, order_NV, keep_NV)
+    return weight_NV * torch.zeros_like(weight_NV, dtype=torch.bool).scatter(1, order_NV[:, : keep_NV.shape[1]], keep_NV)
 
 
 def draw(weight_NV: Tensor, noise_N: Tensor) -> Tensor:

@@ -21,15 +21,13 @@ from transformers import AttentionInterface
 
 from unmask.config import AttentionName
 from unmask.errors import ConfigError, ModelError
-from unmask.models import flex
+from unmask.models import flex, tiles
+from unmask.models.tiles import Tiles
 
 Pattern = AttentionName
 PATTERNS = get_args(AttentionName)
 DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
 ATTENTION_NAME = "unmask"
-TILE = 64  # queries and keys, on a CPU: SDPA is called for the tiles of a mask in which anything is visible
-NARROWEST = 16  # heads on a CPU: with 8 dimensions SDPA takes 1.3 times as long as with 16, of which 8 are 0
-WORTH_TILING = 0.8  # of the whole mask; with less to save one call is faster
 
 
 @dataclass(frozen=True)
@@ -73,16 +71,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Band:
-    """Queries that see the same tiles of keys."""
-
-    rows: slice
-    queries: slice
-    tiles: tuple[int, ...]
-    allowed_BQK: Tensor
-
-
-@dataclass(frozen=True)
 class AttentionMask:
     """What each query may see.
 
@@ -121,30 +109,9 @@ class AttentionMask:
         return flex.block_mask(self.allowed_BQK)
 
     @cached_property
-    def bands(self) -> list[Band] | None:
-        """The mask without its empty tiles: what SDPA need not compute, such as later blocks and other documents.
-
-        None where it is nearly full, or on a GPU (which has kernels for sparse masks).
-        """
-        rows, _, queries, keys = self.allowed_BQK.shape
-        if self.allowed_BQK.device.type != "cpu" or type(self.allowed_BQK) is not Tensor or queries <= TILE:
-            return None
-        padded_BQK = F.pad(self.allowed_BQK[:, 0], (0, -keys % TILE, 0, -queries % TILE))
-        seen_BIJ = padded_BQK.unflatten(2, (-1, TILE)).unflatten(1, (-1, TILE)).any(4).any(2)
-        together = seen_BIJ.any(0, keepdim=True)
-        apart = rows > 1 and seen_BIJ.sum() < WORTH_TILING * rows * together.sum()
-        seen_RIJ = seen_BIJ if apart else together
-        if seen_RIJ.float().mean() > WORTH_TILING:
-            return None
-        bands = []
-        for row, seen_IJ in enumerate(seen_RIJ):
-            for index, seen_J in enumerate(seen_IJ):
-                tiles = seen_J.nonzero().flatten().tolist()
-                at = slice(index * TILE, (index + 1) * TILE)
-                of = slice(row, row + 1) if apart else slice(None)
-                columns_K = torch.cat([torch.arange(j * TILE, min((j + 1) * TILE, keys)) for j in tiles])
-                bands.append(Band(of, at, tuple(tiles), self.allowed_BQK[of, :, at, columns_K]))
-        return bands
+    def tiles(self) -> Tiles | None:
+        """The mask as SDPA on a CPU is called for it, where some of it need not be computed: later blocks, other documents."""
+        return tiles.visible(self.allowed_BQK)
 
 
 def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
@@ -278,21 +245,11 @@ def unmask_attention(
 
 
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """SDPA band by band: nothing is computed where nobody sees anything. A compiled graph must not depend on where that is."""
-    if torch.compiler.is_compiling() or mask.bands is None:
+    """SDPA, by tiles where these save something. A compiled graph must not depend on where that is."""
+    if torch.compiler.is_compiling() or mask.tiles is None:
         allowed_BQK = None if mask.full else mask.allowed_BQK
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
-    width = query_BHQD.shape[-1]
-    if width < NARROWEST:
-        options["scale"] = options["scale"] or width**-0.5
-        query_BHQD, key_BHKD, value_BHKD = (F.pad(x_BHTD, (0, NARROWEST - width)) for x_BHTD in (query_BHQD, key_BHKD, value_BHKD))
-    keys, values = key_BHKD.split(TILE, 2), value_BHKD.split(TILE, 2)
-    rows: dict[int | None, list[Tensor]] = {}
-    for band in mask.bands:
-        key, value = (torch.cat([tiles[j][band.rows] for j in band.tiles], 2) for tiles in (keys, values))
-        out = F.scaled_dot_product_attention(query_BHQD[band.rows, :, band.queries], key, value, attn_mask=band.allowed_BQK, **options)
-        rows.setdefault(band.rows.start, []).append(out)
-    return torch.cat([torch.cat(bands, 2) for bands in rows.values()])[..., :width]
+    return tiles.attend(query_BHQD, key_BHKD, value_BHKD, mask.tiles, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tests.models.configurations import LAYERS, random_ids, tiny_lm
-from unmask.models import attention
-from unmask.models.attention import PATTERNS, WORTH_TILING, Layout, make_mask, unmask_attention
+from unmask.models import tiles
+from unmask.models.attention import PATTERNS, Layout, make_mask, unmask_attention
+from unmask.models.tiles import WORTH_IT
 
 
 @contextmanager
@@ -25,14 +26,15 @@ def tiles_of(size):
         return sdpa(query, key, value, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "TILE", size)
+        patch.setattr(tiles, "side", lambda queries: size)
+        patch.setattr(tiles, "LEAST_QUERIES", size + 1)
         patch.setattr(F, "scaled_dot_product_attention", counted)
         yield computed
 
 
 def area(allowed_QK, tile):
     """Of the tiles in which anything is visible."""
-    return sum(part.numel() for rows in allowed_QK.split(tile) for part in rows.split(tile, 1) if part.any())
+    return sum(tile**2 for rows in allowed_QK.split(tile) for part in rows.split(tile, 1) if part.any())
 
 
 @given(
@@ -59,11 +61,9 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(lengths, pattern, 
     upstream = torch.randn(out.shape, dtype=torch.float64, generator=generator)
     for one, other in zip(*(torch.autograd.grad((x * upstream).sum(), heads) for x in (out, expected)), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    if rows == 1:
-        tiles = -(-width // 4)
-        used = sum(part.any() for queries in allowed[0, 0].split(4) for part in queries.split(4, 1)) / tiles**2
-        whole = width <= 4 or used > WORTH_TILING
-        assert sum(computed) == 2 * (width**2 if whole else area(allowed[0, 0], 4))
+    needed = [area(allowed_QK, 4) for allowed_QK in allowed[:, 0]]
+    whole = width <= 4 or sum(needed) / rows > WORTH_IT * (width + -width % 4) ** 2
+    assert sum(computed) == (2 * width**2 if whole else 2 // rows * sum(needed))
 
 
 def test_packed_documents_take_the_sum_of_their_squares_and_no_more():
@@ -76,8 +76,8 @@ def test_packed_documents_take_the_sum_of_their_squares_and_no_more():
             logits = lm.logits(ids, documents)
         assert sum(computed) == LAYERS * sum(length**2 for length in lengths) < LAYERS * ids.numel() ** 2 / 2
         torch.testing.assert_close(logits, expected, rtol=0, atol=5e-6)
-        for other, most in ((documents, 1.0), (documents.flip(1), 1 / WORTH_TILING)):  # rows that are cut differently share what is near
+        for other in (documents, documents.flip(1)):
             with tiles_of(4) as computed:
                 both = lm.logits(ids.repeat(2, 1), torch.cat([documents, other]))
-            assert 1.0 <= sum(computed) / (2 * LAYERS * sum(length**2 for length in lengths)) <= most
+            assert sum(computed) == 2 * LAYERS * sum(length**2 for length in lengths)
             torch.testing.assert_close(both[:1], expected, rtol=0, atol=5e-6)
