@@ -106,7 +106,7 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     size = f"{hidden} wide, {layers} layers, vocabulary {vocabulary}"
     rows.append((f"{size}: T=0", f"{seconds['published, T=0'] / seconds['T=0']:.3f}", f"at least {bars[0]}; {equal}"))
     rows.append((f"{size}: T=0.9", f"{seconds['published, T=0.9'] / seconds['T=0.9']:.3f}", f"at least {bars[1]}"))
-    most = (f"{seconds[f'published, {name}'] / seconds['layers']:.3f}" for name in ("T=0", "T=0.9"))
+    most = (f"{seconds[f'published, {at}'] / seconds['layers']:.3f}" for at in ("T=0", "T=0.9"))
     rows.append((f"{size}: published / the layers alone", " and ".join(most), "what no exact sampler passes"))
     rows.append((f"{size}: lengths 15 to 100%", f"{seconds['published, T=0'] / seconds['T=0, lengths']:.3f}", f"at least {bars[2]}"))
     return rows

@@ -1,4 +1,4 @@
-"""How near a converted model comes to the causal model it was, by recipe and training time.
+"""How near a converted model comes to the causal model it was, by recipe and number of steps.
 
     torchrun --nproc-per-node 2 -m benchmarks.stories MODEL STORIES.txt --recipes block-sdar --steps 2000
 

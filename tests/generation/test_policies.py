@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, Top
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import Stream, uniform
 from unmask.errors import GenerationError
-from unmask.generation.policies import decide, draw, first_by_priority, hidden_again, how_many, keep_likely, reshape_logits
+from unmask.generation.policies import best, decide, draw, first_by_priority, hidden_again, how_many, keep_likely, reshape_logits
 
 POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
 LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
@@ -67,6 +67,13 @@ def test_equal_steps_of_the_noise_draw_each_token_in_proportion(weights):
     tokens_N = draw(torch.tensor(weights, dtype=torch.float64).expand(len(noise_N), -1), noise_N)
     assert torch.bincount(tokens_N, minlength=len(weights)).tolist() == [grain * weight for weight in weights]
     assert (tokens_N.diff() >= 0).all()
+
+
+@given(seeds, st.integers(1, 700), st.integers(1, 40))
+def test_the_best_is_the_first_of_the_highest(seed, width, values):
+    logits_NV = torch.randint(values, (5, width), generator=torch.Generator().manual_seed(seed)).double()
+    logits_NV[0, : width // 2] = -torch.inf
+    assert best(logits_NV).tolist() == [row.index(max(row)) for row in logits_NV.tolist()]
 
 
 @given(seeds, st.integers(2, 9), st.integers(0, 10), st.floats(0.01, 1.0))

@@ -59,21 +59,25 @@ def decide(
     """
     rows, vocabulary = logits_NV.shape
     portion = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
+    streams = [Stream.TOKEN] * (config.temperature > 0) + [Stream.ORDER] * (config.policy == "random")
+    streams += [Stream.ORDER_NOISE] * (config.order_temperature > 0)
+    noise = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
     parts = []
     for first in range(0, max(rows, 1), portion):
         at = slice(first, first + portion)
         present = None if present_NV is None else present_NV[at]
-        parts.append(_decide(logits_NV[at], config, key_N[at], step_N[at], position_N[at], present))
+        parts.append(_decide(logits_NV[at], config, {stream: noise_N[at] for stream, noise_N in noise.items()}, present))
     if len(parts) == 1:
         return parts[0]
     return Decision(*(None if piece[0] is None else torch.cat(piece) for piece in zip(*parts, strict=True)))  # type: ignore[arg-type]
 
 
-def _decide(
-    logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None
-) -> Decision:
-    best_N, token_N = logits_NV.max(-1)
-    weight_NV = (logits_NV - best_N[:, None]).exp_()  # one exponential serves the statistics and, at temperature 1, the draw
+def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
+    shaped_NV = reshape_logits(logits_NV, config, present_NV)
+    twice = shaped_NV is logits_NV and config.temperature not in (0, 1)
+    best_N = logits_NV.amax(-1)
+    below_NV = logits_NV - best_N[:, None]
+    weight_NV = below_NV.exp() if twice else below_NV.exp_()  # at temperature 1 it serves the statistics and the draw
     total_N = weight_NV.sum(-1)
     normaliser_N = best_N + total_N.log()
     if normaliser_N.isnan().any():  # a NaN anywhere in a row spoils all of it
@@ -85,14 +89,15 @@ def _decide(
     if config.policy == "margin" or config.early_commit is not None:
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
-    shaped_NV = reshape_logits(logits_NV, config, present_NV)
-    if config.temperature > 0:
-        if shaped_NV is not logits_NV or config.temperature != 1:
-            weight_NV = (shaped_NV - shaped_NV.amax(-1, keepdim=True)).div_(config.temperature).exp_()
+    if config.temperature == 0:
+        token_N = best(shaped_NV)
+    else:
+        if shaped_NV is not logits_NV:
+            below_NV = shaped_NV - shaped_NV.amax(-1, keepdim=True)
+        if shaped_NV is not logits_NV or twice:
+            weight_NV = below_NV.div_(config.temperature).exp_()
         weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-        token_N = draw(weight_NV, uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.TOKEN))
-    elif shaped_NV is not logits_NV:
-        token_N = shaped_NV.argmax(-1)
+        token_N = draw(weight_NV, noise[Stream.TOKEN])
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.temperature > 0 and (config.trace or config.filtered_confidence):
         sampled_N = (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
@@ -108,11 +113,10 @@ def _decide(
             assert entropy_N is not None
             priority_N = -entropy_N
         case "random":
-            priority_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.ORDER)
+            priority_N = noise[Stream.ORDER]
     if config.order_temperature > 0:
-        noise_N = uniform(config.seed, key_N, step=step_N, position=position_N, stream=Stream.ORDER_NOISE)
         score_N = priority_N.exp() if config.policy == "confidence" else priority_N
-        priority_N = score_N / config.order_temperature - (-(noise_N + 2.0**-54).log()).log()  # never of 0
+        priority_N = score_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
     priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf is where there is no row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
@@ -146,6 +150,18 @@ def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
     mass_NV = sorted_NV.double().cumsum(-1)
     keep_NV = mass_NV - sorted_NV < top_p * mass_NV[:, -1:]
     return weight_NV * torch.zeros_like(weight_NV, dtype=torch.bool).scatter(1, order_NV[:, : keep_NV.shape[1]], keep_NV)
+
+
+def best(logits_NV: Tensor) -> Tensor:
+    """The first of the highest of each row, by groups: argmax over a row takes 15 times as long as its maximum."""
+    even = logits_NV.shape[1] // GROUP * GROUP
+    peak_NG = logits_NV[:, :even].unflatten(1, (-1, GROUP)).amax(-1) if even else logits_NV[:, :0]
+    if even < logits_NV.shape[1]:
+        peak_NG = torch.cat([peak_NG, logits_NV[:, even:].amax(-1, keepdim=True)], 1)
+    start_N1 = peak_NG.argmax(-1, keepdim=True) * GROUP
+    column_NK = start_N1 + torch.arange(GROUP, device=logits_NV.device)
+    inside_NK = logits_NV.gather(1, column_NK.clamp_max(logits_NV.shape[1] - 1))
+    return (start_N1 + inside_NK.argmax(-1, keepdim=True)).squeeze(1)
 
 
 def draw(weight_NV: Tensor, noise_N: Tensor) -> Tensor:

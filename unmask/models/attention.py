@@ -109,9 +109,14 @@ class AttentionMask:
         return flex.block_mask(self.allowed_BQK)
 
     @cached_property
-    def tiles(self) -> Tiles | None:
+    def coarse_tiles(self) -> Tiles | None:
         """The mask as SDPA on a CPU is called for it, where some of it need not be computed: later blocks, other documents."""
-        return tiles.visible(self.allowed_BQK)
+        return tiles.visible(self.allowed_BQK, tiles.COARSE)
+
+    @cached_property
+    def fine_tiles(self) -> Tiles | None:
+        """The same for narrow heads."""
+        return tiles.visible(self.allowed_BQK, tiles.FINE)
 
 
 def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
@@ -246,10 +251,14 @@ def unmask_attention(
 
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
     """SDPA, by tiles where these save something. A compiled graph must not depend on where that is."""
-    if torch.compiler.is_compiling() or mask.tiles is None:
-        allowed_BQK = None if mask.full else mask.allowed_BQK
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
-    return tiles.attend(query_BHQD, key_BHKD, value_BHKD, mask.tiles, **options)
+    if mask.full:
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
+    cut = None
+    if not torch.compiler.is_compiling():
+        cut = mask.fine_tiles if query_BHQD.shape[-1] <= tiles.NARROW else mask.coarse_tiles
+    if cut is None:
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+    return tiles.attend(query_BHQD, key_BHKD, value_BHKD, cut, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)

@@ -1,22 +1,37 @@
 """Attention on a CPU: of a sparse mask only the tiles are computed in which anything is visible.
 
-Shapes: B batch, R rows of a mask (1 where all rows of a batch share it), H heads, Q queries, K keys, D head width, T tokens, S side of a
-tile, I and J tiles of queries and of keys, G tiles of queries that see the same number N of tiles of keys.
+Shapes: B batch, R rows of a mask (1 where all rows of a batch share it), O rows of a batch that share a mask (B or 1), H heads, Q queries,
+K keys, D head width, T tokens, S side of a tile, I and J tiles of queries and of keys, G tiles of queries that see the same number N of
+tiles of keys.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-LEAST_QUERIES = 65  # shorter rows are a tile or two
-SHORT = 512  # rows of at most so many queries are cut finer
-NARROWEST = 16  # heads: with 8 dimensions SDPA takes 1.3 times as long as with 16, of which 8 are 0
-WORTH_IT = 0.8  # of the whole mask; with less to save one call is faster
+LEAST_QUERIES = 129  # shorter rows are a tile or two
+NARROW = 16  # heads of fewer dimensions take SDPA longer: with 8 of them 1.3 times as long as with 16, of which 8 are 0
+
+
+class Grain(NamedTuple):
+    """How finely masks are cut: the finer, the less is computed for nothing, in more and smaller calls.
+
+    Attributes:
+        side: of a tile.
+        worth: the share of the whole from which one call is faster.
+    """
+
+    side: int
+    worth: float
+
+
+FINE = Grain(32, 0.8)  # for narrow heads; measured with 8 dimensions
+COARSE = Grain(64, 0.6)  # for others; measured with 64
 
 
 @dataclass(frozen=True)
@@ -45,21 +60,17 @@ class Tiles:
     place_I: Tensor
 
 
-def side(queries: int) -> int:
-    """Of the tiles of such rows: the finer, the less is computed for nothing, in more and smaller calls."""
-    return 32 if queries <= SHORT else 64
-
-
-def visible(allowed_RQK: Tensor) -> Tiles | None:
+@torch.inference_mode(False)  # masks are kept, and a later training step saves these indices for its gradient
+def visible(allowed_RQK: Tensor, grain: Grain) -> Tiles | None:
     """The tiles of a boolean mask [R, 1, Q, K]; None where it is nearly full, short, or on a GPU (which has kernels for sparse masks)."""
     rows, _, queries, keys = allowed_RQK.shape
     if allowed_RQK.device.type != "cpu" or type(allowed_RQK) is not Tensor or queries < LEAST_QUERIES:
         return None
-    size = side(queries)
+    size = grain.side
     at_Q = torch.arange(queries + -queries % size).clamp_max(queries - 1)  # padding sees what the last query sees
     tile_RIJSS = F.pad(allowed_RQK[:, 0, at_Q], (0, -keys % size)).unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
     seen_RIJ = tile_RIJSS.any(4).any(3)
-    if seen_RIJ.float().mean() > WORTH_IT:
+    if seen_RIJ.sum() * size**2 > grain.worth * rows * queries * keys:
         return None
     row_RI = torch.arange(rows)[:, None].expand(seen_RIJ.shape[:2])
     tile_IJSS, seen_IJ, row_I = tile_RIJSS.flatten(0, 1), seen_RIJ.flatten(0, 1), row_RI.flatten()
@@ -73,28 +84,29 @@ def visible(allowed_RQK: Tensor) -> Tiles | None:
     return Tiles(rows, size, groups, torch.cat([group.query_G for group in groups]).argsort())
 
 
-def attend(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Tiles, **options: Any) -> Tensor:
+def attend(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Tiles, *, scale: float | None, **options: Any) -> Tensor:
     """SDPA [B, H, Q, D] of the tiles, with its options."""
-    queries, width = query_BHQD.shape[2:]
-    options["scale"] = options["scale"] or width**-0.5  # of the heads as they are, before they are padded
-    outer = len(query_BHQD) // mask.rows  # rows that share a mask stay apart, those with their own lie one after another
-    query_BISHD, key_BJSHD, value_BJSHD = (_cut(x_BHTD, mask.side, outer) for x_BHTD in (query_BHQD, key_BHKD, value_BHKD))
+    rows, _, queries, width = query_BHQD.shape
+    scale = width**-0.5 if scale is None else scale  # of the heads as they are, before they are padded
+    outer = rows // mask.rows
+    query_OISHD, key_OJSHD, value_OJSHD = (_cut(x_BHTD, mask.side, outer) for x_BHTD in (query_BHQD, key_BHKD, value_BHKD))
     parts = []
     for group in mask.groups:
-        query_GHSD = query_BISHD.index_select(1, group.query_G).flatten(0, 1).transpose(1, 2)
-        seen = (x_BJSHD.index_select(1, group.key_GN.flatten()) for x_BJSHD in (key_BJSHD, value_BJSHD))
-        key_GHKD, value_GHKD = (x_BJSHD.reshape(len(query_GHSD), -1, *x_BJSHD.shape[3:]).transpose(1, 2) for x_BJSHD in seen)
+        query_GHSD = query_OISHD.index_select(1, group.query_G).flatten(0, 1).transpose(1, 2)
+        seen = (x_OJSHD.index_select(1, group.key_GN.flatten()) for x_OJSHD in (key_OJSHD, value_OJSHD))
+        key_GHKD, value_GHKD = (x_OJSHD.reshape(len(query_GHSD), -1, *x_OJSHD.shape[3:]).transpose(1, 2) for x_OJSHD in seen)
         allowed_GQK = group.allowed_GQK.repeat(outer, 1, 1, 1)
-        out_GHSD = F.scaled_dot_product_attention(query_GHSD, key_GHKD, value_GHKD, attn_mask=allowed_GQK, **options)
+        out_GHSD = F.scaled_dot_product_attention(query_GHSD, key_GHKD, value_GHKD, attn_mask=allowed_GQK, scale=scale, **options)
         parts.append(out_GHSD.transpose(1, 2).unflatten(0, (outer, -1)))
-    out_BISHD = torch.cat(parts, 1).index_select(1, mask.place_I)
-    out_BTHD = out_BISHD.reshape(len(query_BHQD), -1, *out_BISHD.shape[3:])
-    return out_BTHD[:, :queries, :, :width].transpose(1, 2)
+    out_OISHD = torch.cat(parts, 1).index_select(1, mask.place_I)
+    out_BTHD = out_OISHD.reshape(rows, -1, *out_OISHD.shape[3:])
+    return out_BTHD[:, :queries, :, : value_BHKD.shape[3]].transpose(1, 2)
 
 
 def _cut(x_BHTD: Tensor, size: int, outer: int) -> Tensor:
-    """In tiles [outer, tiles, S, H, D]; the layout in which transformers holds heads needs no copy."""
+    """In tiles [O, tiles, S, H, D], those of rows with masks of their own one after another; the layout in which transformers holds heads
+    needs no copy."""
     x_BTHD = x_BHTD.transpose(1, 2)
-    padding = (0, max(0, NARROWEST - x_BTHD.shape[-1]), 0, 0, 0, -x_BTHD.shape[1] % size)
+    padding = (0, max(0, NARROW - x_BTHD.shape[-1]), 0, 0, 0, -x_BTHD.shape[1] % size)
     x_BTHD = F.pad(x_BTHD, padding) if any(padding) else x_BTHD
     return x_BTHD.reshape(outer, -1, size, *x_BTHD.shape[2:])
