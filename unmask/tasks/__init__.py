@@ -1,7 +1,33 @@
-"""Verifiable tasks: each makes or reads problems, and judges answers to them."""
+"""Verifiable tasks: each reads problems (some make their own), and judges answers to them."""
 
-from unmask.tasks.base import Task, Verdict, get_task, split_of
-from unmask.tasks.countdown import Countdown
+from unmask.tasks.base import Puzzle, Reward, Task, get_puzzle, get_rewards, get_task, split_of
+from unmask.tasks.code import MBPP, HumanEval
+from unmask.tasks.countdown import Countdown, Countdown4
+from unmask.tasks.gsm8k import GSM8K
+from unmask.tasks.math500 import Math500
+from unmask.tasks.ocaml import Exercism, MultiPLT
 from unmask.tasks.sudoku import Sudoku
+from unmask.tasks.sudoku9 import Sudoku9
+from unmask.tasks.text import MultipleChoice, Text
 
-__all__ = ["Countdown", "Sudoku", "Task", "Verdict", "get_task", "split_of"]
+__all__ = [
+    "GSM8K",
+    "MBPP",
+    "Countdown",
+    "Countdown4",
+    "Exercism",
+    "HumanEval",
+    "Math500",
+    "MultiPLT",
+    "MultipleChoice",
+    "Puzzle",
+    "Reward",
+    "Sudoku",
+    "Sudoku9",
+    "Task",
+    "Text",
+    "get_puzzle",
+    "get_rewards",
+    "get_task",
+    "split_of",
+]

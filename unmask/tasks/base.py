@@ -1,9 +1,9 @@
-"""What a verifiable task is: it makes or reads problems, judges answers to them, and never trusts the text that it judges.
+"""What a verifiable task is: it reads or makes problems, judges answers to them, and never trusts the text that it judges.
 
 A row is a flat dict, ready for a dataset: `prompt` and `completion` (a right answer) as text, `group` (the identity of the solution:
 rows of one group are not independent, so confidence intervals are clustered by it and splits never divide it), and the task's own columns.
 
-A task of one's own is one small subclass: give it a `name`, its class attributes, and `draw`, `read`, `verify` and `corrupt`.
+A task of one's own is one small subclass of `Task` (or of `Puzzle`, where problems can be made): docs/tasks.md shows one.
 """
 
 from __future__ import annotations
@@ -12,33 +12,49 @@ import abc
 import hashlib
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from unmask.config_files import did_you_mean
 from unmask.errors import ConfigError
-from unmask.tasks.files import require_names
+from unmask.rewards.verdict import Verdict
+from unmask.tasks.files import Record, read_records, require_names
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]
-Status = Literal["ok", "wrong", "malformed"]
+Style = Literal["plain", "chat"]
+Judge = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Verdict]]
+Component = Callable[[str, Mapping[str, Any]], float]
+"""The value of one completion for a row, as published."""
 
 TEST_SHARE = 0.28
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The judgement of one completion."""
+@dataclass(frozen=True)
+class Reward:
+    """A reward function as TRL calls it, which also tells the status of each verdict.
 
-    value: float
-    """The shaped reward, in [0, 1]; 1 exactly for a solved problem."""
-    status: Status
-    """`ok`: solved. `wrong`: an answer, but not a right one. `malformed`: not an answer at all."""
+    Attributes:
+        name: what it is logged as.
+        columns: the dataset's columns that it reads.
+        judge: the verdicts on completions to rows of these columns.
+    """
 
-    @property
-    def solved(self) -> bool:
-        return self.status == "ok"
+    name: str
+    columns: tuple[str, ...]
+    judge: Judge
+
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
+        """The value of each completion (text or messages); None where it could not be judged."""
+        return [verdict.value for verdict in self.verdicts(completions, **columns)]
+
+    def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
+        """The verdict on each completion, with the dataset's columns as lists."""
+        require_names(columns, self.columns, f"the reward {self.name}")
+        values = zip(*(columns[name] for name in self.columns), strict=True) if self.columns else [()] * len(completions)
+        rows = [dict(zip(self.columns, row, strict=True)) for row in values]
+        return self.judge([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
 
 
 def split_of(group: str) -> Split:
@@ -51,12 +67,16 @@ class Task(abc.ABC):
     """A family of problems with a verifier. Subclasses that set `name` are found by `get_task`."""
 
     name: ClassVar[str]
+    fields: ClassVar[tuple[str, ...]]
+    """What every record of a file must have."""
     columns: ClassVar[tuple[str, ...]]
-    """The columns that `verify` reads."""
-    alphabet: ClassVar[str]
-    """Every character that a prompt or a right completion can hold."""
-    max_completion: int
-    """Characters of the longest right completion, and one for the end of sequence."""
+    """The columns of a row that `verify` reads."""
+    instructions: ClassVar[str] = "Give the answer alone, between <answer> and </answer>."
+    """What the chat format asks for, before the problem."""
+    published: ClassVar[Mapping[str, Component]] = {}
+    """The components of the published reward (of d1, Zhao et al. 2025, unless the task says otherwise), by name."""
+    max_completion: int | None = None
+    """Tokens (for a character tokenizer) of the longest right completion, and one for the end of sequence; None: the sampler says."""
 
     _known: ClassVar[dict[str, type[Task]]] = {}
 
@@ -66,16 +86,91 @@ class Task(abc.ABC):
             Task._known[cls.name] = cls
 
     @abc.abstractmethod
-    def draw(self, split: Split, rng: random.Random) -> Row | None:
-        """One random row of a split, or None where this attempt gave none."""
-
-    @abc.abstractmethod
-    def read(self, path: str | os.PathLike[str]) -> list[Row]:
-        """The rows of a published file, in its order. Malformed files: DataError."""
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        """The row of one record of a file. A malformed one: DataError that names `where`."""
 
     @abc.abstractmethod
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Judge a completion, strictly: any string gets a verdict, in time linear in its length, and text around an answer spoils it."""
+        """Judge a completion, strictly: any string gets a verdict, in bounded time. Its value may give credit for a part, in [0, 1)."""
+
+    def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+        """The verdict on each completion; tasks that run programs judge many at a time."""
+        return [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
+
+    def rows(self, records: Iterable[Record]) -> list[Row]:
+        """The rows of records, each with where it stands. A record that is malformed, or without one of `fields`: DataError."""
+        rows = []
+        for where, record in records:
+            require_names(record, self.fields, where)
+            rows.append(self.row(record, where))
+        return rows
+
+    def read(self, path: str | os.PathLike[str]) -> list[Row]:
+        """The rows of a published file (.jsonl, .json or .csv, gzipped or not), in its order."""
+        return self.rows(read_records(path))
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        """The problem as a chat message puts it."""
+        return str(row["prompt"])
+
+    def answer(self, row: Mapping[str, Any]) -> str:
+        """A right answer as a chat message gives it."""
+        return f"<answer>{row['completion']}</answer>"
+
+    def posed(self, row: Mapping[str, Any], style: Style = "plain", examples: Sequence[Mapping[str, Any]] = ()) -> Row:
+        """The row with solved examples before its problem: as text with blank lines between, or as turns of a conversation."""
+        if style == "plain":
+            before = "".join(f"{example['prompt']}{example['completion']}\n\n" for example in examples)
+            return {**row, "prompt": before + row["prompt"]}
+        turns = [turn for example in examples for turn in (*self._asked(example), *self._answered(example))]
+        return {**row, "prompt": [*turns, *self._asked(row)], "completion": self._answered(row)}
+
+    def _asked(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "user", "content": f"{self.instructions}\n\n{self.question(row)}"}]
+
+    def _answered(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
+        return [{"role": "assistant", "content": self.answer(row)}]
+
+    def rewards(self, shaping: str = "strict") -> list[Reward]:
+        """The reward functions of a shaping.
+
+        Args:
+            shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: the components of the
+                published reward, one function each (tasks for which there is one).
+
+        Raises:
+            ConfigError: a shaping that the task does not have.
+        """
+        known: dict[str, dict[str, Judge]] = {"strict": {self.name: self._strictly}, "partial": {self.name: self.verify_all}}
+        if self.published:
+            known["published"] = {name: _component(function) for name, function in self.published.items()}
+        if shaping not in known:
+            raise ConfigError(f"{self.name} has no shaping {shaping!r}", where="rewards", remedy=did_you_mean(shaping, known))
+        return [Reward(name, self.columns, judge) for name, judge in known[shaping].items()]
+
+    def _strictly(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+        verdicts = self.verify_all(completions, rows)
+        return [v if v.value is None else Verdict(float(v.solved), v.status, v.detail) for v in verdicts]
+
+
+def _component(function: Component) -> Judge:
+    def judge(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+        values = [float(function(completion, row)) for completion, row in zip(completions, rows, strict=True)]
+        return [Verdict(value, "ok" if value > 0 else "wrong") for value in values]
+
+    return judge
+
+
+class Puzzle(Task):
+    """A task that makes its own problems."""
+
+    alphabet: ClassVar[str]
+    """Every character that a prompt or a right completion can hold."""
+    max_completion: int
+
+    @abc.abstractmethod
+    def draw(self, split: Split, rng: random.Random) -> Row | None:
+        """One random row of a split, or None where this attempt gave none."""
 
     @abc.abstractmethod
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
@@ -105,18 +200,23 @@ class Task(abc.ABC):
         """A completion as a fallible human writes it: wrong with probability `mistake_rate`, else the right one of the row."""
         return self.corrupt(row, rng) if rng.random() < mistake_rate else row["completion"]
 
-    def reward(self, prompts: Sequence[Any], completions: Sequence[str], **columns: Any) -> list[float]:
-        """The value of each completion: a reward function as TRL calls it, with the dataset's columns as lists."""
-        require_names(columns, self.columns, f"the reward of {self.name}")
-        wanted = [columns[name] for name in self.columns]
-        return [
-            self.verify(completion, dict(zip(self.columns, values, strict=True))).value
-            for completion, *values in zip(completions, *wanted, strict=True)
-        ]
-
 
 def get_task(name: str) -> Task:
     """The task of that name with its default settings. An unknown name: ConfigError that names the nearest."""
     if name not in Task._known:
         raise ConfigError(f"unknown task {name!r}", remedy=did_you_mean(name, Task._known))
     return Task._known[name]()
+
+
+def get_puzzle(name: str) -> Puzzle:
+    """The task of that name, which must make its own problems. Another one: ConfigError."""
+    task = get_task(name)
+    if not isinstance(task, Puzzle):
+        raise ConfigError(f"{name} makes no problems of its own", where="task", remedy="Give a file of them.")
+    return task
+
+
+def get_rewards(name: str) -> list[Reward]:
+    """The reward functions that `task` or `task/shaping` names: `gsm8k`, `sudoku/partial`, `gsm8k/published`."""
+    task, _, shaping = name.partition("/")
+    return get_task(task).rewards(shaping or "strict")

@@ -1,30 +1,30 @@
-"""Countdown: reach a target with `+ - * /` from three numbers, each used exactly once.
+"""Countdown: reach a target with `+ - * /` from three or four numbers, each used exactly once.
 
-A prompt is "30,100,93>23:" (the numbers, the target); a completion is an expression such as "93-(100-30)". The published rules:
-1 for a right expression, 0.1 for one that uses the numbers but misses the target, else 0.
+A prompt is "30,100,93>23:" (the numbers, the target); a completion is an expression such as "93-(100-30)".
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-import os
 import random
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import permutations
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
 
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import ArithmeticSyntaxError, evaluate, numbers_used
-from unmask.tasks.base import Row, Split, Task, Verdict, split_of
-from unmask.tasks.files import read_records
+from unmask.rewards.format import tagged_answers
+from unmask.rewards.parsing import answer_of
+from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
+from unmask.tasks.base import Puzzle, Row, Split, split_of
 
-COUNT = 3
 LARGEST = 999
 WELL_FORMED = 0.1
-NUMBERS = re.compile(r"[1-9][0-9]{0,2}(,[1-9][0-9]{0,2}){2}")
+NUMBERS = re.compile(r"[1-9][0-9]{0,2}(,[1-9][0-9]{0,2}){2,3}")
 TARGET = re.compile(r"[1-9][0-9]{0,8}")
 
 ATOM = 3
@@ -45,7 +45,7 @@ class Term(NamedTuple):
     precedence: int
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)
 def expressions(numbers: tuple[int, ...]) -> dict[str, Fraction]:
     """Every expression that uses each number exactly once, written with the fewest parentheses, and its value."""
     terms = [Term(Fraction(number), str(number), ATOM) for number in sorted(numbers)]
@@ -81,8 +81,20 @@ def _applied(left: Term, right: Term) -> Iterator[Term]:
         yield Term(function(left.value, right.value), first + symbol + second, precedence)
 
 
-class Countdown(Task):
-    """Countdown with three numbers.
+def published_value(completion: str, row: Mapping[str, Any]) -> float:
+    """1 for the expression in the last answer tags where it is right, a tenth for anything else in them, 0 without tags."""
+    answers = tagged_answers(completion)
+    if not answers:
+        return 0.0
+    try:
+        right = numbers_used(answers[-1]) == sorted(row["numbers"]) and evaluate(answers[-1]) == row["target"]
+    except ArithmeticSyntaxError:
+        right = False
+    return 1.0 if right else WELL_FORMED
+
+
+class Countdown(Puzzle):
+    """Countdown with three numbers (and with four, where a file has them).
 
     Args:
         max_number: generated numbers are 1 to this. (The published test file goes to 100; a tiny model needs fewer.)
@@ -90,9 +102,15 @@ class Countdown(Task):
     """
 
     name = "countdown"
+    fields = ("input", "output")
     columns = ("numbers", "target")
     alphabet = "0123456789+-*/(),>:"
-    max_completion = COUNT * len(str(LARGEST)) + (COUNT - 1) + len("()") + 1
+    published = MappingProxyType({"countdown": published_value})
+    count: ClassVar[int] = 3
+    instructions = (
+        "Write an arithmetic expression with + - * / and parentheses that uses each of the numbers exactly once and has the target as its "
+        "value. Give the expression alone, without an equals sign, between <answer> and </answer>."
+    )
 
     def __init__(self, *, max_number: int = 20, max_target: int = 100):
         if not 1 <= max_number <= LARGEST:
@@ -100,49 +118,58 @@ class Countdown(Task):
         if max_target < 1:
             raise ConfigError(f"max_target {max_target} is not positive", where=self.name, remedy="Use 100.")
         self.max_number, self.max_target = max_number, max_target
+        self.max_completion = self.count * len(str(LARGEST)) + (self.count - 1) + (self.count - 2) * len("()") + 1
 
     def draw(self, split: Split, rng: random.Random) -> Row | None:
         """Random numbers and a random target within their reach; None where no such target belongs to the split."""
-        numbers = [rng.randint(1, self.max_number) for _ in range(COUNT)]
+        numbers = [rng.randint(1, self.max_number) for _ in range(self.count)]
         reached = {value.numerator for value in expressions(tuple(sorted(numbers))).values() if value.denominator == 1}
         targets = [target for target in sorted(reached) if 1 <= target <= self.max_target and split_of(_group(numbers, target)) == split]
         return self._row(numbers, rng.choice(targets)) if targets else None
 
-    def read(self, path: str | os.PathLike[str]) -> list[Row]:
-        """The rows of a JSONL file such as `{"input": "30,100,93", "output": "23"}`; the right completion is found by search."""
-        rows = []
-        for where, record in read_records(path, ("input", "output")):
-            if not NUMBERS.fullmatch(str(record["input"])):
-                remedy = f"Write three integers from 1 to {LARGEST}, as '30,100,93'."
-                raise DataError(f"{record['input']!r} are not three numbers", where=f"{where}, key 'input'", remedy=remedy)
-            if not TARGET.fullmatch(str(record["output"])):
-                what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
-                raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
-            numbers, target = [int(number) for number in record["input"].split(",")], int(record["output"])
-            if solve(numbers, target) is None:
-                raise DataError(f"{target} cannot be reached from {numbers}", where=where, remedy="Mend or remove the row.")
-            rows.append(self._row(numbers, target))
-        return rows
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found by search."""
+        if not NUMBERS.fullmatch(str(record["input"])):
+            remedy = f"Write three or four integers from 1 to {LARGEST}, as '30,100,93'."
+            raise DataError(f"{record['input']!r} are not three or four numbers", where=f"{where}, key 'input'", remedy=remedy)
+        if not TARGET.fullmatch(str(record["output"])):
+            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
+            raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
+        numbers, target = [int(number) for number in record["input"].split(",")], int(record["output"])
+        if solve(numbers, target) is None:
+            raise DataError(f"{target} cannot be reached from {numbers}", where=where, remedy="Mend or remove the row.")
+        return self._row(numbers, target)
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """1 where the expression reaches the target, 0.1 where it uses each number once but misses it, 0 otherwise."""
+        """Right where the expression reaches the target and uses each number once; a tenth where only the latter holds."""
         try:
-            value, used = evaluate(completion), numbers_used(completion)
+            expression = answer_of(completion) or ""
+            value, used = evaluate(expression), numbers_used(expression)
         except ArithmeticSyntaxError:
-            return Verdict(0.0, "malformed")
+            return MALFORMED
         if used != sorted(row["numbers"]):
-            return Verdict(0.0, "wrong")
-        return Verdict(1.0, "ok") if value == row["target"] else Verdict(WELL_FORMED, "wrong")
+            return WRONG
+        return OK if value == row["target"] else Verdict(WELL_FORMED, "wrong")
 
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
         """A random expression over the same numbers that misses the target."""
         candidates = expressions(tuple(sorted(row["numbers"])))
         return rng.choice([text for text, value in candidates.items() if value != row["target"]])
 
+    def question(self, row: Mapping[str, Any]) -> str:
+        return f"Numbers: {', '.join(map(str, row['numbers']))}\nTarget: {row['target']}"
+
     def _row(self, numbers: list[int], target: int) -> Row:
         prompt = f"{','.join(map(str, numbers))}>{target}:"
         completion = solve(numbers, target)
         return {"prompt": prompt, "completion": completion, "group": _group(numbers, target), "numbers": numbers, "target": target}
+
+
+class Countdown4(Countdown):
+    """Countdown with four numbers."""
+
+    name = "countdown4"
+    count = 4
 
 
 def _group(numbers: Sequence[int], target: int) -> str:

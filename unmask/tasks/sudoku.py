@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import functools
 import operator
-import os
 import random
 from collections.abc import Iterator, Mapping
 from itertools import combinations
+from types import MappingProxyType
 from typing import Any
 
 from unmask.errors import ConfigError, DataError
-from unmask.tasks.base import Row, Split, Task, Verdict, split_of
-from unmask.tasks.files import read_records
+from unmask.rewards.format import tagged_answers
+from unmask.rewards.parsing import answer_of
+from unmask.rewards.verdict import MALFORMED, Verdict
+from unmask.tasks.base import Puzzle, Row, Split, split_of
 
 CELLS = 16
 DIGITS = "1234"
@@ -70,7 +72,16 @@ def _differences(a: str, b: str) -> int:
     return sum(map(operator.ne, a, b))
 
 
-class Sudoku(Task):
+def published_share(completion: str, row: Mapping[str, Any]) -> float:
+    """The share of the empty cells that agree with the solution: of the digits in the last answer tags, as many as there are cells."""
+    puzzle, solution = row["puzzle"], row["solution"]
+    answers = tagged_answers(completion)
+    digits = "".join(filter(str.isdigit, answers[-1])) if answers else ""
+    pairs = zip(puzzle, solution, digits, strict=False)
+    return sum(clue == "0" and wanted == digit for clue, wanted, digit in pairs) / puzzle.count("0")
+
+
+class Sudoku(Puzzle):
     """4x4 Sudoku.
 
     Args:
@@ -79,9 +90,15 @@ class Sudoku(Task):
     """
 
     name = "sudoku"
-    columns = ("puzzle",)
+    fields = ("Puzzle", "Solution")
+    columns = ("puzzle", "solution")
     alphabet = "01234="
     max_completion = CELLS + 1
+    instructions = (
+        "Solve the 4x4 Sudoku: every row, column and 2x2 box holds 1 to 4. It is given row by row, with 0 for an empty cell. "
+        "Give the 16 digits of the solution between <answer> and </answer>."
+    )
+    published = MappingProxyType({"sudoku": published_share})
 
     def __init__(self, *, min_empty: int = 6, max_empty: int = 11):
         if not 1 <= min_empty <= max_empty <= 12:
@@ -101,29 +118,26 @@ class Sudoku(Task):
                 return self._row(puzzle, solution)
         return None
 
-    def read(self, path: str | os.PathLike[str]) -> list[Row]:
-        """The rows of a CSV (or JSONL) file with the columns `Puzzle` and `Solution`. Its puzzles may have several solutions."""
-        rows = []
-        for where, record in read_records(path, ("Puzzle", "Solution")):
-            puzzle, solution = record["Puzzle"], record["Solution"]
-            if not isinstance(puzzle, str) or "0" not in puzzle or len(puzzle) != CELLS or not set(puzzle) <= set("0" + DIGITS):
-                remedy = "Write 16 digits as text, row by row: 1 to 4, and 0 for an empty cell (at least one)."
-                raise DataError(f"{puzzle!r} is not a 4x4 puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
-            if solution not in solve(puzzle):
-                what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
-                raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
-            rows.append(self._row(puzzle, solution))
-        return rows
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        """The row of a record with `Puzzle` and `Solution`. A puzzle may have several solutions."""
+        puzzle, solution = record["Puzzle"], record["Solution"]
+        if not isinstance(puzzle, str) or "0" not in puzzle or len(puzzle) != CELLS or not set(puzzle) <= set("0" + DIGITS):
+            remedy = "Write 16 digits as text, row by row: 1 to 4, and 0 for an empty cell (at least one)."
+            raise DataError(f"{puzzle!r} is not a 4x4 puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
+        if solution not in solve(puzzle):
+            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
+            raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
+        return self._row(puzzle, solution)
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         """The value is the share of the empty cells that are right; a changed clue costs as much as a wrong cell.
 
         Where a puzzle has several solutions, each counts as right, and the nearest one is compared.
         """
-        if len(completion) != CELLS or not set(completion) <= set(DIGITS):
-            return Verdict(0.0, "malformed")
-        puzzle = row["puzzle"]
-        errors = min(_differences(completion, solution) for solution in solve(puzzle))
+        grid, puzzle = answer_of(completion) or "", row["puzzle"]
+        if len(grid) != CELLS or not set(grid) <= set(DIGITS):
+            return MALFORMED
+        errors = min(_differences(grid, solution) for solution in solve(puzzle))
         return Verdict(max(0.0, 1 - errors / puzzle.count("0")), "wrong" if errors else "ok")
 
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
@@ -153,4 +167,4 @@ class Sudoku(Task):
         return "".join("0" if cell in left else digit for cell, digit in enumerate(row["completion"]))
 
     def _row(self, puzzle: str, solution: str) -> Row:
-        return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle}
+        return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle, "solution": solution}

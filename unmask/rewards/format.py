@@ -1,0 +1,88 @@
+"""Published shaping: what a completion earns for its form, whatever it says (d1, Zhao et al. 2025).
+
+Values are those of the published functions; their regular expressions, which take quadratic time on some texts, are scans here.
+"""
+
+from __future__ import annotations
+
+import ast
+import warnings
+
+from unmask.rewards.parsing import CLOSE, MAX_TEXT, OPEN, between, boxed, code_block
+
+REASONING, REASONED = "<reasoning>", "</reasoning>"
+
+
+def published_answer(text: str) -> str:
+    """What the published functions take for the answer: from the last opening tag (or the beginning) to the next closing one."""
+    return text[-MAX_TEXT:].rpartition(OPEN)[2].partition(CLOSE)[0].strip()
+
+
+def tagged_answers(text: str) -> list[str]:
+    """What stands in answer tags, each without the space around it: the published puzzles take the last one."""
+    return [answer.strip() for answer in between(text, OPEN, CLOSE)]
+
+
+def xml_count(text: str) -> float:
+    """An eighth for each of four tags that stands once and on a line of its own, less a thousandth per character after the last."""
+    count = 0.125 * (text.count(f"{REASONING}\n") == 1) + 0.125 * (text.count(f"\n{REASONED}\n") == 1)
+    if text.count(f"\n{OPEN}\n") == 1:
+        count += 0.125 - 0.001 * len(text.rpartition(f"\n{CLOSE}\n")[2])
+    if text.count(f"\n{CLOSE}") == 1:
+        count += 0.125 - 0.001 * (len(text.rpartition(f"\n{CLOSE}")[2]) - 1)
+    return count
+
+
+def soft_format(text: str) -> float:
+    """A half for `<reasoning>...</reasoning> <answer>...</answer>` at the beginning, with any space between and anything after."""
+    return 0.5 * _reasoned(text, REASONING, REASONED, OPEN, CLOSE, spaced=True)
+
+
+def strict_format(text: str) -> float:
+    """A half for the four tags, each on a line of its own, and nothing else around them."""
+    lines = (f"{REASONING}\n", f"\n{REASONED}\n", f"{OPEN}\n", f"\n{CLOSE}\n")
+    # As published: its `$` also allows one more newline, and the last tag may come again.
+    return 0.5 * (text.endswith(lines[-1]) or text.endswith(lines[-1] + "\n")) * _reasoned(text, *lines, spaced=False)
+
+
+def _reasoned(text: str, opening: str, closing: str, second: str, last: str, *, spaced: bool) -> bool:
+    """Whether a text begins with one mark, and somewhere a second one is followed by a third, and that by a fourth later on."""
+    if len(text) > MAX_TEXT or not text.startswith(opening):
+        return False
+    stop = text.find(closing, len(opening))
+    while stop >= 0:
+        after = text[stop + len(closing) :]
+        after = after.lstrip() if spaced else after
+        if after.startswith(second):
+            return last in after[len(second) :]
+        stop = text.find(closing, stop + 1)
+    return False
+
+
+def integer(text: str) -> float:
+    """A half for an answer of digits alone."""
+    return 0.5 * published_answer(text).isdigit()
+
+
+def boxed_in_answer(text: str) -> float:
+    """A half for something in a box within the answer tags (or within a text without any)."""
+    return 0.5 * (boxed(published_answer(text)) is not None)
+
+
+def code_format(text: str, *languages: str) -> float:
+    """1 for a fenced block that parses as Python (of another language: for any block), a half for one that does not."""
+    code = code_block(text, *languages)
+    if code is None:
+        return 0.0
+    return 1.0 if "python" not in languages or parses(code) else 0.5
+
+
+def parses(code: str) -> bool:
+    """Whether a text is a Python program."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an invalid escape is a warning of the program, not of the grader
+            ast.parse(code)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return True

@@ -1,0 +1,34 @@
+"""Whether programs pass their tests, found out in sandboxes."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterable
+
+from unmask.rewards.verdict import OK, Verdict
+from unmask.sandbox.pool import Job, Outcome, Pool
+
+ACCEPTED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
+"""The environment variable that, set to 1, lets programs run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
+
+
+@functools.cache
+def shared_pool() -> Pool:
+    """The sandboxes of this process, made at the first use. Where nothing isolates: SandboxError, unless that was accepted."""
+    return Pool(accept_unsandboxed=os.environ.get(ACCEPTED) == "1")
+
+
+def judge_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
+    """The verdict on each program (None where a completion holds none): its value is the share of the tests that pass."""
+    pool = shared_pool()
+    futures = [pool.submit(job) if job else None for job in jobs]
+    return [verdict_of(future.result()) if future else Verdict(0.0, "malformed", "no program") for future in futures]
+
+
+def verdict_of(outcome: Outcome) -> Verdict:
+    """The share of the tests that passed; None where the sandbox or the tests failed."""
+    if outcome.status == "ok":
+        return OK
+    value = None if outcome.status == "infrastructure" else outcome.passed / max(1, outcome.total)
+    return Verdict(value, outcome.status, outcome.remark)

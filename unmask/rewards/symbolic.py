@@ -1,0 +1,78 @@
+r"""Whether two mathematical answers are the same: exactly for plain numbers, by math-verify for the rest.
+
+math-verify runs in a process of its own, which is killed where an answer keeps it busy (`44**35**19`). What it would wave through is
+refused before it is asked: a relation for a value (`7=5` would count as 5), a percentage for a number.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from fractions import Fraction
+
+from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
+from unmask.rewards.workers import Worker, WorkerDeath, WorkerError, WorkerTimeout
+
+MAX_ANSWER = 512
+SECONDS = 5.0
+NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
+FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+RELATION = re.compile(r"\\(?:leq?|geq?|neq?|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|rightarrow|subset|subseteq)(?![a-zA-Z])|[=<>≤≥≠≈∈]")
+STATUSES = {"ok": OK, "wrong": WRONG, "malformed": MALFORMED}
+PERCENT = re.compile(r"%|percent")
+
+
+def equivalent(answer: str, reference: str) -> Verdict:
+    """Whether an answer (LaTeX or plain) says what the reference says.
+
+    `malformed`: empty, longer than `MAX_ANSWER` characters, or nothing that math-verify can read. `timeout`: it took longer than
+    `SECONDS`. `infrastructure`: math-verify is not installed.
+    """
+    answer, reference = _bare(answer), _bare(reference)
+    if answer == reference:
+        return OK
+    if not answer or len(answer) > MAX_ANSWER:
+        return MALFORMED
+    numbers = (number(answer), number(reference))
+    if None not in numbers:
+        return OK if numbers[0] == numbers[1] else WRONG
+    if any(pattern.findall(answer) != pattern.findall(reference) for pattern in (RELATION, PERCENT)):
+        return WRONG
+    try:
+        return _verified(answer, reference)
+    except WorkerError as error:
+        return Verdict(None, "infrastructure", error.what)
+
+
+def number(text: str) -> Fraction | None:
+    r"""The value of an integer, a decimal (1,234.5), a quotient of integers (-3/4, \frac{3}{4}), and of nothing else."""
+    if found := FRACTION.fullmatch(text):
+        sign, above, below = found.groups()
+        parts = (above, "", below)
+    elif found := NUMBER.fullmatch(text):
+        sign, whole, decimals, bare_decimals, below = found.groups()
+        parts = ((whole or "0").replace(",", "") + (decimals or bare_decimals or ""), decimals or bare_decimals or "", below or "1")
+    else:
+        return None
+    if not int(parts[2]):
+        return None
+    value = Fraction(int(parts[0]), int(parts[2]) * 10 ** len(parts[1]))
+    return -value if sign == "-" else value
+
+
+def _bare(text: str) -> str:
+    """Without the dollar signs and spaces around it, a final full stop, and the space that LaTeX ignores."""
+    return re.sub(r"\\[,!;: ]|\s+", " ", text).strip(" $").removesuffix(".").strip()
+
+
+_WORKER = Worker("unmask.rewards.judging:judge")
+
+
+@functools.lru_cache(maxsize=65_536)
+def _verified(answer: str, reference: str) -> Verdict:
+    try:
+        return STATUSES[_WORKER.call(answer, reference, timeout=SECONDS)]
+    except WorkerTimeout as error:
+        return Verdict(0.0, "timeout", error.what)
+    except WorkerDeath as error:  # by the answer's doing, say a stack that overflowed
+        return Verdict(0.0, "malformed", error.what)

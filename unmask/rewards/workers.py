@@ -1,0 +1,150 @@
+"""Python processes that answer calls, and are killed where a call does not come back.
+
+They are new interpreters, never forks: they inherit no CUDA context and no locks, and do not run the caller's main script again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from unmask.errors import ConfigError, UnmaskError
+
+START_SECONDS = 300.0
+"""How long a new process may take to import what it serves."""
+
+
+class WorkerError(UnmaskError):
+    """A worker cannot start, or its function raised."""
+
+
+class WorkerDeath(WorkerError):
+    """A call ended its worker's process."""
+
+
+class WorkerTimeout(WorkerError):
+    """A call took longer than it may; its worker is no more."""
+
+
+def load_function(target: str) -> Callable[..., Any]:
+    """The function that `package.module:function` or `path/to/file.py:function` names.
+
+    Raises:
+        ConfigError: there is no such module, file or function; what a module raises as it is imported is told.
+    """
+    source, _, name = target.rpartition(":")
+    try:
+        if source.endswith(".py"):
+            spec = spec_from_file_location(Path(source).stem, source)
+            assert spec and spec.loader
+            module = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+        return getattr(module, name)
+    except Exception as error:  # user code
+        what = f"cannot be imported ({type(error).__name__}: {error})"
+        raise ConfigError(what, where=target, remedy="Give package.module:function or path/to/file.py:function") from error
+
+
+class Worker:
+    """A process that serves one function; it starts at the first call, and again at the first one after its end.
+
+    Args:
+        target: `package.module:function` or `path/to/file.py:function`.
+    """
+
+    def __init__(self, target: str):
+        self.target = target
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection | None = None
+        self._lock = threading.Lock()
+
+    def call(self, *args: Any, timeout: float, **kwargs: Any) -> Any:
+        """What the function returns. One call at a time; others wait.
+
+        Args:
+            timeout: seconds from when the process is there and idle.
+
+        Raises:
+            WorkerTimeout: it took longer.
+            WorkerDeath: it ended the process.
+            WorkerError: it raised, or cannot be imported.
+        """
+        with self._lock:
+            pipe = self._pipe or self._start()
+            try:
+                pipe.send((args, kwargs))
+            except OSError:  # it died since the last call
+                self.close()
+                pipe = self._start()
+                pipe.send((args, kwargs))
+            return self._receive(pipe, timeout, f"no answer within {timeout:g} seconds")
+
+    def close(self) -> None:
+        """Kill the process."""
+        if self._process is not None and self._pipe is not None:
+            self._process.kill()
+            self._process.wait()
+            self._pipe.close()
+        self._process = self._pipe = None
+
+    def _start(self) -> Connection:
+        self._pipe, theirs = Pipe()
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), self.target]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        theirs.close()
+        self._receive(self._pipe, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
+        return self._pipe
+
+    def _receive(self, pipe: Connection, timeout: float, late: str) -> Any:
+        try:
+            if not pipe.poll(timeout):
+                self.close()
+                raise WorkerTimeout(late, where=self.target)
+            failed, answer = pipe.recv()
+        except (EOFError, ConnectionError):
+            assert self._process is not None
+            code = self._process.wait()
+            self.close()
+            raise WorkerDeath(f"its process ended (exit code {code})", where=self.target) from None
+        if failed:
+            raise WorkerError(answer, where=self.target)
+        return answer
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def serve(pipe: Connection, target: str) -> None:
+    """What a worker's process does: say that it is there, then answer call after call with (failed, value or message)."""
+    try:
+        function = load_function(target)
+    except ConfigError as error:
+        pipe.send((True, error.what))
+        return
+    pipe.send((False, None))
+    while True:
+        try:
+            args, kwargs = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = (False, function(*args, **kwargs))
+        except Exception as error:  # user code
+            answer = (True, f"raised {type(error).__name__}: {error}")
+        pipe.send(answer)
+
+
+if __name__ == "__main__":
+    serve(Connection(int(sys.argv[1])), sys.argv[2])

@@ -1,0 +1,1 @@
+"""Running programs that nobody has read: isolated, bounded, and judged from outside."""

@@ -1,0 +1,164 @@
+"""What this host can isolate, and the command line that does it.
+
+A sandbox is a process under bubblewrap: namespaces of its own (users, processes, network, mounts, IPC, host name), a read-only /usr, a
+small /tmp in memory, no /proc, no environment. Where they are to be had: a seccomp filter, a user id for each sandbox, a control group.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unmask.errors import UnmaskError
+from unmask.sandbox import worker
+from unmask.sandbox.cgroups import Group
+from unmask.sandbox.seccomp import write_filter
+
+FIRST_UID, UIDS = 60_000, 5_000
+"""The user ids that sandboxes run as where root starts them: the first, and how many. Beyond those of people, within those of containers."""
+INSIDE, WORKER, FILTER = "/sandbox", "worker.pyc", "filter.bpf"
+DISK = 64 << 20
+"""Bytes of a sandbox's /tmp, which lies in memory."""
+ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
+
+
+class SandboxError(UnmaskError):
+    """This host cannot run untrusted programs, or a sandbox failed by no doing of its program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one program may take."""
+
+    seconds: float = 10.0
+    """Of wall time, from when it is handed over."""
+    cpu_seconds: int = 8
+    """Of processor time, for each of its processes."""
+    memory: int = 512 << 20
+    """Bytes, of all its processes and files."""
+    processes: int = 32
+    """At once, threads among them."""
+    file_size: int = 16 << 20
+    """Bytes of one file."""
+
+    def worker_arguments(self) -> list[str]:
+        """As rlimits, for worker.py."""
+        address_space = self.memory * 2
+        limits = {"CPU": self.cpu_seconds, "AS": address_space, "FSIZE": self.file_size, "NOFILE": 64, "CORE": 0, "STACK": 64 << 20}
+        if os.geteuid() == 0:  # every sandbox has a user id of its own; else it would count what else the user runs
+            limits["NPROC"] = self.processes
+        return [f"{name}={value}" for name, value in limits.items()]
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """What isolates here.
+
+    Attributes:
+        missing: what does not, and why, by the name of the layer (a key of `LAYERS`).
+        folder: what sandboxes see at `INSIDE`: the worker, compiled for their interpreter, and the filter.
+        python: the interpreter of the sandboxes.
+    """
+
+    missing: Mapping[str, str]
+    folder: Path
+    python: str
+
+    @property
+    def isolated(self) -> bool:
+        return "bubblewrap" not in self.missing
+
+    def command(self, uid: int, entrances: Sequence[str] = (), filter_descriptor: int | None = None, info_descriptor: int | None = None) -> list[str]:
+        """What comes before a program's own command line to run it in a sandbox.
+
+        Args:
+            uid: to run as, where user ids can be chosen.
+            entrances: of a control group.
+            filter_descriptor: of a file with the seccomp filter.
+            info_descriptor: where bubblewrap writes the process id of the sandbox's first process.
+        """
+        if not self.isolated:
+            return []
+        enter = ["sh", "-c", ENTER, "sh", *entrances, "--"] if entrances else []
+        become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if "users" not in self.missing else []
+        bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
+        bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
+        bubble += [*_file_system(self.python), "--ro-bind", str(self.folder), INSIDE, "--chdir", "/tmp"]
+        bubble += ["--seccomp", str(filter_descriptor)] if filter_descriptor is not None else []
+        bubble += ["--info-fd", str(info_descriptor)] if info_descriptor is not None else []
+        return [*enter, *become, *bubble]
+
+
+LAYERS = {
+    "bubblewrap": "programs read and write the files of this user, see and kill its processes, and reach the network",
+    "users": "a program that forks without end starves the others, for the limit of processes is shared; more than memory is not at risk",
+    "cgroups": "many processes together take more memory than one may",
+    "seccomp": "programs reach every system call: a hole in the kernel is a hole in the sandbox",
+}
+"""What gets through where a layer is missing."""
+ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
+"""The shell's words that enter control groups, each by its file, and then run the rest."""
+
+
+@functools.cache
+def probe() -> Host:
+    """Find out what isolates here, by trying it."""
+    folder = Path(tempfile.mkdtemp(prefix="unmask-sandbox-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    folder.chmod(0o755)
+    missing = {}
+    try:
+        write_filter(folder / FILTER)
+    except (ImportError, OSError) as error:
+        missing["seccomp"] = f"{error} (pip install pyseccomp; apt-get install libseccomp2)"
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        missing["users"] = "only root can choose user ids"
+    try:
+        Group(f"unmask-probe-{os.getpid()}", 1 << 26, 16).remove()
+    except OSError as error:
+        missing["cgroups"] = str(error)
+    python, problem = _find_python(Host(missing, folder, sys.executable))
+    if problem:
+        missing["bubblewrap"] = problem
+    _compile_worker(python, folder)
+    return Host(missing, folder, python)
+
+
+def _find_python(host: Host) -> tuple[str, str]:
+    """An interpreter that runs in a sandbox: that of this process, else the system's; without one, what stands in the way."""
+    if not shutil.which("bwrap"):
+        return sys.executable, "there is no bwrap (apt-get install bubblewrap)"
+    problem = ""
+    for python in dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
+        command = [*dataclasses.replace(host, python=python).command(FIRST_UID), python, "-I", "-S", "-c", "import json, typing"]
+        tried = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        if tried.returncode == 0:
+            return python, ""
+        problem = problem or tried.stderr.strip()
+    return sys.executable, problem or "no interpreter starts in it"
+
+
+def _compile_worker(python: str, folder: Path) -> None:
+    script = "import py_compile, sys; py_compile.compile(sys.argv[1], sys.argv[2], doraise=True)"
+    subprocess.run([python, "-I", "-c", script, worker.__file__, str(folder / WORKER)], check=True)
+
+
+def _file_system(python: str) -> list[str]:
+    """The mounts of a sandbox: a read-only /usr and what of the interpreter lies elsewhere, a few devices, a /tmp in memory."""
+    words = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--size", str(DISK), "--tmpfs", "/tmp"]
+    for name in ("/lib", "/lib64", "/bin"):
+        if os.path.islink(name):
+            words += ["--symlink", os.readlink(name), name]
+        elif os.path.isdir(name):
+            words += ["--ro-bind", name, name]
+    home = str(Path(python).parent.parent)
+    return words if home.startswith("/usr") else [*words, "--ro-bind", home, home]

@@ -1,0 +1,164 @@
+"""A candidate and a judge, each in a sandbox of its own: started, given one job, heard, and killed with all that came of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from unmask.sandbox.cgroups import Group
+from unmask.sandbox.isolation import FILTER, INSIDE, WORKER, Host, Limits, SandboxError
+from unmask.sandbox.worker import MAX_FRAME
+
+START_SECONDS = 60.0
+DEATH_SECONDS = 10.0
+
+
+class Member:
+    """A process in a sandbox, and all that come of it.
+
+    Args:
+        host: what isolates.
+        limits: what it may take.
+        uid: to run as, where that can be chosen.
+        group: a control group, empty now.
+        role: of worker.py.
+        pipes: from and to the other member, if there is one.
+    """
+
+    def __init__(self, host: Host, limits: Limits, uid: int, group: Group | None, role: str, pipes: Sequence[int] = (-1, -1)):
+        self.host, self.group = host, group
+        self._received = b""
+        self.first = -1
+        """A descriptor of the first process in the sandbox, with which all others in it end."""
+        self.control, control = os.pipe()
+        self.info, info = os.pipe()
+        rules = os.open(host.folder / FILTER, os.O_RDONLY) if "seccomp" not in host.missing else None
+        bubble = host.command(uid, group.entrance() if group else (), rules, info)
+        worker = f"{INSIDE if host.isolated else host.folder}/{WORKER}"
+        mine = [fd for fd in (control, info, rules) if fd is not None]
+        try:
+            self.process = subprocess.Popen(
+                [*bubble, host.python, "-I", "-S", worker, role, str(control), *map(str, pipes), *limits.worker_arguments()],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[*mine, *(pipe for pipe in pipes if pipe >= 0)],
+                cwd=None if host.isolated else tempfile.mkdtemp(dir=host.folder),
+                start_new_session=True,
+            )
+        finally:
+            for descriptor in mine:
+                os.close(descriptor)
+
+    def wait_until_ready(self) -> None:
+        """Its first word, before any job.
+
+        Raises:
+            SandboxError: it does not start.
+        """
+        if self.receive(START_SECONDS) != b"null":
+            raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`.")
+        if self.host.isolated:
+            found = re.search(rb'"child-pid": ([0-9]+)', os.read(self.info, 4096))
+            assert found, "bubblewrap says which process is the first"
+            self.first = os.pidfd_open(int(found[1]))
+
+    def send(self, job: Any) -> None:
+        """Hand over its job."""
+        data = json.dumps(job).encode()
+        self.write(len(data).to_bytes(4, "big") + data)
+
+    def write(self, data: bytes) -> None:
+        """Hand over bytes. Where it has ended: SandboxError."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`.") from None
+
+    def receive(self, seconds: float) -> bytes | None:
+        """The next frame; None after that time; empty where the process ended without one, or says too much."""
+        deadline = time.monotonic() + seconds
+        while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4], "big"):
+            if not select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            part = os.read(self.control, 1 << 16)
+            if not part or len(self._received) > MAX_FRAME:
+                return b""
+            self._received += part
+        end = 4 + int.from_bytes(self._received[:4], "big")
+        frame, self._received = self._received[4:end], self._received[end:]
+        return frame
+
+    def kill(self) -> None:
+        """Kill every process in the sandbox, and wait until they are gone.
+
+        Raises:
+            SandboxError: one does not die.
+        """
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        gone = True
+        if self.first >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.first, signal.SIGKILL)
+            gone = bool(select.select([self.first], [], [], DEATH_SECONDS)[0])
+            os.close(self.first)
+        gone = gone and (self.group is None or self.group.kill(DEATH_SECONDS))
+        for descriptor in (self.control, self.info):
+            os.close(descriptor)
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        if not gone:
+            raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it.")
+
+
+class Cell:
+    """A candidate and a judge, joined by two pipes, for one job.
+
+    Args:
+        uids, groups: of the candidate and of the judge.
+    """
+
+    def __init__(self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]):
+        self.limits = limits
+        asked, asking = os.pipe()
+        answered, answering = os.pipe()
+        try:
+            pipes = {"candidate": (asked, answering), "judge": (answered, asking)}
+            self.candidate, self.judge = (
+                Member(host, limits, uid, group, role, pipe)
+                for uid, group, (role, pipe) in zip(uids, groups, pipes.items(), strict=True)
+            )
+        finally:
+            for descriptor in (asked, asking, answered, answering):
+                os.close(descriptor)
+
+    def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
+        """What the judge finds: None where it does not end in time, nothing (an empty dict) where it ends without findings.
+
+        Raises:
+            SandboxError: one of the two did not start; no line of the program has run.
+        """
+        for member in (self.judge, self.candidate):
+            member.wait_until_ready()
+        self.judge.send(job)
+        self.candidate.send(program)
+        found = self.judge.receive(self.limits.seconds)
+        return None if found is None else json.loads(found or b"{}")
+
+    def kill(self) -> None:
+        self.candidate.kill()
+        self.judge.kill()

@@ -1,0 +1,188 @@
+"""OCaml programs: compiled, linked with their tests and run in sandboxes.
+
+Tests of a statically typed language link the candidate, so that other things hold here than for Python: the candidate is sealed by its
+interface, vetted for whatever could break the type system (vet.ml), and compiled where it cannot name the tests; it is initialised before
+the nonce is delivered with which each finding is signed (gate.ml); and a run counts only where every planned test has passed and the last
+module was reached.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import secrets
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+from unmask.sandbox.isolation import INSIDE, Host, SandboxError
+from unmask.sandbox.pool import MAX_PROGRAM, Job, Outcome, Slot
+
+SUPPORT = Path(__file__).parent / "ocaml_support"
+PACKAGES = ("base", "ounit2")
+COMPILE_SECONDS = 120.0
+CACHED = 256
+"""Compiled programs that are kept."""
+QUIET = ("-w", "-a")
+
+
+@dataclass(frozen=True)
+class OCamlTests:
+    """A dataset's tests of an OCaml module.
+
+    Attributes:
+        module: the file of the candidate, such as `acronym.ml`.
+        interface: its .mli.
+        tests: a program that opens it, and runs OUnit2 suites or calls `Gate.check` with a boolean per test.
+        checks: how many of the latter there are.
+    """
+
+    module: str
+    interface: str
+    tests: str
+    checks: int = 0
+
+
+@dataclass(frozen=True)
+class Toolchain:
+    """The compiler and libraries of this machine, and the support compiled with them.
+
+    Attributes:
+        compiler: its path.
+        libraries: of the candidate: compiler options.
+        test_libraries: of the tests.
+        archives: to link, in order.
+        place: of the support, as a sandbox sees it.
+    """
+
+    compiler: str
+    libraries: tuple[str, ...]
+    test_libraries: tuple[str, ...]
+    archives: tuple[str, ...]
+    place: str
+
+    def commands(self, tests: OCamlTests) -> list[list[str]]:
+        """What compiles the interface and the tests (two commands, of the dataset's text alone), then the candidate, then links them."""
+        compile_only = [self.compiler, "-c", *QUIET]
+        stem = tests.module.removesuffix(".ml")
+        return [
+            [*compile_only, *self.libraries, f"{stem}.mli"],
+            [*compile_only, *self.test_libraries, "-I", self.place, "-open", "Gate", "tests__.ml"],
+            [f"{self.place}/vet", tests.module],
+            [*compile_only, *self.libraries, tests.module],
+            [
+                *(self.compiler, "-ccopt", "-s", *self.test_libraries, *self.archives),
+                *(f"{stem}.cmx", f"{self.place}/gate.cmx", "tests__.cmx", f"{self.place}/finish.cmx", "-o", "main"),
+            ],
+        ]
+
+
+DATASET_COMMANDS = 2
+
+
+@functools.cache
+def toolchain(host: Host) -> Toolchain:
+    """Find the compiler, and compile the support. Without OCaml, Base or OUnit2: SandboxError."""
+    folder = host.folder / "ocaml"
+    folder.mkdir(exist_ok=True)
+    for source in SUPPORT.glob("*.ml"):
+        shutil.copy(source, folder)
+    compiler = shutil.which("ocamlopt")
+    try:
+        if not compiler:
+            raise FileNotFoundError("there is no ocamlopt")
+        own, tests = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
+        archives = _query("-format", "%d/%a", "-predicates", "native", "-recursive", *PACKAGES).split()
+        for command in (
+            [compiler, "-c", *QUIET, *tests, "gate.ml"],
+            [compiler, "-c", *QUIET, *tests, "finish.ml"],
+            [compiler, *QUIET, "-I", "+compiler-libs", "ocamlcommon.cmxa", "vet.ml", "-o", "vet"],
+        ):
+            subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        what = f"OCaml programs cannot be compiled here: {getattr(error, 'stderr', None) or error}".strip()
+        remedy = "apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev"
+        raise SandboxError(what, where="sandbox", remedy=remedy) from error
+    archives = [archive for archive in archives if archive.endswith(".cmxa")]
+    place = f"{INSIDE}/ocaml" if host.isolated else str(folder)
+    return Toolchain(compiler, tuple(own), tuple(tests), tuple(archives), place)
+
+
+def _query(*arguments: str) -> str:
+    return subprocess.run(["ocamlfind", "query", *arguments], check=True, capture_output=True, text=True).stdout
+
+
+_finding = threading.Lock()
+_compiled: OrderedDict[str, bytes] = OrderedDict()
+"""Native programs by the content of candidate and tests, the latest last."""
+
+
+def judge_ocaml(program: str, tests: OCamlTests) -> Job:
+    """The job of running an OCaml module's tests."""
+
+    def job(slot: Slot) -> Outcome:
+        if len(program) > MAX_PROGRAM:
+            return Outcome("malformed", remark=f"a program of {len(program)} characters")
+        compiled = _compile(slot, program, tests)
+        return compiled if isinstance(compiled, Outcome) else _run(slot, compiled, tests)
+
+    return job
+
+
+def _compile(slot: Slot, program: str, tests: OCamlTests) -> bytes | Outcome:
+    """The native program, or why there is none."""
+    with _finding:
+        tools = toolchain(slot.host)
+    key = hashlib.sha256(json.dumps([program, tests.module, tests.interface, tests.tests]).encode()).hexdigest()
+    if key in _compiled:
+        _compiled.move_to_end(key)
+        return _compiled[key]
+    stem = tests.module.removesuffix(".ml")
+    files = {tests.module: program, f"{stem}.mli": tests.interface, "tests__.ml": tests.tests}
+    with slot.member("compiler") as compiler:
+        compiler.send({"files": files, "commands": tools.commands(tests), "result": "main"})
+        frame = compiler.receive(COMPILE_SECONDS)
+    if frame is None:
+        return Outcome("timeout", remark=f"not compiled within {COMPILE_SECONDS:g} seconds")
+    found = json.loads(frame or b'{"failed": -1, "remark": "the compiler ended"}')
+    if "failed" in found:
+        of_dataset = 0 <= found["failed"] < DATASET_COMMANDS
+        return Outcome("infrastructure" if of_dataset else "malformed", remark=found["remark"])
+    _compiled[key] = base64.b64decode(found["program"])
+    while len(_compiled) > CACHED:
+        _compiled.popitem(last=False)
+    return _compiled[key]
+
+
+def _run(slot: Slot, program: bytes, tests: OCamlTests) -> Outcome:
+    """What its tests find."""
+    nonce = secrets.token_hex(16)
+    deadline = time.monotonic() + slot.limits.seconds
+    late = Outcome("timeout", remark=f"not done within {slot.limits.seconds:g} seconds")
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
+    with slot.member("native") as native:
+        native.send(base64.b64encode(program).decode())
+        first = native.receive(deadline - time.monotonic())
+        if first is None:
+            return late
+        if first != b"ready":
+            return Outcome("wrong", remark="the program ended as it began")
+        native.write(nonce.encode())
+        while frame := native.receive(deadline - time.monotonic()):
+            signature, _, finding = frame.partition(b"\0")
+            if signature == nonce.encode():
+                kind, _, name = finding.decode(errors="replace").partition("\0")
+                counts[kind][name] += 1
+    if frame is None:
+        return late
+    planned = counts["planned"] + Counter({"": tests.checks})
+    passed = sum((planned & counts["passed"]).values())
+    complete = bool(counts["finished"]) and not counts["failed"] and counts["passed"] == planned
+    remark = "" if complete else next(iter(counts["failed"]), "the tests ended before their end")
+    return Outcome("ok" if complete and passed else "wrong", passed, max(planned.total(), passed + 1 - complete), remark)

@@ -1,0 +1,51 @@
+"""The system calls that a sandboxed program may make: computing, its own files, processes and threads, time. All others fail with EPERM.
+
+Not among them, so never reached by a program: sockets of any kind, namespaces, mounts, tracing, keys, BPF, io_uring, performance
+counters, shared memory, message queues, other terminals, and whatever a newer kernel adds.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+FILES = """
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat creat close close_range lseek dup dup2 dup3 fcntl flock
+stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64 getcwd chdir fchdir
+mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat truncate ftruncate fallocate fsync fdatasync
+chmod fchmod fchmodat utime utimes utimensat umask fadvise64 copy_file_range sendfile
+pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll_wait epoll_pwait eventfd eventfd2
+"""
+MEMORY = "mmap mprotect munmap mremap madvise mincore membarrier brk getrandom"
+PROCESSES = """
+fork vfork execve exit exit_group wait4 waitid futex futex_waitv set_robust_list get_robust_list set_tid_address rseq arch_prctl prctl
+getpid getppid gettid getpgrp getpgid getsid setsid setpgid getuid geteuid getgid getegid getresuid getresgid getgroups
+getpriority sched_yield sched_getaffinity sched_getparam sched_getscheduler getrlimit setrlimit prlimit64 getrusage getcpu uname sysinfo times
+rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack kill tkill tgkill pause restart_syscall
+"""
+TIME = """
+clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time alarm getitimer setitimer
+timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_create timerfd_settime timerfd_gettime
+"""
+ALLOWED = (FILES + " " + MEMORY + " " + PROCESSES + " " + TIME).split()
+TERMINAL = {"TCGETS": 0x5401, "FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451}
+"""What `ioctl` may ask: whether something is a terminal, and how files are read and inherited."""
+NAMESPACES = 0x7E020000
+"""The flags of `clone` that make namespaces."""
+
+
+def write_filter(path: Path) -> None:
+    """Write the filter as a BPF program for this machine's architecture. Without pyseccomp and libseccomp: ImportError or OSError."""
+    import pyseccomp
+
+    rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
+    for name in ALLOWED:
+        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) >= 0:  # some are of other architectures
+            rules.add_rule(pyseccomp.ALLOW, name)
+    for request in TERMINAL.values():
+        rules.add_rule(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.EQ, request))
+    rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACES, 0))
+    # Its flags lie in memory, where a filter cannot look: as if the kernel did not know it, libraries then take `clone`.
+    rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
+    with path.open("wb") as file:
+        rules.export_bpf(file)

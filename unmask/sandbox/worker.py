@@ -1,0 +1,325 @@
+"""What runs inside a sandbox: `candidate` serves the functions of an untrusted program, `judge` runs the tests of a dataset on them;
+`compiler` makes a native program, and `native` becomes one.
+
+Candidate and judge are processes in sandboxes of their own, joined by a pair of pipes. The judge calls, the candidate answers, and only plain data
+passes: numbers, text, collections of these, and numbers that stand for any other object and mean nothing but to the candidate. So tests
+compare built-in values with built-in operators, in a process in which no line of the candidate ever ran.
+
+This file is handed to a bare interpreter: it imports the standard library alone, and nothing of it is trusted outside.
+
+A frame is four bytes of length and that much JSON. Each process first says that it is ready (null), then reads its job from standard
+input; the judge ends with its findings.
+"""
+
+import ast
+import builtins
+import collections
+import contextlib
+import json
+import os
+import resource
+import sys
+
+MAX_FRAME = 1 << 24
+SAFE_INTEGER = 1 << 53
+REMARK = 300
+COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+"""Those other than list and dict, by the tag that they are written with."""
+
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+
+
+class CandidateError(Exception):
+    """The candidate raised something that is no built-in exception, answered with garbage, or is gone."""
+
+
+class Pipe:
+    """Frames from one file descriptor and to another."""
+
+    def __init__(self, source, sink):
+        self.source, self.sink = source, sink
+
+    def read(self):
+        size = int.from_bytes(self._bytes(4), "big")
+        if size > MAX_FRAME:
+            raise CandidateError(f"a frame of {size} bytes")
+        return json.loads(self._bytes(size))
+
+    def _bytes(self, size):
+        parts = []
+        while size:
+            part = os.read(self.source, min(size, 1 << 16))
+            if not part:
+                raise CandidateError("it ended")
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+    def write(self, value):
+        data = json.dumps(value).encode()
+        if len(data) > MAX_FRAME:
+            raise CandidateError(f"a frame of {len(data)} bytes")
+        rest = memoryview(len(data).to_bytes(4, "big") + data)
+        while rest:
+            rest = rest[os.write(self.sink, rest) :]
+
+
+def encode(value, keep):
+    """Plain data as JSON: what is no JSON is an object of one tag. `keep` gives the number that stands for any other object."""
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        number = int(value)
+        return number if -SAFE_INTEGER < number < SAFE_INTEGER else {"int": hex(number)}
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if isinstance(value, bytes | bytearray):
+        return {"bytearray" if isinstance(value, bytearray) else "bytes": value.hex()}
+    if isinstance(value, range):
+        return {"range": [value.start, value.stop, value.step]}
+    if isinstance(value, list):
+        return [encode(item, keep) for item in value]
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, keep), encode(item, keep)] for key, item in value.items()]}
+    for tag, kind in COLLECTIONS.items():
+        if isinstance(value, kind):
+            return {tag: [encode(item, keep) for item in value]}
+    if isinstance(value, type) and TYPES.get(value.__name__) is value:
+        return {"type": value.__name__}
+    return {"handle": keep(value)}
+
+
+def decode(value, handle):
+    """The plain data that JSON stands for: built-in types only. `handle` makes of a number what stands for it."""
+    if not isinstance(value, list | dict):
+        return value
+    if isinstance(value, list):
+        return [decode(item, handle) for item in value]
+    ((tag, content),) = value.items()
+    if tag in COLLECTIONS:
+        return COLLECTIONS[tag](decode(item, handle) for item in content)
+    if tag == "dict":
+        return {decode(key, handle): decode(item, handle) for key, item in content}
+    makers = {
+        "int": lambda text: int(text, 16),
+        "complex": lambda parts: complex(*parts),
+        "bytes": bytes.fromhex,
+        "bytearray": bytearray.fromhex,
+        "range": lambda parts: range(*parts),
+        "type": lambda name: TYPES[name],
+        "handle": handle,
+    }
+    return makers[tag](content)
+
+
+class Candidate:
+    """The untrusted program: it is run once, and then answers what the judge asks of it."""
+
+    def __init__(self, pipe, source):
+        self.pipe, self.source = pipe, source
+        self.names = {"__name__": "candidate", "__builtins__": builtins}
+        self.objects = []
+
+    def run(self):
+        error = self._attempt(lambda: exec(compile(self.source, "candidate.py", "exec"), self.names))
+        self.pipe.write(error)
+        while True:
+            operation, *arguments = self.pipe.read()
+            self.pipe.write(self._attempt(lambda: getattr(self, operation)(*arguments)))
+
+    def _attempt(self, action):
+        """What it gives, as JSON, or the name and text of what it raises."""
+        try:
+            return {"value": encode(action(), self._keep)}
+        except BaseException as error:
+            return {"error": type(error).__name__, "text": str(error)[:REMARK]}
+
+    def _keep(self, value):
+        self.objects.append(value)
+        return len(self.objects) - 1
+
+    def _decode(self, value):
+        return decode(value, self.objects.__getitem__)
+
+    def name(self, name):
+        return self.names[name]
+
+    def call(self, number, args, kwargs):
+        return self.objects[number](*self._decode(args), **self._decode(kwargs))
+
+    def get(self, number, name):
+        return getattr(self.objects[number], name)
+
+    def set(self, number, name, value):
+        setattr(self.objects[number], name, self._decode(value))
+
+    def items(self, number):
+        return list(self.objects[number])
+
+
+class Handle:
+    """An object of the candidate, of which the judge knows the number alone. It equals nothing and has no truth value."""
+
+    __slots__ = ("_judge", "_number")
+    __hash__ = None
+
+    def __init__(self, judge, number):
+        object.__setattr__(self, "_judge", judge)
+        object.__setattr__(self, "_number", number)
+
+    def __call__(self, *args, **kwargs):
+        return self._judge.ask("call", self._number, list(args), kwargs)
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self._judge.ask("get", self._number, name)
+
+    def __setattr__(self, name, value):
+        self._judge.ask("set", self._number, name, value)
+
+    def __iter__(self):
+        return iter(self._judge.ask("items", self._number))
+
+    def __bool__(self):
+        raise CandidateError("an object of the candidate has no truth value")
+
+    def __eq__(self, other):
+        return False
+
+
+class CountAsserts(ast.NodeTransformer):
+    """Each assertion is counted, and a failed one does not end the tests; one of a constant says nothing."""
+
+    def visit_Assert(self, node):  # noqa: N802
+        if isinstance(node.test, ast.Constant):
+            return ast.copy_location(ast.Pass(), node)
+        counted = ast.parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body[0]
+        counted.body = [node]
+        return ast.fix_missing_locations(ast.copy_location(counted, node))
+
+
+class Judge:
+    """The tests of a dataset, on the functions of a candidate.
+
+    Args:
+        pipe: to the candidate.
+        job: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: what
+            they take from the candidate, and as what.
+    """
+
+    def __init__(self, pipe, job):
+        self.pipe, self.job = pipe, job
+        self.passed = self.total = 0
+        self.remark = ""
+
+    def run(self):
+        """The findings: `broken` where the tests themselves are, before the candidate is heard; else the counts, and whether all ran."""
+        names = {"__name__": "tests", "_count": self._count}
+        try:
+            program = compile(CountAsserts().visit(ast.parse(self.job["tests"])), "tests.py", "exec")
+            exec(compile(self.job["setup"], "setup.py", "exec"), names)
+        except Exception as error:
+            return {"broken": f"{type(error).__name__}: {error}"[:REMARK]}
+        try:
+            self.value(self.pipe.read())
+        except Exception as error:
+            return {"refused": f"{type(error).__name__}: {error}"[:REMARK], "syntax": isinstance(error, SyntaxError)}
+        complete = False
+        try:
+            names.update({alias: self.ask("name", name) for alias, name in self.job["names"].items()})
+            exec(program, names)
+            complete = True
+        except Exception as error:
+            self._note(error)
+        return {"passed": self.passed, "total": self.total, "complete": complete, "remark": self.remark}
+
+    def ask(self, *request):
+        operation, *arguments = request
+        self.pipe.write([operation, *(encode(argument, self._number) for argument in arguments)])
+        return self.value(self.pipe.read())
+
+    def value(self, answer):
+        """The value in an answer, or the exception that it tells of: a built-in one of that name, else a CandidateError."""
+        try:
+            if "value" in answer:
+                return decode(answer["value"], lambda number: Handle(self, int(number)))
+            name, text = str(answer["error"]), str(answer["text"])
+        except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
+            raise CandidateError(f"its answer is not plain data ({type(error).__name__})") from None
+        kind = getattr(builtins, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # of those that take other arguments
+                kind = kind(text)
+        raise kind if isinstance(kind, Exception) else CandidateError(f"{name}: {text}")
+
+    def _number(self, value):
+        if type(value) is not Handle:
+            raise TypeError(f"a test passes a {type(value).__name__}, which is not plain data")
+        return value._number
+
+    def _count(self, error):
+        self.total += 1
+        self.passed += error is None
+        self._note(error)
+
+    def _note(self, error):
+        if error is not None and not self.remark:
+            self.remark = f"{type(error).__name__}: {error}"[:REMARK]
+
+
+def compile_program(job):
+    """Write files, run commands one after the other, and give a file that they made; or the first that fails, and what it said."""
+    import base64
+    import subprocess
+
+    for name, text in job["files"].items():
+        with open(name, "w", encoding="utf-8") as file:
+            file.write(text)
+    for number, command in enumerate(job["commands"]):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        if done.returncode:
+            return {"failed": number, "remark": done.stderr.decode(errors="replace")[-REMARK:]}
+    with open(job["result"], "rb") as file:
+        return {"program": base64.b64encode(file.read()).decode()}
+
+
+def become_program(job, control):
+    """Go on as a native program, which is told by its argument where the way out is."""
+    import base64
+
+    with open("program", "wb", opener=lambda path, flags: os.open(path, flags, 0o700)) as file:
+        file.write(base64.b64decode(job))
+    os.set_inheritable(control, True)
+    os.execv("program", ["program", str(control)])
+
+
+def main():
+    role, *descriptors = sys.argv[1:5]
+    control, source, sink = map(int, descriptors)
+    for limit in sys.argv[5:]:
+        name, _, value = limit.partition("=")
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), int(value)))
+    outside, peer = Pipe(0, control), Pipe(source, sink)
+    outside.write(None)
+    job = outside.read()
+    if role == "judge":
+        outside.write(Judge(peer, job).run())
+    elif role == "compiler":
+        outside.write(compile_program(job))
+    elif role == "native":
+        become_program(job, control)
+    else:
+        # From here on the way out is gone, and what the program prints goes nowhere.
+        os.close(control)
+        for standard in (0, 1, 2):
+            os.dup2(os.open(os.devnull, os.O_RDWR), standard)
+        Candidate(peer, job).run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Competition mathematics (MATH, Hendrycks et al. 2021; the 500 problems of Lightman et al. 2023): answers in LaTeX, in a box."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from unmask.errors import DataError
+from unmask.rewards.format import boxed_in_answer
+from unmask.rewards.parsing import BOX, answer_of, boxed
+from unmask.rewards.symbolic import equivalent
+from unmask.rewards.verdict import MALFORMED, Verdict
+from unmask.tasks.base import Component, Row, Task
+
+
+def correctness(completion: str, row: Mapping[str, Any]) -> float:
+    """2 for an answer in the last box, wherever that stands, that is equivalent to the reference."""
+    found = boxed(completion)
+    return 2.0 * (found is not None and equivalent(found, row["answer"]).solved)
+
+
+SHAPING: dict[str, Component] = {"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness}
+
+
+class Math500(Task):
+    """Records have `problem`, `solution` and `answer`."""
+
+    name = "math500"
+    fields = ("problem", "solution", "answer")
+    columns = ("answer",)
+    published = MappingProxyType(SHAPING)
+    instructions = (
+        "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n\\boxed{...}\n</answer>\n"
+        "with the final answer alone in the box."
+    )
+
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        for name in self.fields:
+            if not (isinstance(record[name], str) and record[name].strip()):
+                raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string.")
+        problem, solution, answer = (record[name].strip() for name in self.fields)
+        return {
+            "prompt": f"Problem: {problem}\nSolution:",
+            "completion": f" {solution}",
+            "group": problem,
+            "problem": problem,
+            "answer": answer,
+        }
+
+    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
+        r"""The last box within the answer tags (or the text, without tags); without a box, what stands in the tags."""
+        text = answer_of(completion)
+        if text is None:
+            return MALFORMED
+        found = boxed(text)
+        if found is None and (BOX in text or "<answer>" not in completion):
+            return MALFORMED
+        return equivalent(found or text, row["answer"])
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        return str(row["problem"])
+
+    def answer(self, row: Mapping[str, Any]) -> str:
+        return f"<reasoning>\n{row['completion'].strip()}\n</reasoning>\n<answer>\n\\boxed{{{row['answer']}}}\n</answer>\n"

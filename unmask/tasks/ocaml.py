@@ -1,0 +1,92 @@
+"""OCaml programs, judged by the tests of their dataset in sandboxes: Exercism's track, and MultiPL-T (Cassano et al. 2024)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from unmask.errors import DataError
+from unmask.sandbox.ocaml import OCamlTests, judge_ocaml
+from unmask.sandbox.pool import Job
+from unmask.tasks.base import Row
+from unmask.tasks.code import Code
+
+MODULE = re.compile(r"[a-z][a-z0-9_]*\.ml")
+ARGUMENT = re.compile(r"\(\s*\w+\s*:\s*([^()]*(?:\([^()]*\)[^()]*)*)\)|\(\s*\)")
+HEAD = re.compile(rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*(?:{ARGUMENT.pattern}))+)\s*:\s*(?P<result>[^=]+?)\s*=\s*")
+"""The head of a function with the types of its arguments and of its result."""
+ASSERTION = "(assert ("
+
+
+class Exercism(Code):
+    """Records have `file`, `instructions`, `interface` (the .mli), `stub`, `tests` (OUnit2 suites) and `reference`."""
+
+    name = "exercism_ocaml"
+    fields = ("file", "instructions", "interface", "stub", "tests", "reference")
+    columns = ("file", "interface", "tests")
+    languages = ("ocaml", "ml")
+    instructions = "Write the OCaml module. Give the whole of it in one fenced block: ```ocaml ... ```"
+
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        texts = {name: record[name] for name in self.fields}
+        if not all(isinstance(text, str) for text in texts.values()) or not MODULE.fullmatch(texts["file"]):
+            raise DataError("not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text.")
+        question = f"{texts['instructions'].strip()}\n\nIts interface is:\n\n{texts['interface'].strip()}"
+        return {
+            "prompt": f"(* {question.replace('(*', '( *').replace('*)', '* )')} *)\n\n",
+            "completion": texts["reference"],
+            "group": texts["file"],
+            "question": question,
+            "file": texts["file"],
+            "interface": texts["interface"],
+            "tests": texts["tests"],
+        }
+
+    def program(self, code: str, row: Mapping[str, Any]) -> str:
+        return code
+
+    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+        return judge_ocaml(program, OCamlTests(row["file"], row["interface"], row["tests"]))
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        return str(row["question"])
+
+
+class MultiPLT(Code):
+    """Records have `prompt` (a comment and the head of a function) and `tests` (assertions on it); there are no reference solutions."""
+
+    name = "multipl_t_ocaml"
+    fields = ("prompt", "tests")
+    columns = ("stub", "function", "interface", "tests")
+    languages = ("ocaml", "ml")
+    instructions = "Write the OCaml function. Give the whole of it in one fenced block: ```ocaml ... ```"
+
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        prompt, tests = str(record["prompt"]), str(record["tests"])
+        head = HEAD.fullmatch(prompt.rpartition("*)")[2].strip())
+        if not head or ASSERTION not in tests:
+            remedy = "Write a `prompt` that ends with the head of a function, all its types given, and `tests` of assertions."
+            raise DataError("not a function with assertions", where=where, remedy=remedy)
+        types = [f"({kind})" if kind else "unit" for kind in ARGUMENT.findall(head["arguments"])]
+        return {
+            "prompt": prompt,
+            "completion": "",
+            "group": prompt,
+            "stub": prompt,
+            "function": head["name"],
+            "interface": f"val {head['name']} : {' -> '.join([*types, head['result']])}\n",
+            "tests": tests,
+        }
+
+    def program(self, code: str, row: Mapping[str, Any]) -> str:
+        """The function whole, or the rest of the one that the prompt begins."""
+        whole = re.search(rf"^let\s+(rec\s+)?{re.escape(row['function'])}\b", code, re.MULTILINE)
+        return code if whole else f"{row['stub']} {code}"
+
+    def job(self, program: str, row: Mapping[str, Any]) -> Job:
+        tests = f"open Candidate\n{row['tests'].replace(ASSERTION, '(Gate.check (')}"
+        return judge_ocaml(program, OCamlTests("candidate.ml", row["interface"], tests, row["tests"].count(ASSERTION)))
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        return f"```ocaml\n{row['stub'].strip()}\n```"

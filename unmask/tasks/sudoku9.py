@@ -1,0 +1,150 @@
+"""9x9 Sudoku: as in sudoku.py, with too many grids to list, so solutions are found by search.
+
+A prompt is the 81 cells, row by row, with 0 for an empty one, and "="; a completion is the 81 digits of the solution.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+from unmask.errors import ConfigError, DataError
+from unmask.rewards.parsing import answer_of
+from unmask.rewards.verdict import MALFORMED, OK, Verdict
+from unmask.tasks.base import Puzzle, Row, Split, split_of
+
+CELLS = 81
+DIGITS = "123456789"
+UNITS = [(cell // 9, 9 + cell % 9, 18 + cell // 27 * 3 + cell % 9 // 3) for cell in range(CELLS)]
+"""Per cell, the numbers of its row, column and box."""
+ALL = (1 << 9) - 1
+
+
+def solutions(puzzle: str) -> Iterator[str]:
+    """The solutions of a puzzle of 81 characters, 0 for empty; none where clues clash. The emptiest choice is made first."""
+    cells, free = list(puzzle), [ALL] * 27
+    for cell, digit in enumerate(cells):
+        if digit == "0":
+            continue
+        bit = 1 << DIGITS.index(digit)
+        if not _candidates(free, cell) & bit:
+            return
+        _flip(free, cell, bit)
+    yield from _search(cells, free, [cell for cell in range(CELLS) if cells[cell] == "0"])
+
+
+def is_valid_grid(text: str) -> bool:
+    """Whether the text is a solved grid: 81 digits, with 1 to 9 in every row, column and box."""
+    return len(text) == CELLS and set(text) <= set(DIGITS) and text in solutions(text)
+
+
+def _flip(free: list[int], cell: int, bit: int) -> None:
+    """Take a digit (as a bit) from the three units of a cell, or give it back."""
+    for unit in UNITS[cell]:
+        free[unit] ^= bit
+
+
+def _candidates(free: list[int], cell: int) -> int:
+    row, column, box = UNITS[cell]
+    return free[row] & free[column] & free[box]
+
+
+def _search(cells: list[str], free: list[int], empty: list[int]) -> Iterator[str]:
+    if not empty:
+        yield "".join(cells)
+        return
+    cell = min(empty, key=lambda cell: _candidates(free, cell).bit_count())
+    rest = [other for other in empty if other != cell]
+    for index in range(9):
+        bit = 1 << index
+        if _candidates(free, cell) & bit:
+            _flip(free, cell, bit)
+            cells[cell] = DIGITS[index]
+            yield from _search(cells, free, rest)
+            _flip(free, cell, bit)
+
+
+class Sudoku9(Puzzle):
+    """9x9 Sudoku.
+
+    Args:
+        min_empty, max_empty: how many cells of a generated puzzle are empty, drawn evenly from this range.
+    """
+
+    name = "sudoku9"
+    fields = ("Puzzle", "Solution")
+    columns = ("puzzle", "solution")
+    alphabet = "0123456789="
+    max_completion = CELLS + 1
+    instructions = (
+        "Solve the Sudoku: every row, column and 3x3 box holds 1 to 9. It is given row by row, with 0 for an empty cell. "
+        "Give the 81 digits of the solution between <answer> and </answer>."
+    )
+
+    def __init__(self, *, min_empty: int = 20, max_empty: int = 45):
+        if not 1 <= min_empty <= max_empty <= 50:
+            what = f"min_empty {min_empty} and max_empty {max_empty} are no range within 1 to 50"
+            raise ConfigError(what, where=self.name, remedy="Use 1 <= min_empty <= max_empty <= 50.")
+        self.min_empty, self.max_empty = min_empty, max_empty
+
+    def draw(self, split: Split, rng: random.Random) -> Row | None:
+        """A random grid of the split, emptied cell by cell in a random order as long as its solution stays the only one."""
+        solution = _random_grid(rng)
+        if split_of(solution) != split:
+            return None
+        cells, wanted = list(solution), rng.randint(self.min_empty, self.max_empty)
+        for cell in rng.sample(range(CELLS), CELLS):
+            if cells.count("0") == wanted:
+                return self._row("".join(cells), solution)
+            cells[cell] = "0"
+            if len(list(islice(solutions("".join(cells)), 2))) > 1:
+                cells[cell] = solution[cell]
+        return None
+
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        """The row of a record with `Puzzle` (0 or . for an empty cell) and `Solution`. A puzzle may have several solutions."""
+        puzzle, solution = str(record["Puzzle"]).replace(".", "0"), record["Solution"]
+        if "0" not in puzzle or len(puzzle) != CELLS or not set(puzzle) <= set("0" + DIGITS):
+            remedy = "Write 81 digits as text, row by row: 1 to 9, and 0 for an empty cell (at least one)."
+            raise DataError(f"{puzzle!r} is not a 9x9 puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
+        if not (isinstance(solution, str) and is_valid_grid(solution) and _keeps_clues(solution, puzzle)):
+            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
+            raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
+        return self._row(puzzle, solution)
+
+    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
+        """Right where the grid is valid and keeps the clues; else the share of the empty cells that agree with the row's solution,
+        less a cell for each changed clue."""
+        grid, puzzle = answer_of(completion) or "", row["puzzle"]
+        if len(grid) != CELLS or not set(grid) <= set(DIGITS):
+            return MALFORMED
+        if _keeps_clues(grid, puzzle) and is_valid_grid(grid):
+            return OK
+        errors = sum(digit != right for digit, right in zip(grid, row["solution"], strict=True))
+        return Verdict(max(0.0, 1 - errors / puzzle.count("0")), "wrong")
+
+    def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
+        """The solution with one empty cell changed: its row then holds a digit twice."""
+        cells = list(row["completion"])
+        cell = rng.choice([cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"])
+        cells[cell] = rng.choice([digit for digit in DIGITS if digit != cells[cell]])
+        return "".join(cells)
+
+    def _row(self, puzzle: str, solution: str) -> Row:
+        return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle, "solution": solution}
+
+
+def _keeps_clues(grid: str, puzzle: str) -> bool:
+    return all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
+
+
+def _random_grid(rng: random.Random) -> str:
+    """A solved grid: the pattern (3 r + r // 3 + c) mod 9 with its digits, bands, stacks, and rows and columns within them shuffled.
+
+    Of the 6.7e21 grids these are 9! x 6^8 / symmetries of one class: enough for training, not a fair draw.
+    """
+    rows, columns = ([3 * band + line for band in rng.sample(range(3), 3) for line in rng.sample(range(3), 3)] for _ in range(2))
+    digits = rng.sample(DIGITS, 9)
+    return "".join(digits[(3 * (r % 3) + r // 3 + c) % 9] for r in rows for c in columns)

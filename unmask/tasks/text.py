@@ -1,0 +1,108 @@
+"""Problems whose answer is a choice among several, or a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
+from typing import Any
+
+from unmask.errors import DataError
+from unmask.rewards.parsing import answer_of
+from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
+from unmask.tasks.base import Row, Task
+from unmask.tasks.files import require_names
+
+QUESTIONS = ("query", "question", "ctx", "goal")
+CHOICES = ("choices", "endings")
+GOLD = ("gold", "label", "answerKey", "answer")
+PROMPTS = ("prompt", "context", "question")
+ANSWERS = ("completion", "continuation", "answer")
+
+
+class MultipleChoice(Task):
+    """A question with lettered choices; the answer is the letter.
+
+    Records have the question (`query`, `question` or `ctx`), a list of choices (`choices` or `endings`), and the number of the right
+    one, from 0, or its letter (`gold`, `label`, `answerKey` or `answer`): PIQA, ARC, HellaSwag and the like.
+    """
+
+    name = "multiple_choice"
+    fields = ()
+    columns = ("letter", "choices")
+    instructions = "Choose the right answer. Give its letter alone between <answer> and </answer>."
+
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        question, choices, gold = (_first(record, names, where) for names in (QUESTIONS, CHOICES, GOLD))
+        if isinstance(choices, Mapping) and "text" in choices:  # ARC on the hub: {"text": [...], "label": [...]}
+            gold = choices["label"].index(gold) if gold in choices.get("label", ()) else gold
+            choices = choices["text"]
+        texts = isinstance(choices, Sequence) and not isinstance(choices, str) and all(isinstance(choice, str) for choice in choices)
+        if not (isinstance(question, str) and question.strip() and texts and 2 <= len(choices) <= len(ascii_uppercase)):
+            what = f"not a question with 2 to {len(ascii_uppercase)} choices: {question!r:.40}, {choices!r:.40}"
+            raise DataError(what, where=where, remedy="Write the question as text and the choices as a list of texts.")
+        letters = ascii_uppercase[: len(choices)]
+        position = letters.index(gold) if gold in list(letters) else _index(gold)
+        if not 0 <= position < len(choices):
+            what = f"{gold!r} is none of the {len(choices)} choices"
+            raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter.")
+        listed = "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
+        return {
+            "prompt": f"{question.strip()}{listed}\nAnswer:",
+            "completion": f" {letters[position]}",
+            "group": question.strip() + listed,
+            "question": question.strip() + listed,
+            "letter": letters[position],
+            "choices": list(choices),
+        }
+
+    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
+        """The letter alone, in the tags or as the whole text; "(A)", "A." and "a" count as "A"."""
+        answer = (answer_of(completion) or "").strip("().").upper()
+        if len(answer) != 1 or answer not in ascii_uppercase[: len(row["choices"])]:
+            return MALFORMED
+        return OK if answer == row["letter"] else WRONG
+
+    def question(self, row: Mapping[str, Any]) -> str:
+        return str(row["question"])
+
+    def answer(self, row: Mapping[str, Any]) -> str:
+        return f"<answer>{row['letter']}</answer>"
+
+
+class Text(Task):
+    """A text to go on with, and the one right way to: LAMBADA's last word, short answers.
+
+    Records have `prompt`, `context` or `question`, and `completion`, `continuation` or `answer`.
+    """
+
+    name = "text"
+    fields = ()
+    columns = ("answer",)
+    instructions = "Go on with the text. Give what comes next, and nothing else, between <answer> and </answer>."
+
+    def row(self, record: Mapping[str, Any], where: str) -> Row:
+        prompt, answer = (_first(record, names, where) for names in (PROMPTS, ANSWERS))
+        if not (isinstance(prompt, str) and prompt.strip() and isinstance(answer, str) and answer.strip()):
+            raise DataError(f"not two texts: {prompt!r:.40}, {answer!r:.40}", where=where, remedy="Write both as strings.")
+        completion = answer if prompt[-1].isspace() or answer[0].isspace() else f" {answer}"
+        return {"prompt": prompt, "completion": completion, "group": prompt, "answer": " ".join(answer.split())}
+
+    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
+        """The same words in the same order; white space does not matter."""
+        text = answer_of(completion)
+        if text is None:
+            return MALFORMED
+        return OK if " ".join(text.split()) == row["answer"] else WRONG
+
+
+def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
+    """The value of the first of these names that the record has."""
+    for name in names:
+        if name in record:
+            return record[name]
+    require_names(record, names[:1], where)
+
+
+def _index(gold: Any) -> int:
+    """A number, also one written as text; -1 for anything else."""
+    return int(gold) if str(gold).isdecimal() and not isinstance(gold, bool) else -1
