@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
-from unmask.config import Config, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
+from unmask.config import Config, DataConfig, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
 from unmask.config_files import read_layers
 from unmask.errors import ConfigError, DataError, UnmaskError
 
@@ -87,6 +87,17 @@ TRAINING_EPILOG = (
 )
 
 
+Unsandboxed = Annotated[
+    bool, typer.Option("--i-accept-unsandboxed-code", help="Run programs that models write even where nothing isolates them.")
+]
+
+
+def accept(unsandboxed: bool) -> None:
+    """Let this process and those that it starts run programs without isolation."""
+    if unsandboxed:
+        os.environ["UNMASK_ACCEPT_UNSANDBOXED_CODE"] = "1"
+
+
 def train(
     ctx: typer.Context,
     overrides: Annotated[
@@ -96,7 +107,8 @@ def train(
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task instead of data: sudoku, countdown.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data, or makes its own.")] = None,
+    accept_unsandboxed: Unsandboxed = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
@@ -105,6 +117,7 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
+    accept(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     layers = read_layers(
         recipes=[*(recipe or []), *(["debug"] if debug else [])],
@@ -233,9 +246,15 @@ def generate(
 def evaluate(
     model: ModelConfig,
     sampler: SamplerConfig,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task: sudoku, countdown.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task: sudoku, gsm8k, humaneval, ...")] = None,
+    style: Annotated[
+        Literal["plain", "chat"], typer.Option(metavar="NAME", help="How a task's problems are put: plain or chat.")
+    ] = "plain",
+    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each problem: the first rows of the file, then left out.")] = 0,
+    accept_unsandboxed: Unsandboxed = False,
     likelihood: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of a task: score the documents of a file.")] = None,
-    data: Annotated[Path | None, typer.Option(metavar="FILE", help="The task's rows; unset: generated, held out.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The task's rows; unset: generated, held out.")] = None,
+    split: Annotated[str, typer.Option(metavar="NAME", help="The split of a hub data set.")] = "test",
     rows: Annotated[int, typer.Option(min=1, help="Rows or documents at most.")] = 200,
     estimator: Annotated[
         Literal["elbo", "exact"] | None,
@@ -253,7 +272,10 @@ def evaluate(
     if output and output.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
     if task:
-        metrics, report = _evaluate_task(model, sampler, task, data, rows)
+        accept(accept_unsandboxed)
+        metrics, report = _evaluate_task(
+            model, sampler, DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split, seed=sampler.seed), shots
+        )
     else:
         metrics = _evaluate_likelihood(model, str(likelihood), rows, estimator, samples, sampler.seed)
         report = json.dumps(metrics, indent=2)
@@ -264,14 +286,13 @@ def evaluate(
         write_atomic(output, report + "\n")
 
 
-def _evaluate_task(model: ModelConfig, sampler: SamplerConfig, task: str, data: Path | None, rows: int) -> tuple[dict[str, Any], str]:
-    from unmask.evaluation.tasks import evaluate_task
+def _evaluate_task(model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int) -> tuple[dict[str, Any], str]:
+    from unmask.evaluation.tasks import evaluate_task, read_problems
     from unmask.tasks import get_task
 
-    chosen = get_task(task)
-    problems = chosen.read(data)[:rows] if data else chosen.generate("test", rows, sampler.seed)
-    result = evaluate_task(load_model(model), chosen, problems, sampler)
-    return result.metrics, result.to_json()
+    task = get_task(str(data.task))
+    result = evaluate_task(load_model(model), task, read_problems(task, data, shots), sampler)
+    return {**result.metrics, **result.statuses}, result.to_json()
 
 
 def _evaluate_likelihood(
@@ -360,6 +381,26 @@ def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = 
     for row in rows:
         table.add_row(*map(escape, row))
     Console().print(table)
+
+
+sandbox = typer.Typer(help="Where programs that models write are run.", no_args_is_help=True)
+app.add_typer(sandbox, name="sandbox")
+
+
+@sandbox.command()
+def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what isolates programs on this host, and what gets through where a layer is missing. Ends with 2 if nothing isolates."""
+    from unmask.sandbox.isolation import LAYERS
+    from unmask.sandbox.isolation import probe as look
+
+    host = look()
+    if as_json:
+        typer.echo(json.dumps({"isolated": host.isolated, "python": host.python, "missing": dict(host.missing)}))
+    else:
+        lines = [(name, host.missing.get(name, "works"), risk if name in host.missing else "") for name, risk in LAYERS.items()]
+        show_table(lines, title=f"sandboxes of {host.python}", head=["layer", "here", "so that"])
+    if not host.isolated:
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -74,7 +74,9 @@ class DataConfig(Config):
     eval: str | Annotated[list[DataSource], Field(min_length=1)] | None = None
     """The same, held out; unset: none, or what the task generates."""
     task: str | None = None
-    """A built-in task (sudoku, countdown), which generates and scores its own rows."""
+    """A built-in task (docs/tasks.md), which reads or generates rows, and scores completions."""
+    style: Literal["plain", "chat"] = "plain"
+    """How a task's problems are put: as text to go on with, or as messages for the model's chat template, with instructions."""
     split: str = "train"
     """The split of a hub data set."""
     text_column: str = "text"
@@ -176,7 +178,8 @@ class RunConfig(Config):
     hardware: HardwareConfig | None = None
     """What the run is planned for; recorded, and read by `--dry-run`."""
     rewards: list[str] = Field(default_factory=list)
-    """Names of built-in rewards, or package.module:function."""
+    """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function, model:PATH_OR_ID (a sequence
+    classifier), or the address of an HTTP judge; unset: the task's."""
     output_dir: str = Field(min_length=1)
     """The folder for checkpoints, metrics and the resolved config."""
     overwrite: bool = False

@@ -25,7 +25,7 @@ from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.monitor import Progress, Stage, peak_memory_bytes, write_atomic, write_manifest
-from unmask.tasks import Task, get_task
+from unmask.tasks import Puzzle, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
 from unmask.training.grpo import GRPOConfig, GRPOTrainer
@@ -65,7 +65,7 @@ class DemoSettings:
 class Demo:
     """State of the demonstration: the model as it stands, and what each stage gave."""
 
-    def __init__(self, task: Task, output: Path, seed: int, settings: DemoSettings):
+    def __init__(self, task: Puzzle, output: Path, seed: int, settings: DemoSettings):
         self.task, self.output, self.seed, self.settings = task, output, seed, settings
         self.train = task.generate("train", settings.rows, seed)
         self.test = task.generate("test", settings.test_rows, seed + 1)
@@ -142,7 +142,7 @@ class Demo:
             steps=6,
             prompt_mask_rate=0.0,
         )
-        trainer = GRPOTrainer(self.lm, self.task.reward, args, self.train, progress=stage)
+        trainer = GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=stage)
         trainer.train()
         return trainer.state.log_history
 
@@ -185,7 +185,7 @@ def run_demo(
     output = Path(output)
     claim_output(output, overwrite=overwrite)
     settings = settings or DemoSettings()
-    demo = Demo(get_task(task), output, seed, settings)
+    demo = Demo(as_puzzle(get_task(task)), output, seed, settings)
     plan = [entry for name, seconds in settings.seconds for entry in ((name, seconds), (f"{name}: evaluate", 7.0))]
     with Progress(plan) as progress:
         for name, description in DESCRIPTIONS.items():
@@ -214,7 +214,7 @@ def make_report(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     )
 
 
-def answered(task: Task, rows: Rows, mistakes: float, seed: int) -> Rows:
+def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:
     """The rows with answers as people write them."""
     rng = random.Random(seed)
     return [{**row, "completion": task.demonstrate(row, rng, mistakes)} for row in rows]
@@ -232,7 +232,7 @@ def curves(history: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[float
     return {label: [(line["step"], line[name]) for line in history if name in line] for label, name in shown.items()}
 
 
-def small_model(task: Task, settings: DemoSettings, seed: int) -> DiffusionLM:
+def small_model(task: Puzzle, settings: DemoSettings, seed: int) -> DiffusionLM:
     """A new causal Llama over the task's characters."""
     tokenizer = character_tokenizer(task.alphabet)
     config = LlamaConfig(

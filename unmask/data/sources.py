@@ -62,6 +62,15 @@ def load_rows(
     return _first(dataset, max_rows)
 
 
+def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of any source as records: each with where it stands, for errors. Raises as `load_rows`."""
+    if kind_of(path_or_id) in (".csv", ".json", ".jsonl"):
+        yield from read_records(path_or_id)
+        return
+    for number, row in enumerate(load_rows(path_or_id, split=split), start=1):
+        yield f"{path_or_id}, row {number}", row
+
+
 def load_mixture(
     sources: Sequence[DataSource],
     *,

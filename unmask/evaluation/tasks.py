@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
-from unmask.config import SamplerConfig
+from unmask.config import DataConfig, SamplerConfig
+from unmask.data.sources import load_records
+from unmask.errors import ConfigError, DataError
 from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference, wilson_interval
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.tasks import Task, split_of
+from unmask.tasks import Row, Task, as_puzzle, split_of
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,7 @@ class TaskResult:
         values: the shaped reward per row (Sudoku: the share of the empty cells that is right).
         groups: rows of one group share a solution; intervals resample whole groups.
         completions: what the model wrote.
+        statuses: how often each status was given, over all rows, also those that could not be judged and are left out above.
     """
 
     task: str
@@ -31,15 +36,16 @@ class TaskResult:
     values: list[float]
     groups: list[str]
     completions: list[str]
+    statuses: dict[str, int] = field(default_factory=dict)
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:
         """Shares with their 95% intervals; rows whose solution is not in the task's training split also apart ("unseen")."""
-        shares = {"solved": share(self.solved, self.groups), "cells": share(self.values, self.groups)}
+        shares = {"solved": share(self.solved, self.groups), "value": share(self.values, self.groups)}
         unseen = [row for row, group in enumerate(self.groups) if split_of(group) == "test"]
         if 0 < len(unseen) < len(self.groups):
             groups = [self.groups[row] for row in unseen]
-            for name, values in (("solved", self.solved), ("cells", self.values)):
+            for name, values in (("solved", self.solved), ("value", self.values)):
                 shares[f"{name}, {len(unseen)} unseen"] = share([values[row] for row in unseen], groups)
         return shares
 
@@ -50,7 +56,8 @@ class TaskResult:
 
     def to_json(self) -> str:
         shares = {name: {"mean": i.mean, "low": i.low, "high": i.high} for name, i in self.metrics.items()}
-        return json.dumps({"task": self.task, "rows": len(self.solved), "metrics": shares, "completions": self.completions}, indent=1)
+        figures = {"task": self.task, "rows": len(self.solved), "metrics": shares, "statuses": self.statuses}
+        return json.dumps({**figures, "completions": self.completions}, indent=1)
 
 
 def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
@@ -61,12 +68,42 @@ def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
     return cluster_bootstrap_mean(values, groups)
 
 
+def read_problems(task: Task, data: DataConfig, shots: int = 0) -> list[Row]:
+    """The problems to evaluate on, posed as `data` says: of its `eval`, else generated from its seed.
+
+    Args:
+        shots: how many of the first ones become solved examples before the others.
+
+    Raises:
+        ConfigError: there is no source, and the task makes no problems; or too few rows for the examples.
+    """
+    if isinstance(data.eval, str):
+        rows = list(islice(task.rows(load_records(data.eval, data.split)), data.eval_rows))
+    else:
+        rows = as_puzzle(task).generate("test", data.eval_rows, data.seed)
+    if len(rows) <= shots:
+        raise ConfigError(f"{shots} examples take all {len(rows)} rows", where="shots", remedy="Give fewer shots, or more rows")
+    return [task.posed(row, data.style, rows[:shots]) for row in rows[shots:]]
+
+
 def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
-    The task gives the length of the canvas, whatever the sampler says.
+    Where a task knows the length of its answers, that is the canvas, whatever the sampler says. Rows that could not be judged are left
+    out of the shares, and counted.
+
+    Raises:
+        DataError: not one row could be judged.
     """
-    sampler = (sampler or SamplerConfig(batch_size=256)).model_copy(update={"max_new_tokens": task.max_completion})
+    sampler = sampler or SamplerConfig(batch_size=256)
+    if task.max_completion:
+        sampler = sampler.model_copy(update={"max_new_tokens": task.max_completion})
     texts = generate(lm, [row["prompt"] for row in rows], sampler).texts
-    verdicts = [task.verify(text, row) for text, row in zip(texts, rows, strict=True)]
-    return TaskResult(task.name, [float(v.solved) for v in verdicts], [v.value for v in verdicts], [row["group"] for row in rows], texts)
+    verdicts = task.verify_all(texts, rows)
+    judged = [(v, v.value, row["group"], text) for v, row, text in zip(verdicts, rows, texts, strict=True) if v.value is not None]
+    if not judged:
+        why = verdicts[0].detail if verdicts else "there are no rows"
+        raise DataError(f"not one row could be judged: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
+    kept, values, groups, written = map(list, zip(*judged, strict=True))
+    statuses = dict(Counter(verdict.status for verdict in verdicts))
+    return TaskResult(task.name, [float(v.solved) for v in kept], values, groups, written, statuses)

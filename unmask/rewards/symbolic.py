@@ -11,13 +11,15 @@ import re
 from fractions import Fraction
 
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
-from unmask.rewards.workers import Worker, WorkerDeath, WorkerError, WorkerTimeout
+from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, WorkerTimeoutError
 
 MAX_ANSWER = 512
 SECONDS = 5.0
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
-RELATION = re.compile(r"\\(?:leq?|geq?|neq?|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|rightarrow|subset|subseteq)(?![a-zA-Z])|[=<>≤≥≠≈∈]")
+RELATION = re.compile(
+    r"\\(?:leq?|geq?|neq?|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|rightarrow|subset|subseteq)(?![a-zA-Z])|[=<>≤≥≠≈∈]"
+)
 STATUSES = {"ok": OK, "wrong": WRONG, "malformed": MALFORMED}
 PERCENT = re.compile(r"%|percent")
 
@@ -72,7 +74,7 @@ _WORKER = Worker("unmask.rewards.judging:judge")
 def _verified(answer: str, reference: str) -> Verdict:
     try:
         return STATUSES[_WORKER.call(answer, reference, timeout=SECONDS)]
-    except WorkerTimeout as error:
+    except WorkerTimeoutError as error:
         return Verdict(0.0, "timeout", error.what)
-    except WorkerDeath as error:  # by the answer's doing, say a stack that overflowed
+    except WorkerDeathError as error:  # by the answer's doing, say a stack that overflowed
         return Verdict(0.0, "malformed", error.what)

@@ -27,11 +27,11 @@ class WorkerError(UnmaskError):
     """A worker cannot start, or its function raised."""
 
 
-class WorkerDeath(WorkerError):
+class WorkerDeathError(WorkerError):
     """A call ended its worker's process."""
 
 
-class WorkerTimeout(WorkerError):
+class WorkerTimeoutError(WorkerError):
     """A call took longer than it may; its worker is no more."""
 
 
@@ -76,19 +76,22 @@ class Worker:
             timeout: seconds from when the process is there and idle.
 
         Raises:
-            WorkerTimeout: it took longer.
-            WorkerDeath: it ended the process.
+            WorkerTimeoutError: it took longer.
+            WorkerDeathError: it ended the process.
             WorkerError: it raised, or cannot be imported.
         """
         with self._lock:
-            pipe = self._pipe or self._start()
-            try:
-                pipe.send((args, kwargs))
-            except OSError:  # it died since the last call
+            if self._process is not None and self._process.poll() is not None:  # it died since the last call
                 self.close()
-                pipe = self._start()
-                pipe.send((args, kwargs))
+            pipe = self._pipe or self._start()
+            pipe.send((args, kwargs))
             return self._receive(pipe, timeout, f"no answer within {timeout:g} seconds")
+
+    def start(self) -> None:
+        """Start the process, if it is not there. Raises as `call` does where the function cannot be imported."""
+        with self._lock:
+            if self._pipe is None:
+                self._start()
 
     def close(self) -> None:
         """Kill the process."""
@@ -104,20 +107,23 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
-        self._receive(self._pipe, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
+        try:
+            self._receive(self._pipe, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
+        except (WorkerDeathError, WorkerTimeoutError) as error:  # no call's doing
+            raise WorkerError(error.what, where=self.target) from None
         return self._pipe
 
     def _receive(self, pipe: Connection, timeout: float, late: str) -> Any:
         try:
             if not pipe.poll(timeout):
                 self.close()
-                raise WorkerTimeout(late, where=self.target)
+                raise WorkerTimeoutError(late, where=self.target)
             failed, answer = pipe.recv()
         except (EOFError, ConnectionError):
             assert self._process is not None
             code = self._process.wait()
             self.close()
-            raise WorkerDeath(f"its process ended (exit code {code})", where=self.target) from None
+            raise WorkerDeathError(f"its process ended (exit code {code})", where=self.target) from None
         if failed:
             raise WorkerError(answer, where=self.target)
         return answer

@@ -24,7 +24,7 @@ from unmask.sandbox.cgroups import Group
 from unmask.sandbox.seccomp import write_filter
 
 FIRST_UID, UIDS = 60_000, 5_000
-"""The user ids that sandboxes run as where root starts them: the first, and how many. Beyond those of people, within those of containers."""
+"""The user ids that sandboxes run as where root starts them, the first and how many: not those of people, nor beyond a container's."""
 INSIDE, WORKER, FILTER = "/sandbox", "worker.pyc", "filter.bpf"
 DISK = 64 << 20
 """Bytes of a sandbox's /tmp, which lies in memory."""
@@ -77,7 +77,9 @@ class Host:
     def isolated(self) -> bool:
         return "bubblewrap" not in self.missing
 
-    def command(self, uid: int, entrances: Sequence[str] = (), filter_descriptor: int | None = None, info_descriptor: int | None = None) -> list[str]:
+    def command(
+        self, uid: int, entrances: Sequence[str] = (), filter_descriptor: int | None = None, info_descriptor: int | None = None
+    ) -> list[str]:
         """What comes before a program's own command line to run it in a sandbox.
 
         Args:

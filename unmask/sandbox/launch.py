@@ -139,8 +139,7 @@ class Cell:
         try:
             pipes = {"candidate": (asked, answering), "judge": (answered, asking)}
             self.candidate, self.judge = (
-                Member(host, limits, uid, group, role, pipe)
-                for uid, group, (role, pipe) in zip(uids, groups, pipes.items(), strict=True)
+                Member(host, limits, uid, group, role, pipe) for uid, group, (role, pipe) in zip(uids, groups, pipes.items(), strict=True)
             )
         finally:
             for descriptor in (asked, asking, answered, answering):

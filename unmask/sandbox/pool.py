@@ -19,7 +19,7 @@ MAX_PROGRAM = 1 << 20
 
 
 @dataclass(frozen=True)
-class Tests:
+class PythonTests:
     """A dataset's tests of a program.
 
     Attributes:
@@ -108,7 +108,7 @@ Job = Callable[[Slot], Outcome]
 """What a slot is lent for."""
 
 
-def judge_python(program: str, tests: Tests) -> Job:
+def judge_python(program: str, tests: PythonTests) -> Job:
     """The job of running a Python program's tests."""
 
     def job(slot: Slot) -> Outcome:

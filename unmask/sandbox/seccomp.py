@@ -20,7 +20,8 @@ MEMORY = "mmap mprotect munmap mremap madvise mincore membarrier brk getrandom"
 PROCESSES = """
 fork vfork execve exit exit_group wait4 waitid futex futex_waitv set_robust_list get_robust_list set_tid_address rseq arch_prctl prctl
 getpid getppid gettid getpgrp getpgid getsid setsid setpgid getuid geteuid getgid getegid getresuid getresgid getgroups
-getpriority sched_yield sched_getaffinity sched_getparam sched_getscheduler getrlimit setrlimit prlimit64 getrusage getcpu uname sysinfo times
+getpriority sched_yield sched_getaffinity sched_getparam sched_getscheduler
+getrlimit setrlimit prlimit64 getrusage getcpu uname sysinfo times
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack kill tkill tgkill pause restart_syscall
 """
 TIME = """

@@ -1,11 +1,13 @@
-"""What runs inside a sandbox: `candidate` serves the functions of an untrusted program, `judge` runs the tests of a dataset on them;
-`compiler` makes a native program, and `native` becomes one.
+"""What runs inside a sandbox.
 
-Candidate and judge are processes in sandboxes of their own, joined by a pair of pipes. The judge calls, the candidate answers, and only plain data
-passes: numbers, text, collections of these, and numbers that stand for any other object and mean nothing but to the candidate. So tests
-compare built-in values with built-in operators, in a process in which no line of the candidate ever ran.
+A `candidate` serves the functions of an untrusted program, and a `judge` runs the tests of a dataset on them; a `compiler` makes a native
+program, and a `native` becomes one.
 
-This file is handed to a bare interpreter: it imports the standard library alone, and nothing of it is trusted outside.
+Candidate and judge are processes in sandboxes of their own, joined by a pair of pipes. The judge calls, the candidate answers, and only
+plain data passes: numbers, text, collections of these, and numbers that stand for any other object and mean nothing but to the candidate.
+So tests compare built-in values with built-in operators, in a process in which no line of the candidate ever ran.
+
+This file is handed to a bare interpreter: it imports the standard library alone, and nothing that it says is trusted outside.
 
 A frame is four bytes of length and that much JSON. Each process first says that it is ready (null), then reads its job from standard
 input; the judge ends with its findings.
@@ -15,6 +17,7 @@ import ast
 import builtins
 import collections
 import contextlib
+import functools
 import json
 import os
 import resource
@@ -128,8 +131,10 @@ class Candidate:
         error = self._attempt(lambda: exec(compile(self.source, "candidate.py", "exec"), self.names))
         self.pipe.write(error)
         while True:
-            operation, *arguments = self.pipe.read()
-            self.pipe.write(self._attempt(lambda: getattr(self, operation)(*arguments)))
+            self.pipe.write(self._attempt(functools.partial(self._answer, *self.pipe.read())))
+
+    def _answer(self, operation, *arguments):
+        return getattr(self, operation)(*arguments)
 
     def _attempt(self, action):
         """What it gives, as JSON, or the name and text of what it raises."""
@@ -146,6 +151,8 @@ class Candidate:
         return decode(value, self.objects.__getitem__)
 
     def name(self, name):
+        if name not in self.names:
+            raise NameError(f"name {name!r} is not defined")
         return self.names[name]
 
     def call(self, number, args, kwargs):
@@ -195,7 +202,7 @@ class Handle:
 class CountAsserts(ast.NodeTransformer):
     """Each assertion is counted, and a failed one does not end the tests; one of a constant says nothing."""
 
-    def visit_Assert(self, node):  # noqa: N802
+    def visit_Assert(self, node):
         if isinstance(node.test, ast.Constant):
             return ast.copy_location(ast.Pass(), node)
         counted = ast.parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body[0]
@@ -221,7 +228,7 @@ class Judge:
         """The findings: `broken` where the tests themselves are, before the candidate is heard; else the counts, and whether all ran."""
         names = {"__name__": "tests", "_count": self._count}
         try:
-            program = compile(CountAsserts().visit(ast.parse(self.job["tests"])), "tests.py", "exec")
+            program = compile(CountAsserts().visit(ast.parse(self.job["tests"], "tests.py")), "tests.py", "exec")
             exec(compile(self.job["setup"], "setup.py", "exec"), names)
         except Exception as error:
             return {"broken": f"{type(error).__name__}: {error}"[:REMARK]}

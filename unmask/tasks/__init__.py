@@ -1,6 +1,6 @@
 """Verifiable tasks: each reads problems (some make their own), and judges answers to them."""
 
-from unmask.tasks.base import Puzzle, Reward, Task, get_puzzle, get_rewards, get_task, split_of
+from unmask.tasks.base import Puzzle, Reward, Row, Task, as_puzzle, get_rewards, get_task, split_of
 from unmask.tasks.code import MBPP, HumanEval
 from unmask.tasks.countdown import Countdown, Countdown4
 from unmask.tasks.gsm8k import GSM8K
@@ -22,11 +22,12 @@ __all__ = [
     "MultipleChoice",
     "Puzzle",
     "Reward",
+    "Row",
     "Sudoku",
     "Sudoku9",
     "Task",
     "Text",
-    "get_puzzle",
+    "as_puzzle",
     "get_rewards",
     "get_task",
     "split_of",

@@ -12,7 +12,7 @@ import abc
 import hashlib
 import os
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -50,7 +50,7 @@ class Reward:
         return [verdict.value for verdict in self.verdicts(completions, **columns)]
 
     def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
-        """The verdict on each completion, with the dataset's columns as lists."""
+        """The verdict on each completion, with the dataset's columns as lists; others are ignored."""
         require_names(columns, self.columns, f"the reward {self.name}")
         values = zip(*(columns[name] for name in self.columns), strict=True) if self.columns else [()] * len(completions)
         rows = [dict(zip(self.columns, row, strict=True)) for row in values]
@@ -97,17 +97,15 @@ class Task(abc.ABC):
         """The verdict on each completion; tasks that run programs judge many at a time."""
         return [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
-    def rows(self, records: Iterable[Record]) -> list[Row]:
+    def rows(self, records: Iterable[Record]) -> Iterator[Row]:
         """The rows of records, each with where it stands. A record that is malformed, or without one of `fields`: DataError."""
-        rows = []
         for where, record in records:
             require_names(record, self.fields, where)
-            rows.append(self.row(record, where))
-        return rows
+            yield self.row(record, where)
 
     def read(self, path: str | os.PathLike[str]) -> list[Row]:
         """The rows of a published file (.jsonl, .json or .csv, gzipped or not), in its order."""
-        return self.rows(read_records(path))
+        return list(self.rows(read_records(path)))
 
     def question(self, row: Mapping[str, Any]) -> str:
         """The problem as a chat message puts it."""
@@ -208,11 +206,12 @@ def get_task(name: str) -> Task:
     return Task._known[name]()
 
 
-def get_puzzle(name: str) -> Puzzle:
-    """The task of that name, which must make its own problems. Another one: ConfigError."""
-    task = get_task(name)
+def as_puzzle(task: Task) -> Puzzle:
+    """The task, if it makes its own problems; another one: ConfigError."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(f"{name} makes no problems of its own", where="task", remedy="Give a file of them.")
+        raise ConfigError(
+            f"{task.name} makes no problems of its own", where="task", remedy="Give a file of them, or a data set on the hub."
+        )
     return task
 
 

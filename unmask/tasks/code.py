@@ -14,7 +14,7 @@ from unmask.rewards.format import code_format
 from unmask.rewards.parsing import answer_of, code_block
 from unmask.rewards.program import judge_programs
 from unmask.rewards.verdict import Verdict
-from unmask.sandbox.pool import Job, Tests, judge_python
+from unmask.sandbox.pool import Job, PythonTests, judge_python
 from unmask.tasks.base import Reward, Row, Task
 
 
@@ -91,7 +91,7 @@ class HumanEval(Code):
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         # Some tests call helpers that the beginning defines: theirs are the dataset's, never the candidate's.
         names = {"candidate": row["entry_point"], row["entry_point"]: row["entry_point"]}
-        return judge_python(program, Tests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"))
+        return judge_python(program, PythonTests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"))
 
     def question(self, row: Mapping[str, Any]) -> str:
         return f"```python\n{row['stub'].strip()}\n```"
@@ -108,7 +108,9 @@ class MBPP(Code):
         text, code, tests = (record[name] for name in self.fields)
         listed = isinstance(tests, Sequence) and not isinstance(tests, str) and all(isinstance(test, str) for test in tests)
         if not (isinstance(text, str) and text.strip() and isinstance(code, str) and listed and tests):
-            raise DataError("not a problem with tests", where=where, remedy="Write `text` and `code` as text, `test_list` as a list of texts.")
+            raise DataError(
+                "not a problem with tests", where=where, remedy="Write `text` and `code` as text, `test_list` as a list of texts."
+            )
         shown = "\n".join(tests)
         asserts = str(record.get("test_setup_code") or "").replace("\r\n", "\n") + f"\n{shown}\n"
         code = code.replace("\r\n", "\n")
@@ -140,7 +142,7 @@ class MBPP(Code):
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         setup = "".join(f"import {name}\n" for name in row["imports"])
-        return judge_python(program, Tests(row["tests"], {name: name for name in row["names"]}, setup))
+        return judge_python(program, PythonTests(row["tests"], {name: name for name in row["names"]}, setup))
 
     def question(self, row: Mapping[str, Any]) -> str:
         return str(row["question"])

@@ -56,6 +56,9 @@ class GRPOConfig(StageConfig):
     policy: str = field(default="confidence", metadata={"help": "Unmasking policy of a rollout."})
     prompt_mask_rate: float = field(default=0.15, metadata={"help": "diffu-grpo: share of the prompt's tokens that are hidden."})
     segments: int | None = field(default=None, metadata={"help": "cj-grpo: merge the steps into this many views; unset: a view per step."})
+    reward_workers: int = field(
+        default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
+    )
     reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward function; unset: all 1."})
     rollout_batch_size: int = field(default=256, metadata={"help": "Sequences per forward pass of a rollout."})
 
@@ -92,7 +95,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     Args:
         model: the policy; a DiffusionLM, or a path or id to load.
-        reward_funcs: functions as TRL calls them (sync or async), or names of tasks.
+        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see `find_rewards`).
         args: the config.
         train_dataset: rows with `prompt`; all other columns go to the reward functions.
         eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
@@ -112,7 +115,7 @@ class GRPOTrainer(DiffusionTrainer):
         **rest: Any,
     ):
         args = args or GRPOConfig()
-        self.rewards = Rewards(reward_funcs, args.reward_weights)
+        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_workers)
         self.method = get_method(args.method)
         completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         if completions % args.num_generations:
@@ -247,6 +250,8 @@ class GRPOTrainer(DiffusionTrainer):
             scored_B = reward_B[~reward_B.isnan()]
             if len(scored_B) > 0:
                 self.record(name, scored_B.mean(), len(scored_B))
+            for status, count in self.rewards.statuses.get(name.removeprefix("rewards/"), {}).items():
+                self.record(f"{name}/{status}", count / len(reward_B), len(reward_B))
             if name == "reward" and len(scored_B) > 1:
                 self.record("reward_std", scored_B.std(), len(scored_B))
 

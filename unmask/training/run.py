@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,13 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.config import DataConfig, DataSource, RunConfig, build_training_args, to_yaml
-from unmask.data.sources import load_mixture, load_rows
+from unmask.data.sources import load_mixture, load_records, load_rows
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.tasks import evaluate_task
+from unmask.evaluation.tasks import evaluate_task, read_problems
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
-from unmask.tasks import Task, get_task
+from unmask.tasks import Puzzle, Row, Task, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
 from unmask.training.grpo import GRPOConfig, GRPOTrainer
@@ -62,9 +62,9 @@ def as_pairs(task: Task, rows: Rows, seed: int) -> Rows:
 
 
 def as_preferences(task: Task, rows: Rows, seed: int) -> Rows:
-    """The right answer preferred to a corrupted one."""
-    rng = random.Random(seed)
-    return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": task.corrupt(row, rng)} for row in rows]
+    """The right answer preferred to a corrupted one. A task that makes no problems makes none: ConfigError."""
+    rng, corrupt = random.Random(seed), as_puzzle(task).corrupt
+    return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": corrupt(row, rng)} for row in rows]
 
 
 VERBS = {
@@ -84,7 +84,7 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     """
     kind = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
-    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas else {}
+    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas and task.max_completion else {}
     if issubclass(kind.config, TextConfig) and task is None:
         defaults["text_column"] = config.data.text_column
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
@@ -128,11 +128,10 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
-    if config.data.task and args.should_save:
-        task = get_task(config.data.task)
-        rows = config.data.eval_rows
-        problems = task.read(str(config.data.eval))[:rows] if config.data.eval else task.generate("test", rows, config.data.seed)
-        write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, problems, config.sampler).to_json() + "\n")
+    task = get_task(config.data.task) if config.data.task else None
+    if args.should_save and (isinstance(task, Puzzle) or (task and config.data.eval)):
+        result = evaluate_task(trainer.lm, task, read_problems(task, config.data), config.sampler)
+        write_atomic(output / "evaluation.json", result.to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()
     processes.wait_for_everyone()
@@ -148,7 +147,7 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     if verb == "grpo":
-        rest["reward_funcs"] = [find_reward(name) for name in config.rewards] or ([task.name] if task else [])
+        rest["reward_funcs"] = config.rewards or ([task.name] if task else [])
     with naming_files(config.data):
         return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 
@@ -169,14 +168,22 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, R
     if task is not None and (data.streaming or isinstance(data.train, list) or isinstance(data.eval, list)):
         raise ConfigError("a task reads whole files, one at a time", where="data.task", remedy="Give no stream and no mixture, or no task")
     if task is not None:
-        train = task.read(str(data.train)) if data.train else task.generate("train", data.max_rows or GENERATED_ROWS, data.seed)
-        return kind.task_rows(task, train[: data.max_rows], data.seed), None
+        return kind.task_rows(task, task_rows(task, data), data.seed), None
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
     train = read_source(data, data.train, data.max_rows, streaming=data.streaming)
     if data.shuffle_buffer is not None:
         train = train.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
     return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows)
+
+
+def task_rows(task: Task, data: DataConfig) -> Rows:
+    """A task's rows to train on, posed as `data` says: of the source given, else generated."""
+    if data.train:
+        rows: Iterable[Row] = islice(task.rows(load_records(str(data.train), data.split)), data.max_rows)
+    else:
+        rows = as_puzzle(task).generate("train", data.max_rows or GENERATED_ROWS, data.seed)
+    return [task.posed(row, data.style) for row in rows]
 
 
 def read_source(data: DataConfig, source: str | list[DataSource], max_rows: int | None, *, streaming: bool = False) -> Any:
@@ -208,16 +215,3 @@ def load_model(config: RunConfig, verb: str) -> DiffusionLM:
         kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code")}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)
-
-
-def find_reward(name: str) -> Any:
-    """A reward function: the name of a task, or `package.module:function`."""
-    if ":" not in name:
-        return name  # of a task
-    module, _, function = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"cannot import {name!r} ({error})", where="rewards", remedy="Give a task's name or package.module:function"
-        ) from error

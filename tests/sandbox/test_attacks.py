@@ -1,0 +1,119 @@
+"""No program forges a verdict, reaches the host, takes more than its share, or outlives its turn."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.sandbox.attacks import FORGERIES, GREED, HOST, PREAMBLE
+from tests.sandbox.conftest import of_sandboxes
+from unmask.sandbox.pool import Outcome, Pool, PythonTests, judge_python
+
+TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
+ONCE, OFTEN = 1, 20
+times = pytest.mark.parametrize("times", [ONCE, pytest.param(OFTEN, marks=pytest.mark.slow)])
+
+
+class Host:
+    """What an attack might reach: a file, a port, an abstract socket, an environment variable."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
+        self.canary = folder / "canary"
+        self.canary.write_text("untouched")
+        folder.chmod(0o777)
+        self.canary.chmod(0o666)
+        monkeypatch.setenv("UNMASK_TEST_SECRET", "secret")
+        self.connections = 0
+        self.abstract = f"unmask-test-{os.getpid()}"
+        self.tcp, self.unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+        self.unix.bind("\0" + self.abstract)
+        self.unix.listen()
+        for server in (self.tcp, self.unix):
+            threading.Thread(target=self._serve, args=[server], daemon=True).start()
+
+    def _serve(self, server: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            self.connections += 1
+            connection.close()
+
+    def fill(self, program: str) -> str:
+        port = self.tcp.getsockname()[1]
+        return program.format(canary=str(self.canary), port=port, abstract=self.abstract, pid=os.getpid())
+
+    def close(self) -> None:
+        for server in (self.tcp, self.unix):
+            server.shutdown(socket.SHUT_RDWR)
+            server.close()
+
+
+@pytest.fixture
+def host(tmp_path, monkeypatch):
+    host = Host(tmp_path, monkeypatch)
+    yield host
+    host.close()
+
+
+def judged(pool: Pool, program: str, times: int) -> list[Outcome]:
+    return pool.run([judge_python(program, TESTS)] * times)
+
+
+def assert_nobody_survives(pool: Pool) -> None:
+    """Only the processes that wait for the next job run as a user of the sandboxes."""
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        others = [line for line in of_sandboxes(pool) if "worker.pyc" not in line]
+        waiting = [line for line in of_sandboxes(pool) if line.startswith(pool.host.python)]
+        if not others and len(waiting) <= 2 * len(pool._slots):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"processes survive: {others or waiting}")
+
+
+def test_an_honest_program_passes_and_the_means_of_attack_do_not_stop_it(pool):
+    assert judged(pool, PREAMBLE + "answers(lambda: True)", 1) == [Outcome("ok", 2, 2)]
+    assert [outcome.status for outcome in judged(pool, PREAMBLE + "answers(lambda: False)", 1)] == ["wrong"]
+
+
+@times
+@pytest.mark.parametrize("name", FORGERIES)
+def test_no_verdict_is_forged(pool, name, times):
+    outcomes = judged(pool, FORGERIES[name], times)
+    assert {outcome.status for outcome in outcomes} <= {"wrong", "malformed", "timeout"}
+    assert all(outcome.passed == 0 for outcome in outcomes)
+    assert_nobody_survives(pool)
+
+
+@times
+@pytest.mark.parametrize("name", HOST)
+def test_nothing_of_the_host_is_reached(pool, host, name, times):
+    outcomes = judged(pool, PREAMBLE + host.fill(HOST[name]), times)
+    assert {outcome.status for outcome in outcomes} <= {"wrong", "timeout"}, outcomes
+    assert all(outcome.passed == 0 for outcome in outcomes)
+    assert host.canary.read_text() == "untouched" and not host.connections
+    assert_nobody_survives(pool)
+
+
+@times
+@pytest.mark.parametrize("name", GREED)
+def test_nothing_is_taken_beyond_the_limits(pool, name, times):
+    started = time.monotonic()
+    outcomes = judged(pool, PREAMBLE + GREED[name], times)
+    assert {outcome.status for outcome in outcomes} <= {"wrong", "timeout"}, outcomes
+    assert time.monotonic() - started < (2 * pool.limits.seconds + 2) * times
+    assert_nobody_survives(pool)
+    assert judged(pool, "def f(x): return 2 * x", 1) == [Outcome("ok", 2, 2)]
+
+
+def test_a_sandbox_that_ran_one_program_never_runs_another(pool):
+    """The candidate's process is new each time: it tells its start, and a file that it leaves is never found again."""
+    program = PREAMBLE + HOST["finds what the last program left"]
+    assert {outcome.status for outcome in judged(pool, program, 3 * len(pool._slots))} == {"wrong"}

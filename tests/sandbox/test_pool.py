@@ -1,0 +1,203 @@
+"""Programs and tests: what passes between candidate and judge, what each outcome means, how many at a time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from unmask.sandbox import isolation, worker
+from unmask.sandbox.isolation import Host, Limits, SandboxError, probe
+from unmask.sandbox.pool import Outcome, Pool, PythonTests, judge_python, outcome
+
+DOUBLE = "def f(x):\n    return 2 * x\n"
+
+
+def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
+    return pool.run([judge_python(program, PythonTests(asserts, names or {"f": "f"}, setup))])[0]
+
+
+leaves = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary() | st.complex_numbers(allow_nan=False)
+)
+hashable = st.recursive(leaves, lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3), max_leaves=5)
+values = st.recursive(
+    leaves | st.builds(range, st.integers(-5, 5), st.integers(-5, 5)) | st.sampled_from([int, str, list]),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(hashable, inner, max_size=3) | st.sets(hashable, max_size=3) | st.tuples(inner, inner)
+    ),
+    max_leaves=12,
+)
+
+
+@given(values)
+def test_plain_data_comes_through_with_its_types(value):
+    def types(item):
+        return (type(item), [types(part) for part in item]) if isinstance(item, list | tuple) else type(item)
+
+    sent = json.loads(json.dumps(worker.encode(value, pytest.fail)))
+    received = worker.decode(sent, pytest.fail)
+    assert received == value and types(received) == types(value)
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(st.sampled_from(["int", "dict", "tuple", "set", "range", "type", "handle", "bytes", "x"]), inner, max_size=2)
+        ),
+        max_leaves=20,
+    )
+)
+def test_whatever_a_candidate_answers_is_plain_data_or_an_error(answer):
+    judge = worker.Judge(None, {})
+    try:
+        value = judge.value({"value": answer})
+    except worker.CandidateError:
+        return
+    assert type(value) in {
+        type(None),
+        bool,
+        int,
+        float,
+        str,
+        list,
+        dict,
+        tuple,
+        set,
+        frozenset,
+        bytes,
+        bytearray,
+        complex,
+        range,
+        worker.Handle,
+        type,
+        worker.collections.deque,
+    }
+
+
+@pytest.mark.parametrize(
+    ("program", "asserts", "expected"),
+    [
+        (DOUBLE, "assert f(1) == 2\nassert f(2) == 4", Outcome("ok", 2, 2)),
+        (DOUBLE, "assert f(1) == 2\nassert f(2) == 5\nassert f(3) == 6", Outcome("wrong", 2, 3, "AssertionError: ")),
+        (DOUBLE, "for n in range(5):\n    assert f(n) == 2 * n, n", Outcome("ok", 5, 5)),
+        (DOUBLE, "assert True, 'always'\nassert f(1) == 2", Outcome("ok", 1, 1)),
+        (DOUBLE, "f(1)", Outcome("wrong")),
+        (DOUBLE, "assert f(1) == 2\nf('x') + 1\nassert f(2) == 4", Outcome("wrong", 1, 2, 'TypeError: can only concatenate str (not "int") to str')),
+        ("def f(x): raise ValueError('no')", "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'", Outcome("ok", 1, 1)),
+        ("def f(*a, **k): return [a, k]", "assert f(1, (2,), key={3: {4}}) == [(1, (2,)), {'key': {3: {4}}}]", Outcome("ok", 1, 1)),
+        ("def g(x): return x", "assert f(1) == 1", Outcome("wrong", 0, 1, "NameError: name 'f' is not defined")),
+        ("def f(x) return x", "assert f(1) == 1", Outcome("malformed", 0, 0, "SyntaxError: expected ':' (candidate.py, line 1)")),
+        ("1 / 0", "assert f(1) == 1", Outcome("wrong", 0, 0, "ZeroDivisionError: division by zero")),
+        (DOUBLE, "assert f(1) ==", Outcome("infrastructure", remark="the tests are broken: SyntaxError: invalid syntax (tests.py, line 1)")),
+    ],
+)  # fmt: skip
+def test_what_comes_of_a_program(pool, program, asserts, expected):
+    found = judge(pool, program, asserts)
+    assert (found.status, found.passed, found.total) == (expected.status, expected.passed, expected.total)
+    assert found.remark == expected.remark
+
+
+def test_objects_of_a_candidate_can_be_made_used_and_handed_back(pool):
+    program = """
+class Node:
+    def __init__(self, value): self.value, self.left, self.right = value, None, None
+def total(node): return node.value + sum(total(n) for n in (node.left, node.right) if n)
+def pairs(node): yield node.value; yield node
+"""
+    asserts = """
+root = Node(1)
+root.left = Node(2)
+root.left.right = Node(4)
+assert total(root) == 7
+assert root.left.value == 2
+assert total(list(pairs(root))[1]) == 7
+"""
+    names = {"Node": "Node", "total": "total", "pairs": "pairs"}
+    assert judge(pool, program, asserts, **names) == Outcome("ok", 3, 3)
+    assert judge(pool, program, "assert Node(1) == Node(1)", **names).status == "wrong"
+    assert judge(pool, program, "assert Node(1)", **names).status == "wrong"
+
+
+def test_what_the_tests_need_beside_the_candidate_is_never_the_candidates(pool):
+    program = "def f(x): return 7\ndef helper(x): return 7\nimport sys as math"
+    assert judge(pool, program, "assert f(1) == helper(1)", "def helper(x): return x").status == "wrong"
+    assert judge(pool, program, "assert f(4) == math.sqrt(4)", "import math").status == "wrong"
+
+
+def test_broken_setup_is_no_fault_of_the_program(pool):
+    assert judge(pool, DOUBLE, "assert f(1) == 2", "1 / 0").status == "infrastructure"
+
+
+def test_time_is_the_programs_own(pool):
+    assert judge(pool, "def f(x):\n    while True: pass", "assert f(1) == 2").status == "timeout"
+
+
+def test_what_a_judge_finds_is_read_one_way(pool):
+    limits = Limits()
+    assert outcome(None, limits).status == "timeout"
+    assert outcome({}, limits).status == "wrong"
+    found = {"passed": 2, "total": 2, "complete": False, "remark": "x"}
+    assert outcome(found, limits) == Outcome("wrong", 2, 3, "x")
+    assert outcome(found | {"complete": True}, limits).status == "ok"
+
+
+def test_long_programs_are_refused_unread(pool):
+    assert judge(pool, "#" * (1 << 20) + "\n" + DOUBLE, "assert f(1) == 2").status == "malformed"
+
+
+def test_without_isolation_nothing_is_run_unless_that_is_accepted(monkeypatch, tmp_path):
+    bare = Host({name: "taken away" for name in isolation.LAYERS}, probe().folder, sys.executable)
+    isolation._compile_worker(sys.executable, probe().folder)
+    monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: bare)
+    with pytest.raises(SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"):
+        Pool()
+    pool = Pool(1, accept_unsandboxed=True)
+    try:
+        assert judge(pool, DOUBLE, "assert f(1) == 2") == Outcome("ok", 1, 1)
+        assert judge(pool, "import sys; sys.exit(0)", "assert f(1) == 2").status == "wrong"
+    finally:
+        pool.close()
+        probe.cache_clear()
+
+
+def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):
+    broken = Pool(1)
+    try:
+        monkeypatch.setattr(Host, "command", lambda *_: ["/bin/false"])
+        assert judge(broken, DOUBLE, "assert f(1) == 2").status == "infrastructure"
+    finally:
+        broken.close()
+
+
+def test_the_probe_reports_layers_and_what_gets_through():
+    done = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe", "--json"], capture_output=True, text=True)
+    told = json.loads(done.stdout)
+    assert told["isolated"] == probe().isolated == (done.returncode == 0)
+    shown = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe"], capture_output=True, text=True, env={"PATH": "/nowhere"})
+    assert shown.returncode == 2 and "bubblewrap" in shown.stdout and "no bwrap" in shown.stdout
+
+
+@settings(max_examples=5)
+@given(st.integers(0, 10**9))
+def test_outcomes_come_in_the_order_of_the_programs(pool, seed):
+    numbers = [(seed * k) % 97 for k in range(12)]
+    jobs = [
+        judge_python(f"def f(x): return {n}", PythonTests(f"assert f(0) == {n if k % 3 else n + 1}", {"f": "f"}))
+        for k, n in enumerate(numbers)
+    ]
+    assert [found.status for found in pool.run(jobs)] == ["ok" if k % 3 else "wrong" for k in range(12)]
+
+
+@pytest.mark.slow
+def test_a_thousand_honest_programs_at_once_all_pass(pool):
+    program = "import math, collections\ndef f(x):\n    return sum(math.isqrt(k) for k in range(x))\n"
+    expected = sum(int(k**0.5) for k in range(5000))
+    found = pool.run([judge_python(program, PythonTests(f"assert f(5000) == {expected}", {"f": "f"}))] * 1000)
+    assert [one for one in found if one != Outcome("ok", 1, 1)] == []
