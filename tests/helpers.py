@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import pathlib
+import shutil
 
 import pytest
+
+from unmask.sandbox.isolation import probe
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
@@ -17,3 +20,16 @@ def shared_path(*parts: str) -> pathlib.Path:
     if not path.exists():
         pytest.skip(f"needs the shared test data, and {'/'.join(parts)} is not there (set UNMASK_SHARED to its folder)")
     return path
+
+
+def require_sandbox() -> None:
+    """Skip the test where nothing isolates programs, or only in part."""
+    if missing := probe().missing:
+        pytest.skip(f"programs are not, or not wholly, isolated here: {dict(missing)}")
+
+
+def require_ocaml() -> None:
+    """Skip the test where there is no OCaml."""
+    require_sandbox()
+    if not shutil.which("ocamlfind"):
+        pytest.skip("needs OCaml: apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev")

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 
 import pytest
 
-from unmask.sandbox.isolation import Limits, probe
+from tests.helpers import require_sandbox
+from unmask.sandbox.isolation import Limits
 from unmask.sandbox.pool import Pool
-
-
-def require(*layers: str) -> None:
-    """Skip a test where a layer of isolation is missing."""
-    if missing := {name: why for name, why in probe().missing.items() if name in (layers or probe().missing)}:
-        pytest.skip(f"programs are not isolated here: {missing}")
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Sandboxes with little time."""
-    require()
+    require_sandbox()
     pool = Pool(limits=Limits(seconds=3.0))
     yield pool
     pool.close()
-
-
-@pytest.fixture(scope="session")
-def ocaml(pool: Pool) -> Pool:
-    if not shutil.which("ocamlfind"):
-        pytest.skip("needs OCaml: apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev")
-    return pool
 
 
 def of_sandboxes(pool: Pool) -> list[str]:

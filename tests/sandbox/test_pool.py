@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables)
 """Programs and tests: what passes between candidate and judge, what each outcome means, how many at a time."""
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.errors import ConfigError, DataError
-from unmask.tasks import Task, Verdict, get_task, split_of
+from unmask.rewards.verdict import Verdict
+from unmask.tasks import Puzzle, Task, as_puzzle, get_rewards, get_task, split_of
 
-NAMES = ("sudoku", "countdown")
+NAMES = ("sudoku", "sudoku9", "countdown")
 every_task = pytest.mark.parametrize("name", NAMES)
 seeds = st.integers(0, 2**32)
 
@@ -86,13 +87,19 @@ def test_any_text_gets_a_verdict(name, text, seed):
 
 
 @every_task
-@pytest.mark.parametrize("around", ["{} ", " {}x", "{}\n{}", "{}=", "{}\0", "answer: {}", "{}" * 3])
+@pytest.mark.parametrize("around", [" {}x", "{}\n{}", "{}=", "{}\0", "answer: {}", "{}" * 3, "<answer>{}", "<answer>{}x</answer>"])
 def test_a_right_answer_with_garbage_is_not_solved(name, around):
     task = get_task(name)
     row = task.generate("test", 1, 0)[0]
-    text = around.replace("{}", row["completion"])
-    solved = task.verify(text, row).solved
-    assert not solved or (name == "countdown" and text.strip() == row["completion"])  # spaces are arithmetic
+    assert not task.verify(around.replace("{}", row["completion"]), row).solved
+
+
+@every_task
+@pytest.mark.parametrize("around", ["{}", " {}\n", "<answer>{}</answer>", "It is this: <answer>\n{} </answer>."])
+def test_a_right_answer_stands_alone_or_in_the_tags(name, around):
+    task = get_task(name)
+    row = task.generate("test", 1, 0)[0]
+    assert task.verify(around.replace("{}", row["completion"]), row).solved
 
 
 @every_task
@@ -103,17 +110,54 @@ def test_hostile_text_is_malformed(name, text):
 
 
 @every_task
-def test_the_reward_function_judges_each_row_by_its_own_columns(name):
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_reward_functions_judge_each_row_by_its_own_columns(name, chat):
     task = get_task(name)
     rows = task.generate("train", 20, 0)
     prompts, completions = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     columns = {column: [row[column] for row in rows] for column in task.columns}
-    assert task.reward(prompts, completions, completion_ids=[[1]] * 20, trainer_state=None, **columns) == [1.0] * 20
+
+    def said(texts):
+        return [[{"role": "assistant", "content": text}] for text in texts] if chat else texts
+
+    (strict,), (partial,) = task.rewards(), get_rewards(f"{name}/partial")
+    assert strict(prompts, said(completions), completion_ids=[[1]] * 20, trainer_state=None, **columns) == [1.0] * 20
     shifted = completions[1:] + completions[:1]
-    expected = [task.verify(completion, row).value for completion, row in zip(shifted, rows, strict=True)]
-    assert task.reward(prompts, shifted, **columns) == expected != [1.0] * 20
+    verdicts = [task.verify(completion, row) for completion, row in zip(shifted, rows, strict=True)]
+    assert partial(prompts, said(shifted), **columns) == [verdict.value for verdict in verdicts] != [1.0] * 20
+    assert strict(prompts, said(shifted), **columns) == [float(verdict.solved) for verdict in verdicts]
+    assert [v.status for v in strict.verdicts(said(shifted), **columns)] == [verdict.status for verdict in verdicts]
     with pytest.raises(DataError, match=task.columns[0]):
-        task.reward(prompts, completions, answer=completions)
+        strict(prompts, completions, answer=completions)
+
+
+def test_shapings_have_names():
+    names = [reward.name for reward in get_rewards("gsm8k/published")]
+    assert names == [
+        "xml_count",
+        "soft_format",
+        "strict_format",
+        "integer",
+        "correctness",
+    ]
+    with pytest.raises(ConfigError, match=r"multiple_choice has no shaping 'published'"):
+        get_rewards("multiple_choice/published")
+    with pytest.raises(ConfigError, match=r"no shaping 'partal'.*'partial'"):
+        get_rewards("sudoku/partal")
+    with pytest.raises(ConfigError, match="gsm8k makes no problems of its own"):
+        as_puzzle(get_task("gsm8k"))
+
+
+def test_problems_are_posed_as_text_and_as_conversations():
+    task = get_task("countdown")
+    first, second, row = task.generate("train", 3, 0)
+    assert task.posed(row) == row
+    assert task.posed(row, "plain", [first])["prompt"] == f"{first['prompt']}{first['completion']}\n\n{row['prompt']}"
+    chat = task.posed(row, "chat", [first, second])
+    assert [turn["role"] for turn in chat["prompt"]] == ["user", "assistant"] * 2 + ["user"]
+    assert task.instructions in chat["prompt"][-1]["content"] and f"Target: {row['target']}" in chat["prompt"][-1]["content"]
+    assert task.verify(chat["completion"][0]["content"], row).solved and task.verify(chat["prompt"][1]["content"], first).solved
+    assert {**chat, "prompt": row["prompt"], "completion": row["completion"]} == row
 
 
 @given(st.text(max_size=30))
@@ -136,15 +180,15 @@ def test_unknown_names_are_answered_with_the_nearest():
 def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     monkeypatch.setattr(Task, "_known", dict(Task._known))
 
-    class Echo(Task):
-        name, columns, alphabet, max_completion = "echo", ("word",), "ab", 2
+    class Echo(Puzzle):
+        name, fields, columns, alphabet, max_completion = "echo", ("word",), ("word",), "ab", 2
 
         def draw(self, split, rng):
             word = rng.choice("ab")
-            return {"prompt": word, "completion": word, "group": word, "word": word}
+            return self.row({"word": word}, "")
 
-        def read(self, path):
-            return []
+        def row(self, record, where):
+            return {"prompt": record["word"], "completion": record["word"], "group": record["word"], "word": record["word"]}
 
         def verify(self, completion, row):
             return Verdict(1.0, "ok") if completion == row["word"] else Verdict(0.0, "wrong")
@@ -154,12 +198,16 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
 
     task = get_task("echo")
     assert isinstance(task, Echo)
-    assert task.reward(["a", "b"], ["a", "a"], word=["a", "b"]) == [1.0, 0.0]
+    assert get_rewards("echo")[0](["a", "b"], ["a", "a"], word=["a", "b"]) == [1.0, 0.0]
+    assert next(task.rows([("row 1", {"word": "b"})]))["completion"] == "b"
+    with pytest.raises(DataError, match=r"row 1: no column 'word'"):
+        list(task.rows([("row 1", {"words": "b"})]))
     assert len(task.generate("train", 2, 0)) == 2
     with pytest.raises(ConfigError, match="3 different problems asked for, 2 found"):
         task.generate("train", 3, 0)
 
 
 def test_tasks_and_rewards_import_no_torch():
-    code = "import sys, unmask.tasks, unmask.rewards.arithmetic; sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
+    code = "import sys, unmask.tasks, unmask.rewards.http, unmask.sandbox.ocaml\n"
+    code += "sys.exit(bool({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 from fractions import Fraction
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 from tests.helpers import shared_path
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import evaluate, numbers_used
-from unmask.tasks import Countdown, Verdict
+from unmask.rewards.verdict import Verdict
+from unmask.tasks import Countdown, Countdown4, get_rewards
 from unmask.tasks.countdown import expressions, solve
 
 TASK = Countdown()
@@ -135,3 +137,20 @@ def test_malformed_files_name_file_and_line(tmp_path, row, message):
     with pytest.raises(DataError, match=message) as caught:
         TASK.read(path)
     assert str(path) in str(caught.value) and caught.value.remedy
+
+
+def test_four_numbers():
+    task = Countdown4()
+    rows = task.generate("test", 12, seed=1)
+    for row in rows:
+        assert len(row["numbers"]) == 4 and task.verify(row["completion"], row).solved
+        assert len(row["completion"]) < task.max_completion
+        assert task.verify(task.corrupt(row, random.Random(0)), row) == Verdict(0.1, "wrong")
+    (read,) = TASK.rows([("row 1", {"input": "3,7,5,11", "output": "1"})])
+    assert read["numbers"] == [3, 7, 5, 11] and TASK.verify(read["completion"], read).solved
+
+
+def test_the_strict_reward_gives_nothing_for_the_form():
+    (strict,), (partial,) = get_rewards("countdown"), get_rewards("countdown/partial")
+    texts, columns = ["30+93-100", "30+93+100", "x"], {"numbers": [[30, 100, 93]] * 3, "target": [23] * 3}
+    assert strict([""] * 3, texts, **columns) == [1.0, 0.0, 0.0] and partial([""] * 3, texts, **columns) == [1.0, 0.1, 0.0]

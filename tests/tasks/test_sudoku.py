@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from tests.helpers import shared_path
 from unmask.errors import ConfigError, DataError
-from unmask.tasks import Sudoku, Verdict, split_of
+from unmask.rewards.verdict import Verdict
+from unmask.tasks import Sudoku, split_of
 from unmask.tasks.sudoku import GRIDS, is_valid_grid, solve
 
 grids = st.sampled_from(GRIDS)
@@ -128,7 +129,7 @@ def test_changing_a_clue_never_pays(row):
     assert {text for text, value in best.items() if value == 1} == set(solve(row["puzzle"]))
 
 
-@pytest.mark.parametrize("text", ["", "1" * 15, "1" * 17, "0" * 16, "5" * 16, "\u0661" * 16, "1234341221434321 ", "1234341221434321\0"])
+@pytest.mark.parametrize("text", ["", "1" * 15, "1" * 17, "0" * 16, "5" * 16, "\u0661" * 16, "1234341221434321 1", "1234341221434321\0"])
 def test_malformed(text):
     row = _row("0234341221434321", "1234341221434321")
     assert TASK.verify(row["completion"], row).solved

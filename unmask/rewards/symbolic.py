@@ -20,6 +20,7 @@ FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 RELATION = re.compile(
     r"\\(?:leq?|geq?|neq?|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|rightarrow|subset|subseteq)(?![a-zA-Z])|[=<>≤≥≠≈∈]"
 )
+WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
 STATUSES = {"ok": OK, "wrong": WRONG, "malformed": MALFORMED}
 PERCENT = re.compile(r"%|percent")
 
@@ -31,7 +32,7 @@ def equivalent(answer: str, reference: str) -> Verdict:
     `SECONDS`. `infrastructure`: math-verify is not installed.
     """
     answer, reference = _bare(answer), _bare(reference)
-    if answer == reference:
+    if WORDS.sub(r"\1", answer) == WORDS.sub(r"\1", reference):
         return OK
     if not answer or len(answer) > MAX_ANSWER:
         return MALFORMED

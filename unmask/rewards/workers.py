@@ -146,10 +146,9 @@ def serve(pipe: Connection, target: str) -> None:
         except EOFError:
             return
         try:
-            answer = (False, function(*args, **kwargs))
-        except Exception as error:  # user code
-            answer = (True, f"raised {type(error).__name__}: {error}")
-        pipe.send(answer)
+            pipe.send((False, function(*args, **kwargs)))
+        except Exception as error:  # user code, and what it returns may not be picklable
+            pipe.send((True, f"raised {type(error).__name__}: {error}"))
 
 
 if __name__ == "__main__":

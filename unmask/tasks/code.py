@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from unmask.errors import DataError
-from unmask.rewards.format import code_format
+from unmask.rewards.format import code_format, parse_python
 from unmask.rewards.parsing import answer_of, code_block
 from unmask.rewards.program import judge_programs
 from unmask.rewards.verdict import Verdict
@@ -128,8 +128,8 @@ class MBPP(Code):
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
         """What the tests use: names that the reference defines, which then come from a candidate, and modules, which never do."""
         try:
-            used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
-            defined = {getattr(node, "name", None) for node in ast.parse(code).body}
+            used = {node.id for node in ast.walk(parse_python(tests)) if isinstance(node, ast.Name)}
+            defined = {getattr(node, "name", None) for node in parse_python(code).body}
         except SyntaxError as error:
             raise DataError(f"no Python: {error}", where=where, remedy="Mend or remove the row.") from None
         names = sorted(used & defined)

@@ -94,13 +94,17 @@ class Sudoku9(Puzzle):
         solution = _random_grid(rng)
         if split_of(solution) != split:
             return None
-        cells, wanted = list(solution), rng.randint(self.min_empty, self.max_empty)
+        cells, free, wanted = list(solution), [0] * 27, rng.randint(self.min_empty, self.max_empty)
         for cell in rng.sample(range(CELLS), CELLS):
             if cells.count("0") == wanted:
                 return self._row("".join(cells), solution)
+            bit = 1 << DIGITS.index(solution[cell])
             cells[cell] = "0"
-            if len(list(islice(solutions("".join(cells)), 2))) > 1:
+            _flip(free, cell, bit)
+            forced = _candidates(free, cell) == bit
+            if not forced and len(list(islice(solutions("".join(cells)), 2))) > 1:
                 cells[cell] = solution[cell]
+                _flip(free, cell, bit)
         return None
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:

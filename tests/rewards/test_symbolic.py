@@ -1,0 +1,86 @@
+"""Answers that say the same are equal, however written; what is only made to look so is not."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.rewards import symbolic
+from unmask.rewards.symbolic import equivalent, number
+from unmask.rewards.workers import Worker
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("7", 7), ("-7", -7), ("+7", 7), ("007", 7), ("1,234", 1234), ("1,234,567.5", Fraction(12345675, 10)), (".5", Fraction(1, 2)),
+        ("0.50", Fraction(1, 2)), ("3/4", Fraction(3, 4)), (r"\frac{3}{4}", Fraction(3, 4)), (r"-\dfrac{6}{8}", Fraction(-3, 4)),
+        ("1,23", None), ("12,345,6", None), ("1/0", None), ("7=5", None), ("7%", None), ("1e3", None), ("0x7", None), ("\u0667", None),
+        ("1_000", None), ("", None), ("7 5", None), ("7.", None), ("--7", None),
+    ],
+)  # fmt: skip
+def test_plain_numbers_have_exact_values_and_nothing_else_has(text, value):
+    assert number(text) == value
+
+
+@given(st.fractions())
+def test_every_fraction_is_read_back(value):
+    assert number(f"{value.numerator}/{value.denominator}") == value
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("0.5", r"\frac{1}{2}"), ("1,000", "1000"), ("$5$", "5"), (r"2\sqrt{2}", r"\sqrt{8}"), ("x+1", "1+x"), (r"\frac{\pi}{2}", r"\pi/2"),
+        (r"(3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)"), ("50\\%", "50\\%"), ("y = 2x + 1", "y=2x+1"),
+        (r"x \in [-2,7]", r"x \in [-2, 7]"), ("even", r"\text{even}"),
+    ],
+)  # fmt: skip
+def test_the_same_is_right(answer, reference):
+    assert equivalent(answer, reference).status == "ok"
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference"),
+    [
+        ("7=5", "5"), ("5=7", "5"), ("x=5", "5"), ("5 \\ne 7", "5"), ("a<5", "5"), ("5,6", "5"), ("\\{5,6\\}", "5"), ("5 or 6", "5"),
+        ("50\\%", "50"), ("50", "50\\%"), ("0.5", "50\\%"), ("6", "5"), ("5.0001", "5"), (r"\sqrt{2}", "1.414"), ("(1,2)", "(2,1)"),
+        ("1234567890123456x", "1234567890123456"), ("1234567890123456 7", "1234567890123456"), ("", "5"), ("?", "5"), ("\\boxed{5}", "6"),
+        ("9" * 600, "5"), ("44**35**19", "5"), ("10^{10^{10^{10}}}", "5"), ("\\int_0^{10^9} x^x dx", "5"), ("\\frac{1}{0}", "5"),
+    ],
+)  # fmt: skip
+def test_another_is_never_right(answer, reference):
+    verdict = equivalent(answer, reference)
+    assert verdict.value == 0.0 and verdict.status in {"wrong", "malformed", "timeout"}
+
+
+def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypatch):
+    monkeypatch.setattr(symbolic, "_WORKER", Worker("time:sleep"))
+    monkeypatch.setattr(symbolic, "SECONDS", 0.2)
+    monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 60, timeout=timeout))
+    started = time.monotonic()
+    assert equivalent("x + busy", "y").status == "timeout"
+    assert time.monotonic() - started < 30
+
+
+def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
+    monkeypatch.setattr(symbolic, "_WORKER", Worker("unmask.absent:judge"))
+    verdict = equivalent("x + absent", "y")
+    assert (verdict.value, verdict.status) == (None, "infrastructure") and "unmask.absent" in verdict.detail
+
+
+def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
+    monkeypatch.setattr(symbolic, "_WORKER", Worker("os:_exit"))
+    monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 3, timeout=timeout))
+    verdict = equivalent("x + deadly", "y")
+    assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
+
+
+def test_verdicts_are_remembered(monkeypatch):
+    assert equivalent("x + x", "2x").status == "ok"
+    monkeypatch.setattr(symbolic, "_WORKER", None)
+    assert equivalent("x + x", "2x").status == "ok"

@@ -1,0 +1,102 @@
+"""Functions in processes of their own: found by path, killed when late, started again."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+
+from unmask.errors import ConfigError
+from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, WorkerTimeoutError, load_function
+
+REWARDS = """
+import os, sys, time
+print("imported", flush=True)
+def length(completions, **_): return [float(len(text)) for text in completions]
+def where(**_): return os.getpid()
+def raises(**_): raise KeyError("no")
+def sleeps(**_): time.sleep(60)
+def ends(**_): os._exit(7)
+def unpicklable(**_): return lambda: 0
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "my_rewards.py").write_text(REWARDS)
+    return str(tmp_path / "my_rewards.py")
+
+
+def test_functions_are_found_by_file_and_by_module(path):
+    assert load_function(f"{path}:length")(completions=["ab"]) == [2.0]
+    assert load_function("os.path:basename")("a/b") == "b"
+
+
+@pytest.mark.parametrize("target", ["{}:absent", "/nowhere/x.py:length", "unmask.absent:f", "os", "os:absent", ""])
+def test_what_cannot_be_imported_is_told(path, target):
+    with pytest.raises(ConfigError, match="cannot be imported") as caught:
+        load_function(target.format(path))
+    assert caught.value.remedy
+
+
+def test_a_file_that_raises_is_told(tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(ConfigError, match="ZeroDivisionError"):
+        load_function(f"{tmp_path}/broken.py:f")
+    with pytest.raises(WorkerError, match="ZeroDivisionError"):
+        Worker(f"{tmp_path}/broken.py:f").start()
+
+
+def test_calls_are_answered_by_one_other_process(path):
+    worker = Worker(f"{path}:where")
+    first = worker.call(timeout=60)
+    assert first == worker.call(timeout=60) != os.getpid()
+    worker.close()
+    assert worker.call(timeout=60) != first
+    worker.close()
+
+
+def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
+    worker = Worker(f"{path}:raises")
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="raised KeyError: 'no'"):
+            worker.call(timeout=60)
+    worker.close()
+
+
+def test_what_cannot_be_sent_back_is_told(path):
+    worker = Worker(f"{path}:unpicklable")
+    with pytest.raises(WorkerError, match="pickle"):
+        worker.call(timeout=60)
+    worker.close()
+
+
+def test_a_late_call_is_killed_and_the_next_one_is_served(path):
+    worker = Worker(f"{path}:sleeps")
+    worker.start()
+    process = worker._process
+    started = time.monotonic()
+    with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.2 seconds"):
+        worker.call(timeout=0.2)
+    assert time.monotonic() - started < 5 and process.poll() is not None
+    worker.target = f"{path}:length"
+    assert worker.call(timeout=60, completions=["a"]) == [1.0]
+    worker.close()
+
+
+def test_a_call_that_ends_the_process_is_told_with_its_code(path):
+    worker = Worker(f"{path}:ends")
+    with pytest.raises(WorkerDeathError, match="exit code 7"):
+        worker.call(timeout=60)
+    with pytest.raises(WorkerDeathError, match="exit code 7"):
+        worker.call(timeout=60)
+
+
+def test_a_worker_that_died_between_calls_is_started_again(path):
+    worker = Worker(f"{path}:length")
+    worker.start()
+    worker._process.kill()
+    worker._process.wait()
+    assert worker.call(timeout=60, completions=["abc"]) == [3.0]
+    worker.close()
