@@ -20,6 +20,7 @@ from unmask.cli import VERBS, app
 from unmask.config import ModelConfig, RunConfig, SamplerConfig
 from unmask.config_files import parse_yaml
 from unmask.errors import ConfigError, ModelError
+from unmask.evaluation.tasks import read_problems
 
 ALL_VERBS = [*VERBS, "generate", "evaluate", "inspect", "demo"]
 REQUIRED = ["--model", "m", "--output"]
@@ -349,16 +350,17 @@ def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypat
 
     def evaluate_task(lm: str, task: Any, rows: list[Any], sampler: SamplerConfig) -> SimpleNamespace:
         calls.append((lm, task.name, rows, sampler))
-        return SimpleNamespace(metrics={"solved": 0.123456, "rows": len(rows)}, to_json=lambda: '{"solved": 0.123456}')
+        metrics = {"solved": 0.123456, "rows": len(rows)}
+        return SimpleNamespace(metrics=metrics, statuses={"timeout": 3}, to_json=lambda: '{"solved": 0.123456}')
 
-    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task)
+    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task, read_problems=read_problems)
     output = tmp_path / "out.json"
     command = ["evaluate", "m", "--task", "sudoku", "--rows", "5", "--steps", "4", "--output", str(output)]
     result = run(*command)
     assert result.exit_code == 0, result.output
     [(lm, task, rows, sampler)] = calls
     assert (lm, task, len(rows), sampler) == ("the model", "sudoku", 5, SamplerConfig(steps=4))
-    assert "0.1235" in result.stdout
+    assert "0.1235" in result.stdout and "timeout" in result.stdout
     assert json.loads(output.read_text()) == {"solved": 0.123456}
 
     output.write_text("kept")

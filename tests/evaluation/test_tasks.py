@@ -38,7 +38,7 @@ def test_right_wrong_and_malformed_answers_are_told_apart(monkeypatch):
     assert perfect.solved == perfect.values == [1.0] * len(ROWS)
     assert poor.solved == none.solved == none.values == [0.0] * len(ROWS)
     assert all(0 < value < 1 for value in poor.values)
-    assert {name: interval.mean for name, interval in perfect.metrics.items()} == {"solved": 1.0, "cells": 1.0}
+    assert {name: interval.mean for name, interval in perfect.metrics.items()} == {"solved": 1.0, "value": 1.0}
     assert poor.groups == [row["group"] for row in ROWS] and poor.completions == wrong
 
     gain = perfect.gain_over(poor)
@@ -79,4 +79,4 @@ def test_problems_whose_solution_is_not_trained_on_are_reported_apart():
     assert result.metrics["solved"].mean == 0.2
     assert result.metrics["solved, 2 unseen"].mean == 0.5
     alone = TaskResult("sudoku", [1.0, 0.0], [0.5] * 2, [row["group"] for row in rows[3:]], [""] * 2)
-    assert set(alone.metrics) == {"solved", "cells"}
+    assert set(alone.metrics) == {"solved", "value"}

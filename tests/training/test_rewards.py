@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from unmask.errors import ConfigError, TrainingError
-from unmask.tasks import get_task
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ConfigError, ModelError, TrainingError, UnmaskError
+from unmask.rewards.verdict import Verdict
+from unmask.tasks import Task, get_task
 from unmask.training.rewards import Rewards
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "sample_id": i, "repeat": 0, "completion": "c"} for i in range(3)]
@@ -111,3 +119,114 @@ def test_a_reward_that_misbehaves_is_named(function, message):
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     with pytest.raises(TrainingError, match=rf"^reward function <lambda>.*{message}"):
         Rewards(function)(rows, ["x", "y"], [[1], [2]])
+
+
+REWARDS = """
+import os
+def right(completions, answer, **_): return [float(t == a) if t != "?" else None for t, a in zip(completions, answer)]
+def process(completions, **_): return [float(os.getpid())] * len(completions)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "custom.py").write_text(REWARDS)
+    return str(tmp_path / "custom.py")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+def test_a_function_of_a_file_gives_the_same_in_any_number_of_processes(path, workers):
+    rewards = Rewards([f"{path}:right"], workers=workers)
+    assert rewards.names == ["right"]
+    assert_equal(rewards(ROWS, ["0", "?", "x"], IDS), [[1.0], [math.nan], [0.0]])
+
+
+def test_workers_are_other_processes_and_without_them_it_is_this_one(path):
+    here, there = Rewards(f"{path}:process")(ROWS, TEXTS, IDS), Rewards(f"{path}:process", workers=3)(ROWS, TEXTS, IDS)
+    assert set(here.flatten().tolist()) == {float(torch.tensor(float(os.getpid())))}
+    assert len(set(there.flatten().tolist())) == 3 and not set(there.flatten().tolist()) & set(here.flatten().tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_imported_is_told_before_training(path, workers):
+    with pytest.raises(UnmaskError, match=r"cannot be imported|has no attribute"):
+        Rewards(f"{path}:absent", workers=workers)
+
+
+def test_a_named_shaping_is_several_functions_of_one_weight():
+    rewards = Rewards(["gsm8k/published", right], weights=[0.5, 2.0])
+    assert rewards.names == ["xml_count", "soft_format", "strict_format", "integer", "correctness", "right"]
+    assert rewards.weights == [0.5] * 5 + [2.0]
+
+
+def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypatch):
+    class Odd(Task):
+        name, fields, columns = "odd", ("answer",), ("answer",)
+
+        def row(self, record, where):
+            return {"prompt": "", "completion": "", "group": "", **record}
+
+        def verify(self, completion, row):
+            return {"0": Verdict(1.0, "ok"), "x": Verdict(None, "infrastructure")}.get(completion, Verdict(0.0, "timeout"))
+
+    monkeypatch.setattr(Task, "_known", Task._known)
+    rewards = Rewards("odd")
+    reward_BF = rewards(ROWS, TEXTS, IDS)
+    assert_equal(reward_BF, [[1.0], [math.nan], [0.0]])
+    assert rewards.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
+    del Task._known["odd"]
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Rewards a completion by its length, fails at first on every second one, and always on `x`."""
+
+    asked: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if body["completion"] == "x" or (body["answer"] == "0" and self.asked.count(body) == 1):
+            self.send_error(500)
+            return
+        answer = json.dumps({"reward": None if body["completion"] == "" else len(body["completion"])}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscored():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    rewards = Rewards(f"http://127.0.0.1:{server.server_port}/judge")
+    try:
+        assert_equal(rewards(ROWS, ["ab", "x", ""], IDS), [[2.0], [math.nan], [math.nan]])
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [body["prompt"] for body in Judge.asked if body["completion"] == "x"] == ["p1"] * 3
+    assert_equal(rewards([ROWS[0]], ["ab"], IDS[:1]), [[math.nan]])  # nobody is there any more
+
+
+def test_a_sequence_classifier_is_a_reward(tmp_path):
+    tokenizer = character_tokenizer("abc")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    rewards = Rewards(f"model:{tmp_path}")
+    rows = [{"prompt": "ab"}, {"prompt": "c"}]
+    model.config.pad_token_id = tokenizer.pad_token_id
+    expected = [model(**tokenizer([text], return_tensors="pt")).logits.item() for text in ("abc", "caba")]
+    torch.testing.assert_close(rewards(rows, ["c", "aba"], IDS[:2]).flatten(), torch.tensor(expected))
+
+    LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 2})).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has 2 labels"):
+        Rewards(f"model:{tmp_path}")
+    with pytest.raises(ModelError, match="no sequence classifier"):
+        Rewards(f"model:{tmp_path}/absent")

@@ -105,5 +105,5 @@ def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]]
         why = verdicts[0].detail if verdicts else "there are no rows"
         raise DataError(f"not one row could be judged: {why}", where=task.name, remedy="See `unmask sandbox probe`, or check the file.")
     kept, values, groups, written = map(list, zip(*judged, strict=True))
-    statuses = dict(Counter(verdict.status for verdict in verdicts))
+    statuses = dict(Counter(str(verdict.status) for verdict in verdicts))
     return TaskResult(task.name, [float(v.solved) for v in kept], values, groups, written, statuses)

@@ -12,13 +12,10 @@ resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 def judge(answer: str, reference: str) -> str:
     """`ok`, `wrong`, or `malformed` where nothing mathematical can be read. Never a comparison of strings."""
-    try:
-        read = [
-            parse(f"$\\boxed{{{text}}}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
-            for text in (answer, reference)
-        ]
-        if not read[0]:
-            return "malformed"
-        return "ok" if verify(read[1], read[0], timeout_seconds=None) else "wrong"
-    except Exception:  # whatever a parser of any text raises is the text's doing
+    read = [
+        parse(f"$\\boxed{{{text}}}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
+        for text in (answer, reference)
+    ]
+    if not read[0]:
         return "malformed"
+    return "ok" if verify(read[1], read[0], timeout_seconds=None) else "wrong"

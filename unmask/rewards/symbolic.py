@@ -11,7 +11,7 @@ import re
 from fractions import Fraction
 
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
-from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, WorkerTimeoutError
+from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
 
 MAX_ANSWER = 512
 SECONDS = 5.0
@@ -48,7 +48,9 @@ def equivalent(answer: str, reference: str) -> Verdict:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The value of an integer, a decimal (1,234.5), a quotient of integers (-3/4, \frac{3}{4}), and of nothing else."""
+    r"""The value of an integer, a decimal (1,234.5), a quotient of integers (-3/4, \frac{3}{4}), and of nothing else; None beyond `MAX_ANSWER`."""
+    if len(text) > MAX_ANSWER:
+        return None
     if found := FRACTION.fullmatch(text):
         sign, above, below = found.groups()
         parts = (above, "", below)
@@ -77,5 +79,5 @@ def _verified(answer: str, reference: str) -> Verdict:
         return STATUSES[_WORKER.call(answer, reference, timeout=SECONDS)]
     except WorkerTimeoutError as error:
         return Verdict(0.0, "timeout", error.what)
-    except WorkerDeathError as error:  # by the answer's doing, say a stack that overflowed
+    except WorkerCallError as error:  # math-verify raised, or its stack overflowed: by the answer's doing
         return Verdict(0.0, "malformed", error.what)

@@ -24,14 +24,18 @@ START_SECONDS = 300.0
 
 
 class WorkerError(UnmaskError):
-    """A worker cannot start, or its function raised."""
+    """A worker cannot start."""
 
 
-class WorkerDeathError(WorkerError):
+class WorkerCallError(WorkerError):
+    """The function raised."""
+
+
+class WorkerDeathError(WorkerCallError):
     """A call ended its worker's process."""
 
 
-class WorkerTimeoutError(WorkerError):
+class WorkerTimeoutError(WorkerCallError):
     """A call took longer than it may; its worker is no more."""
 
 
@@ -78,7 +82,8 @@ class Worker:
         Raises:
             WorkerTimeoutError: it took longer.
             WorkerDeathError: it ended the process.
-            WorkerError: it raised, or cannot be imported.
+            WorkerCallError: it raised.
+            WorkerError: it cannot be imported.
         """
         with self._lock:
             if self._process is not None and self._process.poll() is not None:  # it died since the last call
@@ -109,7 +114,7 @@ class Worker:
         theirs.close()
         try:
             self._receive(self._pipe, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
-        except (WorkerDeathError, WorkerTimeoutError) as error:  # no call's doing
+        except WorkerCallError as error:  # no call's doing
             raise WorkerError(error.what, where=self.target) from None
         return self._pipe
 
@@ -125,7 +130,7 @@ class Worker:
             self.close()
             raise WorkerDeathError(f"its process ended (exit code {code})", where=self.target) from None
         if failed:
-            raise WorkerError(answer, where=self.target)
+            raise WorkerCallError(answer, where=self.target)
         return answer
 
     def __del__(self) -> None:

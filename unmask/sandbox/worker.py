@@ -140,7 +140,7 @@ class Candidate:
         """What it gives, as JSON, or the name and text of what it raises."""
         try:
             return {"value": encode(action(), self._keep)}
-        except BaseException as error:
+        except BaseException as error:  # user code
             return {"error": type(error).__name__, "text": str(error)[:REMARK]}
 
     def _keep(self, value):
@@ -172,7 +172,7 @@ class Handle:
     """An object of the candidate, of which the judge knows the number alone. It equals nothing and has no truth value."""
 
     __slots__ = ("_judge", "_number")
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, judge, number):
         object.__setattr__(self, "_judge", judge)
@@ -205,8 +205,8 @@ class CountAsserts(ast.NodeTransformer):
     def visit_Assert(self, node):
         if isinstance(node.test, ast.Constant):
             return ast.copy_location(ast.Pass(), node)
-        counted = ast.parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body[0]
-        counted.body = [node]
+        (counted,) = ast.parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body
+        counted.body = [node]  # type: ignore[attr-defined]
         return ast.fix_missing_locations(ast.copy_location(counted, node))
 
 
@@ -230,18 +230,18 @@ class Judge:
         try:
             program = compile(CountAsserts().visit(ast.parse(self.job["tests"], "tests.py")), "tests.py", "exec")
             exec(compile(self.job["setup"], "setup.py", "exec"), names)
-        except Exception as error:
+        except Exception as error:  # user code
             return {"broken": f"{type(error).__name__}: {error}"[:REMARK]}
         try:
             self.value(self.pipe.read())
-        except Exception as error:
+        except Exception as error:  # user code
             return {"refused": f"{type(error).__name__}: {error}"[:REMARK], "syntax": isinstance(error, SyntaxError)}
         complete = False
         try:
             names.update({alias: self.ask("name", name) for alias, name in self.job["names"].items()})
             exec(program, names)
             complete = True
-        except Exception as error:
+        except Exception as error:  # user code
             self._note(error)
         return {"passed": self.passed, "total": self.total, "complete": complete, "remark": self.remark}
 

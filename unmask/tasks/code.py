@@ -47,7 +47,7 @@ class Code(Task):
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         codes = [program_in(completion, self.languages) for completion in completions]
-        return judge_programs(code and self.job(self.program(code, row), row) for code, row in zip(codes, rows, strict=True))
+        return judge_programs(self.job(self.program(code, row), row) if code else None for code, row in zip(codes, rows, strict=True))
 
     def answer(self, row: Mapping[str, Any]) -> str:
         return f"```{self.languages[0]}\n{self.program(row['completion'], row).strip()}\n```"
