@@ -22,7 +22,7 @@ LIMIT = 0.050
 PIECES = [
     *("<answer>", "</answer>", "<reasoning>\n", "\n</reasoning>\n", "####", "\\boxed{", "}", "{", "\\", "$", "```", "```python\n", "\n```"),
     *("\\frac", "\\sqrt", "\\le", "=", "%", "^", "_", "**", "+", "-", "*", "/", "(", ")", "[", "]", ",", ".", "0", "7", "12", "999999999"),
-    *("x", "π", "\\pi", "\\text{a}", "\\begin{pmatrix}", "&", "\\\\", " ", "\n", "\0", "\ud800", "٣", "A", "1234341221434321", "def f(): pass"),
+    *("x", "π", "\\pi", "\\text{a}", "\\begin{pmatrix}", "&", "\\\\", " ", "\n", "\0", "\ud800", "٣", "A", "123434122143", "def f(): pass"),
 ]  # fmt: skip
 pieces = st.lists(st.sampled_from(PIECES), max_size=24).map("".join)
 texts = pieces | st.text(max_size=60) | st.tuples(st.sampled_from(PIECES), st.integers(1, 4000)).map(lambda pair: pair[0] * pair[1])

@@ -48,7 +48,7 @@ def equivalent(answer: str, reference: str) -> Verdict:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The value of an integer, a decimal (1,234.5) or a quotient of integers (-3/4, \frac{3}{4}); None for all else and beyond `MAX_ANSWER`."""
+    r"""The value of an integer, a decimal (1,234.5) or a quotient of integers (-3/4, \frac{3}{4}); None for anything else, or longer."""
     if len(text) > MAX_ANSWER:
         return None
     if found := FRACTION.fullmatch(text):
