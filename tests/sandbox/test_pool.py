@@ -90,6 +90,7 @@ def test_whatever_a_candidate_answers_is_plain_data_or_an_error(answer):
         (DOUBLE, "for n in range(5):\n    assert f(n) == 2 * n, n", Outcome("ok", 5, 5)),
         (DOUBLE, "assert True, 'always'\nassert f(1) == 2", Outcome("ok", 1, 1)),
         (DOUBLE, "f(1)", Outcome("wrong")),
+        (DOUBLE, "assert f(1) == 2\nif f(2) == 4:\n    assert False, 'never'", Outcome("wrong", 1, 2, "AssertionError: never")),
         (DOUBLE, "assert f(1) == 2\nf('x') + 1\nassert f(2) == 4", Outcome("wrong", 1, 2, 'TypeError: can only concatenate str (not "int") to str')),
         ("def f(x): raise ValueError('no')", "try:\n    f(1)\nexcept ValueError as e:\n    assert str(e) == 'no'", Outcome("ok", 1, 1)),
         ("def f(*a, **k): return [a, k]", "assert f(1, (2,), key={3: {4}}) == [(1, (2,)), {'key': {3: {4}}}]", Outcome("ok", 1, 1)),

@@ -10,6 +10,7 @@ import atexit
 import dataclasses
 import functools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,11 +51,11 @@ class Limits:
     file_size: int = 16 << 20
     """Bytes of one file."""
 
-    def worker_arguments(self) -> list[str]:
-        """As rlimits, for worker.py."""
+    def worker_arguments(self, counted: bool) -> list[str]:
+        """As rlimits, for worker.py; `counted`: whether the kernel counts the processes of each sandbox apart."""
         address_space = self.memory * 2
         limits = {"CPU": self.cpu_seconds, "AS": address_space, "FSIZE": self.file_size, "NOFILE": 64, "CORE": 0, "STACK": 64 << 20}
-        if os.geteuid() == 0:  # every sandbox has a user id of its own; else it would count what else the user runs
+        if counted:  # else all processes of this user would count
             limits["NPROC"] = self.processes
         return [f"{name}={value}" for name, value in limits.items()]
 
@@ -76,6 +77,12 @@ class Host:
     @property
     def isolated(self) -> bool:
         return "bubblewrap" not in self.missing
+
+    @property
+    def counts_processes(self) -> bool:
+        """Whether the limit of processes is each sandbox's own: by its user id, and since Linux 5.14 by its namespace, but not for root."""
+        by_namespace = os.geteuid() != 0 and tuple(map(int, re.findall(r"[0-9]+", os.uname().release)[:2])) >= (5, 14)
+        return self.isolated and ("users" not in self.missing or by_namespace)
 
     def command(
         self, uid: int, entrances: Sequence[str] = (), filter_descriptor: int | None = None, info_descriptor: int | None = None

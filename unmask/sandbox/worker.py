@@ -200,10 +200,10 @@ class Handle:
 
 
 class CountAsserts(ast.NodeTransformer):
-    """Each assertion is counted, and a failed one does not end the tests; one of a constant says nothing."""
+    """Each assertion is counted, and a failed one does not end the tests; `assert True` says nothing."""
 
     def visit_Assert(self, node):
-        if isinstance(node.test, ast.Constant):
+        if isinstance(node.test, ast.Constant) and node.test.value:
             return ast.copy_location(ast.Pass(), node)
         (counted,) = ast.parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body
         counted.body = [node]  # type: ignore[attr-defined]
