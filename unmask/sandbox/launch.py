@@ -47,7 +47,17 @@ class Member:
         mine = [fd for fd in (control, info, rules) if fd is not None]
         try:
             self.process = subprocess.Popen(
-                [*bubble, host.python, "-I", "-S", worker, role, str(control), *map(str, pipes), *limits.worker_arguments(host.counts_processes)],
+                [
+                    *bubble,
+                    host.python,
+                    "-I",
+                    "-S",
+                    worker,
+                    role,
+                    str(control),
+                    *map(str, pipes),
+                    *limits.worker_arguments(host.counts_processes),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -118,7 +118,7 @@ def _query(*arguments: str) -> str:
     return subprocess.run(["ocamlfind", "query", *arguments], check=True, capture_output=True, text=True).stdout
 
 
-_finding = threading.Lock()
+_lock = threading.Lock()
 _compiled: OrderedDict[str, bytes] = OrderedDict()
 """Native programs by the content of candidate and tests, the latest last."""
 
@@ -137,12 +137,12 @@ def judge_ocaml(program: str, tests: OCamlTests) -> Job:
 
 def _compile(slot: Slot, program: str, tests: OCamlTests) -> bytes | Outcome:
     """The native program, or why there is none."""
-    with _finding:
-        tools = toolchain(slot.host)
     key = hashlib.sha256(json.dumps([program, tests.module, tests.interface, tests.tests]).encode()).hexdigest()
-    if key in _compiled:
-        _compiled.move_to_end(key)
-        return _compiled[key]
+    with _lock:
+        tools = toolchain(slot.host)
+        if key in _compiled:
+            _compiled.move_to_end(key)
+            return _compiled[key]
     stem = tests.module.removesuffix(".ml")
     files = {tests.module: program, f"{stem}.mli": tests.interface, "tests__.ml": tests.tests}
     with slot.member("compiler") as compiler:
@@ -154,10 +154,12 @@ def _compile(slot: Slot, program: str, tests: OCamlTests) -> bytes | Outcome:
     if "failed" in found:
         of_dataset = 0 <= found["failed"] < DATASET_COMMANDS
         return Outcome("infrastructure" if of_dataset else "malformed", remark=found["remark"])
-    _compiled[key] = base64.b64decode(found["program"])
-    while len(_compiled) > CACHED:
-        _compiled.popitem(last=False)
-    return _compiled[key]
+    native = base64.b64decode(found["program"])
+    with _lock:
+        _compiled[key] = native
+        while len(_compiled) > CACHED:
+            _compiled.popitem(last=False)
+    return native
 
 
 def _run(slot: Slot, program: bytes, tests: OCamlTests) -> Outcome:

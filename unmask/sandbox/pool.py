@@ -16,6 +16,7 @@ from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, Limits, SandboxError
 from unmask.sandbox.launch import Cell, Member
 
 MAX_PROGRAM = 1 << 20
+MOST_SLOTS = 64
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ class Pool:
     """Sandboxes for many programs.
 
     Args:
-        slots: how many run at once; None: two for each processor, as starting one is mostly waiting.
+        slots: how many run at once; None: two for each processor, as starting one is mostly waiting, shared by the ranks of this machine.
         limits: of each.
         accept_unsandboxed: run programs where nothing isolates them, as this user, with all that this user may do.
 
@@ -155,7 +156,7 @@ class Pool:
                 where="sandbox",
                 remedy="Install what is missing, or accept the risk with --i-accept-unsandboxed-code.",
             )
-        count = slots or 2 * (os.cpu_count() or 1)
+        count = slots or max(2, min(MOST_SLOTS, 2 * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._slots = [Slot(self.host, self.limits, number) for number in range(count)]
         self._free = list(self._slots)
         self._lock = threading.Lock()
