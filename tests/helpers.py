@@ -8,7 +8,9 @@ import shutil
 
 import pytest
 
+from unmask.data.problems import read_problems
 from unmask.sandbox.isolation import probe
+from unmask.tasks import Row, Task
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
@@ -20,6 +22,11 @@ def shared_path(*parts: str) -> pathlib.Path:
     if not path.exists():
         pytest.skip(f"needs the shared test data, and {'/'.join(parts)} is not there (set UNMASK_SHARED to its folder)")
     return path
+
+
+def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:
+    """All rows of a task's file."""
+    return read_problems(task, str(path), None, split="test")
 
 
 def require_sandbox() -> None:

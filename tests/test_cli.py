@@ -20,7 +20,6 @@ from unmask.cli import VERBS, app
 from unmask.config import ModelConfig, RunConfig, SamplerConfig
 from unmask.config_files import parse_yaml
 from unmask.errors import ConfigError, ModelError
-from unmask.evaluation.tasks import read_problems
 
 ALL_VERBS = [*VERBS, "generate", "evaluate", "inspect", "demo"]
 REQUIRED = ["--model", "m", "--output"]
@@ -353,7 +352,7 @@ def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypat
         metrics = {"solved": 0.123456, "rows": len(rows)}
         return SimpleNamespace(metrics=metrics, statuses={"timeout": 3}, to_json=lambda: '{"solved": 0.123456}')
 
-    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task, read_problems=read_problems)
+    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task)
     output = tmp_path / "out.json"
     command = ["evaluate", "m", "--task", "sudoku", "--rows", "5", "--steps", "4", "--output", str(output)]
     result = run(*command)

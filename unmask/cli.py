@@ -18,7 +18,7 @@ from typer.core import TyperGroup
 
 from unmask import __version__
 from unmask.config import Config, DataConfig, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
-from unmask.config_files import read_layers
+from unmask.config_files import ACCEPT_UNSANDBOXED, read_layers
 from unmask.errors import ConfigError, DataError, UnmaskError
 
 if TYPE_CHECKING:
@@ -92,10 +92,10 @@ Unsandboxed = Annotated[
 ]
 
 
-def accept(unsandboxed: bool) -> None:
+def accept_unsandboxed_code(accepted: bool) -> None:
     """Let this process and those that it starts run programs without isolation."""
-    if unsandboxed:
-        os.environ["UNMASK_ACCEPT_UNSANDBOXED_CODE"] = "1"
+    if accepted:
+        os.environ[ACCEPT_UNSANDBOXED] = "1"
 
 
 def train(
@@ -117,7 +117,7 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    accept(accept_unsandboxed)
+    accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     layers = read_layers(
         recipes=[*(recipe or []), *(["debug"] if debug else [])],
@@ -272,10 +272,9 @@ def evaluate(
     if output and output.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
     if task:
-        accept(accept_unsandboxed)
-        metrics, report = _evaluate_task(
-            model, sampler, DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split, seed=sampler.seed), shots
-        )
+        accept_unsandboxed_code(accept_unsandboxed)
+        source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
+        metrics, report = _evaluate_task(model, sampler, source, shots)
     else:
         metrics = _evaluate_likelihood(model, str(likelihood), rows, estimator, samples, sampler.seed)
         report = json.dumps(metrics, indent=2)
@@ -287,11 +286,13 @@ def evaluate(
 
 
 def _evaluate_task(model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int) -> tuple[dict[str, Any], str]:
-    from unmask.evaluation.tasks import evaluate_task, read_problems
+    from unmask.data.problems import pose, read_problems
+    from unmask.evaluation.tasks import evaluate_task
     from unmask.tasks import get_task
 
     task = get_task(str(data.task))
-    result = evaluate_task(load_model(model), task, read_problems(task, data, shots), sampler)
+    problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
+    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler)
     return {**result.metrics, **result.statuses}, result.to_json()
 
 

@@ -15,7 +15,9 @@ from unmask.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
 PREFIX = "UNMASK_"
-NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", "UNMASK_ACCEPT_UNSANDBOXED_CODE"}  # tracebacks, the tests' data, programs' leave
+ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
+"""Set to 1, it lets programs that models write run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
+NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED}  # the command line's tracebacks, the tests' data
 
 # Plain scalars as in YAML 1.2: `1e-5` is a float and `no` a string, where YAML 1.1 (PyYAML's default) has a string and False.
 CORE_SCHEMA = {

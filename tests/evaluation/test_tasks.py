@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
 
 import pytest
-from datasets import Dataset
 
-from unmask.config import DataConfig, SamplerConfig
+from unmask.config import SamplerConfig
 from unmask.demo import DemoSettings, small_model
-from unmask.errors import ConfigError, DataError
+from unmask.errors import DataError
 from unmask.evaluation import tasks
-from unmask.evaluation.tasks import TaskResult, evaluate_task, read_problems
+from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import get_task
@@ -84,50 +82,6 @@ def test_problems_whose_solution_is_not_trained_on_are_reported_apart():
     assert result.metrics["solved, 2 unseen"].mean == 0.5
     alone = TaskResult("sudoku", [1.0, 0.0], [0.5] * 2, [row["group"] for row in rows[3:]], [""] * 2)
     assert set(alone.metrics) == {"solved", "value"}
-
-
-PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n#### {2 * n}"} for n in range(5)]
-
-
-def written(kind: str, folder: Path) -> str:
-    """The problems in a file or folder of that kind."""
-    path = folder / f"problems.{kind}"
-    rows = Dataset.from_list(PROBLEMS)
-    if kind == "saved":
-        rows.save_to_disk(str(path))
-    elif kind == "hub":  # as a hub data set lies on disk: a folder of files by split
-        path.mkdir()
-        rows.to_parquet(path / "test.parquet")
-    else:
-        {"jsonl": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet}[kind](path)
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved", "hub"])
-def test_problems_are_read_from_any_source(kind, tmp_path):
-    data = DataConfig(eval=written(kind, tmp_path), eval_rows=4, split="test")
-    rows = read_problems(get_task("gsm8k"), data)
-    assert [row["answer"] for row in rows] == ["0", "2", "4", "6"]
-    assert rows[1]["prompt"] == "Question: What is 1 + 1?\nAnswer:"
-
-
-def test_shots_are_the_first_rows_and_are_not_asked(tmp_path):
-    path = written("jsonl", tmp_path)
-    plain = read_problems(get_task("gsm8k"), DataConfig(eval=path, eval_rows=4), shots=2)
-    assert [row["answer"] for row in plain] == ["4", "6"]
-    assert plain[0]["prompt"].count("Question:") == 3 and "#### 2\n\n" in plain[0]["prompt"]
-    chat = read_problems(get_task("gsm8k"), DataConfig(eval=path, eval_rows=4, style="chat"), shots=1)
-    assert [turn["role"] for turn in chat[0]["prompt"]] == ["user", "assistant", "user"]
-    with pytest.raises(ConfigError, match="4 examples take all 4 rows"):
-        read_problems(get_task("gsm8k"), DataConfig(eval=path, eval_rows=4), shots=4)
-    with pytest.raises(ConfigError, match="gsm8k makes no problems of its own"):
-        read_problems(get_task("gsm8k"), DataConfig())
-
-
-def test_a_malformed_row_of_any_source_is_named(tmp_path):
-    Dataset.from_list([*PROBLEMS, {"question": "Why?", "answer": "Because."}]).to_parquet(tmp_path / "bad.parquet")
-    with pytest.raises(DataError, match=r"bad\.parquet, row 6: not a problem with a number"):
-        read_problems(get_task("gsm8k"), DataConfig(eval=str(tmp_path / "bad.parquet"), eval_rows=10))
 
 
 def test_rows_that_could_not_be_judged_are_left_out_and_counted(monkeypatch):

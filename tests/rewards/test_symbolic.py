@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import time
 from fractions import Fraction
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.rewards import symbolic
-from unmask.rewards.symbolic import equivalent, number
+from unmask.rewards.symbolic import equivalent, equivalent_all, number
+from unmask.rewards.verdict import WRONG
 from unmask.rewards.workers import Worker
 
 
@@ -58,8 +60,15 @@ def test_another_is_never_right(answer, reference):
     assert verdict.value == 0.0 and verdict.status in {"wrong", "malformed", "timeout"}
 
 
+def use(monkeypatch, worker):
+    """Judge by this worker alone."""
+    idle = SimpleQueue()
+    idle.put(worker)
+    monkeypatch.setattr(symbolic, "_idle", idle)
+
+
 def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypatch):
-    monkeypatch.setattr(symbolic, "_WORKER", Worker("time:sleep"))
+    use(monkeypatch, Worker("time:sleep"))
     monkeypatch.setattr(symbolic, "SECONDS", 0.2)
     monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 60, timeout=timeout))
     started = time.monotonic()
@@ -68,13 +77,14 @@ def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypa
 
 
 def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
-    monkeypatch.setattr(symbolic, "_WORKER", Worker("unmask.absent:judge"))
-    verdict = equivalent("x + absent", "y")
-    assert (verdict.value, verdict.status) == (None, "infrastructure") and "unmask.absent" in verdict.detail
+    use(monkeypatch, Worker("unmask.absent:judge"))
+    for _ in range(2):
+        verdict = equivalent("x + absent", "y")
+        assert (verdict.value, verdict.status) == (None, "infrastructure") and "unmask.absent" in verdict.detail
 
 
 def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
-    monkeypatch.setattr(symbolic, "_WORKER", Worker("os:_exit"))
+    use(monkeypatch, Worker("os:_exit"))
     monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 3, timeout=timeout))
     verdict = equivalent("x + deadly", "y")
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
@@ -82,5 +92,12 @@ def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
 
 def test_verdicts_are_remembered(monkeypatch):
     assert equivalent("x + x", "2x").status == "ok"
-    monkeypatch.setattr(symbolic, "_WORKER", None)
+    use(monkeypatch, Worker("unmask.absent:judge"))
     assert equivalent("x + x", "2x").status == "ok"
+
+
+def test_slow_answers_wait_side_by_side(monkeypatch):
+    monkeypatch.setattr(Worker, "call", lambda *_, timeout: time.sleep(0.5) or WRONG)
+    started = time.monotonic()
+    assert equivalent_all([(f"x + {n}", "side by side") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
+    assert time.monotonic() - started < 0.5 * symbolic.WORKERS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -19,17 +18,3 @@ def pool() -> Iterator[Pool]:
     pool = Pool(limits=Limits(seconds=3.0))
     yield pool
     pool.close()
-
-
-def of_sandboxes(pool: Pool) -> list[str]:
-    """The command lines of all processes that run as one of a pool's users."""
-    users = {uid for slot in pool._slots for uid in slot.uids}
-    found = []
-    for pid in filter(str.isdecimal, os.listdir("/proc")):
-        try:
-            if os.stat(f"/proc/{pid}").st_uid in users:
-                with open(f"/proc/{pid}/cmdline", "rb") as file:
-                    found.append(file.read().replace(b"\0", b" ").decode(errors="replace"))
-        except OSError:  # it has ended since
-            continue
-    return found

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.attacks import FORGERIES, GREED, HOST, PREAMBLE
-from tests.sandbox.conftest import of_sandboxes
-from unmask.sandbox.pool import Outcome, Pool, PythonTests, judge_python
+from unmask.sandbox.pool import Outcome, Pool, PythonTests, python_job
 
 TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
 ONCE, OFTEN = 1, 20
@@ -33,8 +32,9 @@ class Host:
         self.tcp, self.unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
         self.unix.bind("\0" + self.abstract)
         self.unix.listen()
-        for server in (self.tcp, self.unix):
-            threading.Thread(target=self._serve, args=[server], daemon=True).start()
+        self.threads = [threading.Thread(target=self._serve, args=[server], daemon=True) for server in (self.tcp, self.unix)]
+        for thread in self.threads:
+            thread.start()
 
     def _serve(self, server: socket.socket) -> None:
         while True:
@@ -50,8 +50,9 @@ class Host:
         return program.format(canary=str(self.canary), port=port, abstract=self.abstract, pid=os.getpid())
 
     def close(self) -> None:
-        for server in (self.tcp, self.unix):
+        for server, thread in zip((self.tcp, self.unix), self.threads, strict=True):
             server.shutdown(socket.SHUT_RDWR)
+            thread.join()
             server.close()
 
 
@@ -62,20 +63,31 @@ def host(tmp_path, monkeypatch):
     host.close()
 
 
+def of_sandboxes(pool: Pool) -> list[str]:
+    """The command lines of all processes that run as one of a pool's users."""
+    users = {uid for slot in pool._slots for uid in slot.uids}
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{pid}").st_uid in users:
+                with open(f"/proc/{pid}/cmdline", "rb") as file:
+                    found.append(file.read().replace(b"\0", b" ").decode(errors="replace"))
+        except OSError:  # it has ended since
+            continue
+    return found
+
+
 def judged(pool: Pool, program: str, times: int) -> list[Outcome]:
-    return pool.run([judge_python(program, TESTS)] * times)
+    return pool.run([python_job(program, TESTS)] * times)
 
 
 def assert_nobody_survives(pool: Pool) -> None:
-    """Only the processes that wait for the next job run as a user of the sandboxes."""
+    """Only the processes that wait for the next job run as a user of the sandboxes: three for each, with bubblewrap's two."""
+    waiting = sum(slot._cell is not None for slot in pool._slots)
     deadline = time.monotonic() + 5
-    while time.monotonic() < deadline:
-        others = [line for line in of_sandboxes(pool) if "worker.pyc" not in line]
-        waiting = [line for line in of_sandboxes(pool) if line.startswith(pool.host.python)]
-        if not others and len(waiting) <= 2 * len(pool._slots):
-            return
-        time.sleep(0.05)
-    pytest.fail(f"processes survive: {others or waiting}")
+    while len(running := of_sandboxes(pool)) != 3 * 2 * waiting:
+        assert time.monotonic() < deadline, f"{waiting} cells wait, but these run: {running}"
+        time.sleep(0.02)
 
 
 def test_an_honest_program_passes_and_the_means_of_attack_do_not_stop_it(pool):
@@ -114,6 +126,7 @@ def test_nothing_is_taken_beyond_the_limits(pool, name, times):
 
 
 def test_a_sandbox_that_ran_one_program_never_runs_another(pool):
-    """The candidate's process is new each time: it tells its start, and a file that it leaves is never found again."""
-    program = PREAMBLE + HOST["finds what the last program left"]
-    assert {outcome.status for outcome in judged(pool, program, 3 * len(pool._slots))} == {"wrong"}
+    """Each candidate has a process of its own: its memory tells of no earlier one."""
+    program = "import builtins\nruns = getattr(builtins, 'runs', 0) + 1\nbuiltins.runs = runs\ndef f(x): return runs"
+    found = pool.run([python_job(program, PythonTests("assert f(0) == 1", {"f": "f"}))] * 3 * len(pool._slots))
+    assert {outcome.status for outcome in found} == {"ok"}

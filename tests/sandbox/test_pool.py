@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from unmask.sandbox import isolation, worker
 from unmask.sandbox.isolation import Host, Limits, SandboxError, probe
-from unmask.sandbox.pool import Outcome, Pool, PythonTests, judge_python, outcome
+from unmask.sandbox.pool import Outcome, Pool, PythonTests, outcome, python_job
 
 DOUBLE = "def f(x):\n    return 2 * x\n"
 
 
 def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
-    return pool.run([judge_python(program, PythonTests(asserts, names or {"f": "f"}, setup))])[0]
+    return pool.run([python_job(program, PythonTests(asserts, names or {"f": "f"}, setup))])[0]
 
 
 leaves = (
@@ -150,13 +150,9 @@ def test_what_a_judge_finds_is_read_one_way(pool):
     assert outcome(found | {"complete": True}, limits).status == "ok"
 
 
-def test_long_programs_are_refused_unread(pool):
-    assert judge(pool, "#" * (1 << 20) + "\n" + DOUBLE, "assert f(1) == 2").status == "malformed"
-
-
 def test_without_isolation_nothing_is_run_unless_that_is_accepted(monkeypatch, tmp_path):
-    bare = Host({name: "taken away" for name in isolation.LAYERS}, probe().folder, sys.executable)
-    isolation._compile_worker(sys.executable, probe().folder)
+    bare = Host({name: "taken away" for name in isolation.LAYERS}, tmp_path, sys.executable)
+    isolation._compile_worker(sys.executable, tmp_path)
     monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: bare)
     with pytest.raises(SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"):
         Pool()
@@ -166,7 +162,6 @@ def test_without_isolation_nothing_is_run_unless_that_is_accepted(monkeypatch, t
         assert judge(pool, "import sys; sys.exit(0)", "assert f(1) == 2").status == "wrong"
     finally:
         pool.close()
-        probe.cache_clear()
 
 
 def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):
@@ -191,7 +186,7 @@ def test_the_probe_reports_layers_and_what_gets_through():
 def test_outcomes_come_in_the_order_of_the_programs(pool, seed):
     numbers = [(seed * k) % 97 for k in range(12)]
     jobs = [
-        judge_python(f"def f(x): return {n}", PythonTests(f"assert f(0) == {n if k % 3 else n + 1}", {"f": "f"}))
+        python_job(f"def f(x): return {n}", PythonTests(f"assert f(0) == {n if k % 3 else n + 1}", {"f": "f"}))
         for k, n in enumerate(numbers)
     ]
     assert [found.status for found in pool.run(jobs)] == ["ok" if k % 3 else "wrong" for k in range(12)]
@@ -201,5 +196,5 @@ def test_outcomes_come_in_the_order_of_the_programs(pool, seed):
 def test_a_thousand_honest_programs_at_once_all_pass(pool):
     program = "import math, collections\ndef f(x):\n    return sum(math.isqrt(k) for k in range(x))\n"
     expected = sum(int(k**0.5) for k in range(5000))
-    found = pool.run([judge_python(program, PythonTests(f"assert f(5000) == {expected}", {"f": "f"}))] * 1000)
+    found = pool.run([python_job(program, PythonTests(f"assert f(5000) == {expected}", {"f": "f"}))] * 1000)
     assert [one for one in found if one != Outcome("ok", 1, 1)] == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers import require_ocaml, require_sandbox, shared_path
+from tests.helpers import read_task, require_ocaml, require_sandbox, shared_path
 from tests.tasks.hacks import OCAML_HACKS, PYTHON_HACKS
 from unmask.rewards import program
 from unmask.sandbox.isolation import Limits
@@ -32,7 +32,7 @@ def ocaml():
 
 
 def read(name, *parts):
-    return get_task(name), get_task(name).read(shared_path("data", *parts))
+    return get_task(name), read_task(get_task(name), shared_path("data", *parts))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def exercism(marked=True):
     path = shared_path("data", "ocaml", "exercism_ocaml.jsonl")
     task = get_task("exercism_ocaml")
     passes = [json.loads(line)["passes_ocaml413_base_ounit2"] for line in path.read_text().splitlines()]
-    return task, [row for row, passing in zip(task.read(path), passes, strict=True) if passing == marked]
+    return task, [row for row, passing in zip(read_task(task, path), passes, strict=True) if passing == marked]
 
 
 def test_an_ocaml_reference_passes_and_its_stub_does_not(ocaml):

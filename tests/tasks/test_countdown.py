@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import shared_path
+from tests.helpers import read_task, shared_path
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.arithmetic import evaluate, numbers_used
 from unmask.rewards.verdict import Verdict
@@ -108,7 +108,7 @@ def test_settings_are_checked(options):
 
 
 def test_the_published_file():
-    rows = TASK.read(shared_path("data", "countdown", "countdown_cd3_test.jsonl"))
+    rows = read_task(TASK, shared_path("data", "countdown", "countdown_cd3_test.jsonl"))
     assert len(rows) == 256
     assert rows[0]["prompt"] == "30,100,93>23:" and rows[0]["numbers"] == [30, 100, 93]
     for row in rows:
@@ -135,7 +135,7 @@ def test_malformed_files_name_file_and_line(tmp_path, row, message):
     path = tmp_path / "problems.jsonl"
     path.write_text(json.dumps({"input": "1,2,3", "output": 6}) + "\n" + json.dumps(row) + "\n")
     with pytest.raises(DataError, match=message) as caught:
-        TASK.read(path)
+        read_task(TASK, path)
     assert str(path) in str(caught.value) and caught.value.remedy
 
 
@@ -146,8 +146,10 @@ def test_four_numbers():
         assert len(row["numbers"]) == 4 and task.verify(row["completion"], row).solved
         assert len(row["completion"]) < task.max_completion
         assert task.verify(task.corrupt(row, random.Random(0)), row) == Verdict(0.1, "wrong")
-    (read,) = TASK.rows([("row 1", {"input": "3,7,5,11", "output": "1"})])
-    assert read["numbers"] == [3, 7, 5, 11] and TASK.verify(read["completion"], read).solved
+    (read,) = task.rows([("row 1", {"input": "3,7,5,11", "output": "1"})])
+    assert read["numbers"] == [3, 7, 5, 11] and task.verify(read["completion"], read).solved
+    with pytest.raises(DataError, match="'3,7,5,11' are not 3 numbers"):
+        next(TASK.rows([("row 1", {"input": "3,7,5,11", "output": "1"})]))
 
 
 def test_the_strict_reward_gives_nothing_for_the_form():

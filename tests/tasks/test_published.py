@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from tests.helpers import shared_path
+from tests.helpers import read_task, shared_path
 from unmask.errors import DataError
 from unmask.tasks import get_rewards, get_task
 
@@ -33,7 +33,7 @@ PROGRAMS = [
 @pytest.mark.parametrize(("name", "file", "count"), [*FILES, *PROGRAMS])
 def test_every_row_is_read(name, file, count):
     task = get_task(name)
-    rows = task.read(shared_path("data", *file.split("/")))
+    rows = read_task(task, shared_path("data", *file.split("/")))
     assert len(rows) == count
     for row in rows:
         assert {"prompt", "completion", "group", *task.columns} <= set(row)
@@ -45,7 +45,7 @@ def test_every_row_is_read(name, file, count):
 @pytest.mark.parametrize("style", ["plain", "chat"])
 def test_right_answers_are_right_and_those_of_the_next_row_are_not(name, file, count, style):
     task = get_task(name)
-    rows = task.read(shared_path("data", *file.split("/")))[:400]
+    rows = read_task(task, shared_path("data", *file.split("/")))[:400]
     answers = [row["completion"] if style == "plain" else task.answer(row) for row in rows]
     assert {verdict.status for verdict in task.verify_all(answers, rows)} == {"ok"}
     key = "letter" if name == "multiple_choice" else "solution" if name == "sudoku" else "target" if name == "countdown" else "answer"
@@ -85,7 +85,7 @@ def test_malformed_rows_name_file_and_line(tmp_path, name, record, message):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(record) + "\n")
     with pytest.raises(DataError, match=message) as caught:
-        get_task(name).read(path)
+        read_task(get_task(name), path)
     assert str(path) in str(caught.value) and caught.value.remedy
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.helpers import shared_path
+from tests.helpers import read_task, shared_path
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Sudoku, split_of
@@ -147,7 +147,7 @@ def test_a_corruption_touches_one_or_two_empty_cells(row, seed):
 
 def test_the_published_file():
     path = shared_path("data", "sudoku", "4x4_test_sudoku.csv")
-    read = TASK.read(path)
+    read = read_task(TASK, path)
     assert len(read) == 500
     assert all(TASK.verify(row["completion"], row).solved for row in read)
     assert read[3]["prompt"] == "2004001203201003=" and read[1]["puzzle"].startswith("0140")
@@ -174,5 +174,5 @@ def test_malformed_files_name_file_and_row(tmp_path, text, message):
     path = tmp_path / "puzzles.csv"
     path.write_text(text)
     with pytest.raises(DataError, match=message) as caught:
-        TASK.read(path)
+        read_task(TASK, path)
     assert str(path) in str(caught.value) and caught.value.remedy

@@ -7,16 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
 from typing import Any
 
-from unmask.config import DataConfig, SamplerConfig
-from unmask.data.sources import load_records
-from unmask.errors import ConfigError, DataError
+from unmask.config import SamplerConfig
+from unmask.errors import DataError
 from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference, wilson_interval
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.tasks import Row, Task, as_puzzle, split_of
+from unmask.tasks import Task, split_of
 
 
 @dataclass(frozen=True)
@@ -68,35 +66,17 @@ def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
     return cluster_bootstrap_mean(values, groups)
 
 
-def read_problems(task: Task, data: DataConfig, shots: int = 0) -> list[Row]:
-    """The problems to evaluate on, posed as `data` says: of its `eval`, else generated from its seed.
-
-    Args:
-        shots: how many of the first ones become solved examples before the others.
-
-    Raises:
-        ConfigError: there is no source, and the task makes no problems; or too few rows for the examples.
-    """
-    if isinstance(data.eval, str):
-        rows = list(islice(task.rows(load_records(data.eval, data.split)), data.eval_rows))
-    else:
-        rows = as_puzzle(task).generate("test", data.eval_rows, data.seed)
-    if len(rows) <= shots:
-        raise ConfigError(f"{shots} examples take all {len(rows)} rows", where="shots", remedy="Give fewer shots, or more rows")
-    return [task.posed(row, data.style, rows[:shots]) for row in rows[shots:]]
-
-
 def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
-    Where a task knows the length of its answers, that is the canvas, whatever the sampler says. Rows that could not be judged are left
-    out of the shares, and counted.
+    Where a task knows the length of its answers (as text, not in a conversation), that is the canvas, whatever the sampler says. Rows
+    that could not be judged are left out of the shares, and counted.
 
     Raises:
         DataError: not one row could be judged.
     """
     sampler = sampler or SamplerConfig(batch_size=256)
-    if task.max_completion:
+    if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
         sampler = sampler.model_copy(update={"max_new_tokens": task.max_completion})
     texts = generate(lm, [row["prompt"] for row in rows], sampler).texts
     verdicts = task.verify_all(texts, rows)

@@ -1,1 +1,1 @@
-"""Graders: pure functions from a model's text to a value, strict and bounded, that never run what they read."""
+"""Graders: from a model's text to a verdict, strict and bounded. Nothing that they read is run in this process."""

@@ -49,13 +49,14 @@ def _reasoned(text: str, opening: str, closing: str, second: str, last: str, *, 
     """Whether a text begins with one mark, and somewhere a second one is followed by a third, and that by a fourth later on."""
     if len(text) > MAX_TEXT or not text.startswith(opening):
         return False
-    stop = text.find(closing, len(opening))
-    while stop >= 0:
-        after = text[stop + len(closing) :]
-        after = after.lstrip() if spaced else after
-        if after.startswith(second):
-            return last in after[len(second) :]
-        stop = text.find(closing, stop + 1)
+    at = text.find(closing, len(opening))
+    while at >= 0:
+        after = at + len(closing)
+        while spaced and after < len(text) and text[after].isspace():
+            after += 1
+        if text.startswith(second, after):
+            return text.find(last, after + len(second)) >= 0
+        at = text.find(closing, at + 1)
     return False
 
 

@@ -6,17 +6,15 @@ import functools
 import os
 from collections.abc import Iterable
 
+from unmask.config_files import ACCEPT_UNSANDBOXED
 from unmask.rewards.verdict import OK, Verdict
 from unmask.sandbox.pool import Job, Outcome, Pool
-
-ACCEPTED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
-"""The environment variable that, set to 1, lets programs run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
 
 
 @functools.cache
 def shared_pool() -> Pool:
     """The sandboxes of this process, made at the first use. Where nothing isolates: SandboxError, unless that was accepted."""
-    return Pool(accept_unsandboxed=os.environ.get(ACCEPTED) == "1")
+    return Pool(accept_unsandboxed=os.environ.get(ACCEPT_UNSANDBOXED) == "1")
 
 
 def judge_programs(jobs: Iterable[Job | None]) -> list[Verdict]:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from queue import SimpleQueue
 
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
 
 MAX_ANSWER = 512
 SECONDS = 5.0
+WORKERS = 4
+"""Processes at most; each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
 RELATION = re.compile(
     r"\\(?:leq?|geq?|neq?|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|rightarrow|subset|subseteq)(?![a-zA-Z])|[=<>≤≥≠≈∈]"
 )
 WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
-STATUSES = {"ok": OK, "wrong": WRONG, "malformed": MALFORMED}
 PERCENT = re.compile(r"%|percent")
 
 
@@ -70,14 +74,26 @@ def _bare(text: str) -> str:
     return re.sub(r"\\[,!;: ]|\s+", " ", text).strip(" $").removesuffix(".").strip()
 
 
-_WORKER = Worker("unmask.rewards.judging:judge")
+def equivalent_all(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
+    """The verdict on each answer and its reference, several at a time."""
+    with ThreadPoolExecutor(WORKERS) as threads:
+        return list(threads.map(lambda pair: equivalent(*pair), pairs))
+
+
+_idle: SimpleQueue[Worker] = SimpleQueue()
+for _ in range(WORKERS):
+    _idle.put(Worker("unmask.rewards.judging:judge"))
 
 
 @functools.lru_cache(maxsize=65_536)
 def _verified(answer: str, reference: str) -> Verdict:
+    worker = _idle.get()
     try:
-        return STATUSES[_WORKER.call(answer, reference, timeout=SECONDS)]
+        verdict: Verdict = worker.call(answer, reference, timeout=SECONDS)
     except WorkerTimeoutError as error:
-        return Verdict(0.0, "timeout", error.what)
+        verdict = Verdict(0.0, "timeout", error.what)
     except WorkerCallError as error:  # math-verify raised, or its stack overflowed: by the answer's doing
-        return Verdict(0.0, "malformed", error.what)
+        verdict = Verdict(0.0, "malformed", error.what)
+    finally:
+        _idle.put(worker)
+    return verdict

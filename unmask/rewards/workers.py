@@ -24,11 +24,11 @@ START_SECONDS = 300.0
 
 
 class WorkerError(UnmaskError):
-    """A worker cannot start."""
+    """No answer: the worker cannot start, unless it is a `WorkerCallError`."""
 
 
 class WorkerCallError(WorkerError):
-    """The function raised."""
+    """No answer by the call's own doing: the function raised, unless it is one of the next two."""
 
 
 class WorkerDeathError(WorkerCallError):
@@ -89,8 +89,7 @@ class Worker:
             if self._process is not None and self._process.poll() is not None:  # it died since the last call
                 self.close()
             pipe = self._pipe or self._start()
-            pipe.send((args, kwargs))
-            return self._receive(pipe, timeout, f"no answer within {timeout:g} seconds")
+            return self._exchange(pipe, (args, kwargs), timeout, f"no answer within {timeout:g} seconds")
 
     def start(self) -> None:
         """Start the process, if it is not there. Raises as `call` does where the function cannot be imported."""
@@ -113,13 +112,17 @@ class Worker:
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
         try:
-            self._receive(self._pipe, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
+            self._exchange(self._pipe, None, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
         except WorkerCallError as error:  # no call's doing
+            self.close()
             raise WorkerError(error.what, where=self.target) from None
         return self._pipe
 
-    def _receive(self, pipe: Connection, timeout: float, late: str) -> Any:
+    def _exchange(self, pipe: Connection, message: Any, timeout: float, late: str) -> Any:
+        """The answer to a message (None: to nothing, it speaks first)."""
         try:
+            if message is not None:
+                pipe.send(message)
             if not pipe.poll(timeout):
                 self.close()
                 raise WorkerTimeoutError(late, where=self.target)

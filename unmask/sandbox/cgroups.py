@@ -26,7 +26,9 @@ class Group:
     def __init__(self, name: str, memory: int, processes: int):
         limits = {"memory": ("memory.limit_in_bytes", memory), "pids": ("pids.max", processes)}
         if (ROOT / "cgroup.controllers").exists():
-            folder = _own("") / name
+            own = _own("")
+            (own / "cgroup.subtree_control").write_text("+memory +pids")  # refused where it has processes of its own
+            folder = own / name
             self.folders = [folder]
             settings = [(folder / "memory.max", memory), (folder / "memory.swap.max", 0), (folder / "pids.max", processes)]
         else:

@@ -80,7 +80,7 @@ class Host:
 
     @property
     def counts_processes(self) -> bool:
-        """Whether the limit of processes is each sandbox's own: by its user id, and since Linux 5.14 by its namespace, but not for root."""
+        """Whether a limit of processes is each sandbox's own: by its user id or, since Linux 5.14 and but for root, its namespace."""
         by_namespace = os.geteuid() != 0 and tuple(map(int, re.findall(r"[0-9]+", os.uname().release)[:2])) >= (5, 14)
         return self.isolated and ("users" not in self.missing or by_namespace)
 
@@ -109,7 +109,7 @@ class Host:
 
 LAYERS = {
     "bubblewrap": "programs read and write the files of this user, see and kill its processes, and reach the network",
-    "users": "a program that forks without end starves the others, for the limit of processes is shared; more than memory is not at risk",
+    "users": "sandboxes share a user id: but for a control group, and Linux 5.14 for a user that is not root, nothing limits processes",
     "cgroups": "many processes together take more memory than one may",
     "seccomp": "programs reach every system call: a hole in the kernel is a hole in the sandbox",
 }

@@ -8,7 +8,6 @@ module was reached.
 
 from __future__ import annotations
 
-import base64
 import functools
 import hashlib
 import json
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unmask.sandbox.isolation import INSIDE, Host, SandboxError
-from unmask.sandbox.pool import MAX_PROGRAM, Job, Outcome, Slot
+from unmask.sandbox.pool import Job, Outcome, Slot
 
 SUPPORT = Path(__file__).parent / "ocaml_support"
 PACKAGES = ("base", "ounit2")
@@ -119,23 +118,21 @@ def _query(*arguments: str) -> str:
 
 
 _lock = threading.Lock()
-_compiled: OrderedDict[str, bytes] = OrderedDict()
-"""Native programs by the content of candidate and tests, the latest last."""
+_compiled: OrderedDict[str, str] = OrderedDict()
+"""Native programs, in base64, by the content of candidate and tests, the latest last."""
 
 
-def judge_ocaml(program: str, tests: OCamlTests) -> Job:
+def ocaml_job(program: str, tests: OCamlTests) -> Job:
     """The job of running an OCaml module's tests."""
 
     def job(slot: Slot) -> Outcome:
-        if len(program) > MAX_PROGRAM:
-            return Outcome("malformed", remark=f"a program of {len(program)} characters")
         compiled = _compile(slot, program, tests)
         return compiled if isinstance(compiled, Outcome) else _run(slot, compiled, tests)
 
     return job
 
 
-def _compile(slot: Slot, program: str, tests: OCamlTests) -> bytes | Outcome:
+def _compile(slot: Slot, program: str, tests: OCamlTests) -> str | Outcome:
     """The native program, or why there is none."""
     key = hashlib.sha256(json.dumps([program, tests.module, tests.interface, tests.tests]).encode()).hexdigest()
     with _lock:
@@ -154,7 +151,7 @@ def _compile(slot: Slot, program: str, tests: OCamlTests) -> bytes | Outcome:
     if "failed" in found:
         of_dataset = 0 <= found["failed"] < DATASET_COMMANDS
         return Outcome("infrastructure" if of_dataset else "malformed", remark=found["remark"])
-    native = base64.b64decode(found["program"])
+    native: str = found["program"]
     with _lock:
         _compiled[key] = native
         while len(_compiled) > CACHED:
@@ -162,14 +159,14 @@ def _compile(slot: Slot, program: str, tests: OCamlTests) -> bytes | Outcome:
     return native
 
 
-def _run(slot: Slot, program: bytes, tests: OCamlTests) -> Outcome:
+def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
     """What its tests find."""
     nonce = secrets.token_hex(16)
     deadline = time.monotonic() + slot.limits.seconds
     late = Outcome("timeout", remark=f"not done within {slot.limits.seconds:g} seconds")
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
     with slot.member("native") as native:
-        native.send(base64.b64encode(program).decode())
+        native.send(program)
         first = native.receive(deadline - time.monotonic())
         if first is None:
             return late
@@ -186,5 +183,6 @@ def _run(slot: Slot, program: bytes, tests: OCamlTests) -> Outcome:
     planned = counts["planned"] + Counter({"": tests.checks})
     passed = sum((planned & counts["passed"]).values())
     complete = bool(counts["finished"]) and not counts["failed"] and counts["passed"] == planned
-    remark = "" if complete else next(iter(counts["failed"]), "the tests ended before their end")
-    return Outcome("ok" if complete and passed else "wrong", passed, max(planned.total(), passed + 1 - complete), remark)
+    if complete and passed:
+        return Outcome("ok", passed, passed)
+    return Outcome("wrong", passed, max(planned.total(), passed + 1), next(iter(counts["failed"]), "the tests ended before their end"))

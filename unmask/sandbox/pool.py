@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Literal
 
 from unmask.sandbox.cgroups import Group
 from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, Limits, SandboxError, probe
 from unmask.sandbox.launch import Cell, Member
 
-MAX_PROGRAM = 1 << 20
 MOST_SLOTS = 64
 
 
@@ -54,12 +54,14 @@ class Outcome:
 class Slot:
     """A place for one sandbox after another, with user ids and control groups of its own.
 
-    The next cell for a Python program starts while nobody waits for it.
+    After a Python program the next cell is started, and gets ready before it is needed.
     """
 
-    def __init__(self, host: Host, limits: Limits, number: int):
+    numbers = itertools.count()
+
+    def __init__(self, host: Host, limits: Limits):
         self.host, self.limits = host, limits
-        first = FIRST_UID + (os.getpid() * 64 + number * 2) % UIDS
+        first = FIRST_UID + (os.getpid() * 64 + next(self.numbers) * 2) % UIDS
         self.uids = (first, first + 1)
         self.groups: tuple[Group | None, Group | None] = (None, None)
         if "cgroups" not in host.missing:
@@ -109,12 +111,10 @@ Job = Callable[[Slot], Outcome]
 """What a slot is lent for."""
 
 
-def judge_python(program: str, tests: PythonTests) -> Job:
+def python_job(program: str, tests: PythonTests) -> Job:
     """The job of running a Python program's tests."""
 
     def job(slot: Slot) -> Outcome:
-        if len(program) > MAX_PROGRAM:
-            return Outcome("malformed", remark=f"a program of {len(program)} characters")
         with slot.cell() as cell:
             found = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
         return outcome(found, slot.limits)
@@ -157,9 +157,10 @@ class Pool:
                 remedy="Install what is missing, or accept the risk with --i-accept-unsandboxed-code.",
             )
         count = slots or max(2, min(MOST_SLOTS, 2 * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
-        self._slots = [Slot(self.host, self.limits, number) for number in range(count)]
-        self._free = list(self._slots)
-        self._lock = threading.Lock()
+        self._slots = [Slot(self.host, self.limits) for _ in range(count)]
+        self._free: SimpleQueue[Slot] = SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
         # Sandboxes end with the thread that started them, so that threads of the pool start them all.
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self._slots)
@@ -173,15 +174,13 @@ class Pool:
         return [future.result() for future in [self.submit(job) for job in jobs]]
 
     def _run(self, job: Job) -> Outcome:
-        with self._lock:
-            slot = self._free.pop()
+        slot = self._free.get()
         try:
             return job(slot)
         except (OSError, SandboxError) as error:
             return Outcome("infrastructure", remark=str(error))
         finally:
-            with self._lock:
-                self._free.append(slot)
+            self._free.put(slot)
 
 
 def _close(threads: ThreadPoolExecutor, slots: Sequence[Slot]) -> None:

@@ -29,7 +29,7 @@ clock_gettime clock_getres clock_nanosleep nanosleep gettimeofday time alarm get
 timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_create timerfd_settime timerfd_gettime
 """
 ALLOWED = (FILES + " " + MEMORY + " " + PROCESSES + " " + TIME).split()
-TERMINAL = {"TCGETS": 0x5401, "FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451}
+IOCTLS = {"TCGETS": 0x5401, "FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451}
 """What `ioctl` may ask: whether something is a terminal, and how files are read and inherited."""
 NAMESPACES = 0x7E020000
 """The flags of `clone` that make namespaces."""
@@ -43,7 +43,7 @@ def write_filter(path: Path) -> None:
     for name in ALLOWED:
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) >= 0:  # some are of other architectures
             rules.add_rule(pyseccomp.ALLOW, name)
-    for request in TERMINAL.values():
+    for request in IOCTLS.values():
         rules.add_rule(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.EQ, request))
     rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACES, 0))
     # Its flags lie in memory, where a filter cannot look: as if the kernel did not know it, libraries then take `clone`.

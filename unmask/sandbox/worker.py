@@ -31,6 +31,16 @@ COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": coll
 
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 
+MAKERS = {
+    "int": lambda text: int(text, 16),
+    "complex": lambda parts: complex(*parts),
+    "bytes": bytes.fromhex,
+    "bytearray": bytearray.fromhex,
+    "range": lambda parts: range(*parts),
+    "type": lambda name: TYPES[name],
+}
+"""What makes a value of what is written with a tag."""
+
 
 class CandidateError(Exception):
     """The candidate raised something that is no built-in exception, answered with garbage, or is gone."""
@@ -107,16 +117,7 @@ def decode(value, handle):
         return COLLECTIONS[tag](decode(item, handle) for item in content)
     if tag == "dict":
         return {decode(key, handle): decode(item, handle) for key, item in content}
-    makers = {
-        "int": lambda text: int(text, 16),
-        "complex": lambda parts: complex(*parts),
-        "bytes": bytes.fromhex,
-        "bytearray": bytearray.fromhex,
-        "range": lambda parts: range(*parts),
-        "type": lambda name: TYPES[name],
-        "handle": handle,
-    }
-    return makers[tag](content)
+    return handle(content) if tag == "handle" else MAKERS[tag](content)
 
 
 class Candidate:
@@ -131,10 +132,8 @@ class Candidate:
         error = self._attempt(lambda: exec(compile(self.source, "candidate.py", "exec"), self.names))
         self.pipe.write(error)
         while True:
-            self.pipe.write(self._attempt(functools.partial(self._answer, *self.pipe.read())))
-
-    def _answer(self, operation, *arguments):
-        return getattr(self, operation)(*arguments)
+            operation, *arguments = self.pipe.read()
+            self.pipe.write(self._attempt(functools.partial(getattr(self, operation), *arguments)))
 
     def _attempt(self, action):
         """What it gives, as JSON, or the name and text of what it raises."""
@@ -258,11 +257,11 @@ class Judge:
             name, text = str(answer["error"]), str(answer["text"])
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             raise CandidateError(f"its answer is not plain data ({type(error).__name__})") from None
-        kind = getattr(builtins, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        raised = CandidateError(f"{name}: {text}")
+        if issubclass(TYPES.get(name, object), Exception):
             with contextlib.suppress(TypeError):  # of those that take other arguments
-                kind = kind(text)
-        raise kind if isinstance(kind, Exception) else CandidateError(f"{name}: {text}")
+                raised = TYPES[name](text)
+        raise raised
 
     def _number(self, value):
         if type(value) is not Handle:
@@ -281,7 +280,7 @@ class Judge:
 
 def compile_program(job):
     """Write files, run commands one after the other, and give a file that they made; or the first that fails, and what it said."""
-    import base64
+    import base64  # late: candidates and judges start faster without
     import subprocess
 
     for name, text in job["files"].items():
@@ -297,7 +296,7 @@ def compile_program(job):
 
 def become_program(job, control):
     """Go on as a native program, which is told by its argument where the way out is."""
-    import base64
+    import base64  # late, as above
 
     with open("program", "wb", opener=lambda path, flags: os.open(path, flags, 0o700)) as file:
         file.write(base64.b64decode(job))

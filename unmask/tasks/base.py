@@ -9,8 +9,8 @@ A task of one's own is one small subclass of `Task` (or of `Puzzle`, where probl
 from __future__ import annotations
 
 import abc
+import dataclasses
 import hashlib
-import os
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Literal, get_args
 from unmask.config_files import did_you_mean
 from unmask.errors import ConfigError
 from unmask.rewards.verdict import Verdict
-from unmask.tasks.files import Record, read_records, require_names
+from unmask.tasks.files import Record, require_names
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]
@@ -52,8 +52,7 @@ class Reward:
     def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
         """The verdict on each completion, with the dataset's columns as lists; others are ignored."""
         require_names(columns, self.columns, f"the reward {self.name}")
-        values = zip(*(columns[name] for name in self.columns), strict=True) if self.columns else [()] * len(completions)
-        rows = [dict(zip(self.columns, row, strict=True)) for row in values]
+        rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*(columns[name] for name in self.columns), strict=True)]
         return self.judge([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
 
 
@@ -103,13 +102,9 @@ class Task(abc.ABC):
             require_names(record, self.fields, where)
             yield self.row(record, where)
 
-    def read(self, path: str | os.PathLike[str]) -> list[Row]:
-        """The rows of a published file (.jsonl, .json or .csv, gzipped or not), in its order."""
-        return list(self.rows(read_records(path)))
-
     def question(self, row: Mapping[str, Any]) -> str:
         """The problem as a chat message puts it."""
-        return str(row["prompt"])
+        return str(row.get("question", row["prompt"]))
 
     def answer(self, row: Mapping[str, Any]) -> str:
         """A right answer as a chat message gives it."""
@@ -139,16 +134,20 @@ class Task(abc.ABC):
         Raises:
             ConfigError: a shaping that the task does not have.
         """
-        known: dict[str, dict[str, Judge]] = {"strict": {self.name: self._strictly}, "partial": {self.name: self.verify_all}}
-        if self.published:
-            known["published"] = {name: _component(function) for name, function in self.published.items()}
+        known = self.shapings()
         if shaping not in known:
             raise ConfigError(f"{self.name} has no shaping {shaping!r}", where="rewards", remedy=did_you_mean(shaping, known))
         return [Reward(name, self.columns, judge) for name, judge in known[shaping].items()]
 
+    def shapings(self) -> dict[str, dict[str, Judge]]:
+        """By the name of each shaping, its components."""
+        published = {name: _component(function) for name, function in self.published.items()}
+        known: dict[str, dict[str, Judge]] = {"strict": {self.name: self._strictly}, "partial": {self.name: self.verify_all}}
+        return known | ({"published": published} if published else {})
+
     def _strictly(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         verdicts = self.verify_all(completions, rows)
-        return [v if v.value is None else Verdict(float(v.solved), v.status, v.detail) for v in verdicts]
+        return [v if v.value is None else dataclasses.replace(v, value=float(v.solved)) for v in verdicts]
 
 
 def _component(function: Component) -> Judge:

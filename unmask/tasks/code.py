@@ -11,19 +11,21 @@ from typing import Any, ClassVar
 
 from unmask.errors import DataError
 from unmask.rewards.format import code_format, parse_python
-from unmask.rewards.parsing import answer_of, code_block
+from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
 from unmask.rewards.program import judge_programs
 from unmask.rewards.verdict import Verdict
-from unmask.sandbox.pool import Job, PythonTests, judge_python
-from unmask.tasks.base import Reward, Row, Task
+from unmask.sandbox.pool import Job, PythonTests, python_job
+from unmask.tasks.base import Judge, Row, Task
 
 
 def program_in(completion: str, languages: Sequence[str]) -> str | None:
     """The first fenced block of the answer, or all of an answer without fences; None where there is no answer, or no closed block."""
-    text = completion if "<answer>" not in completion else answer_of(completion)
+    if len(completion) > MAX_TEXT:
+        return None
+    text = answer_of(completion) if OPEN in completion else completion
     if text is None or not text.strip():
         return None
-    return code_block(text, *languages) if "```" in text else text
+    return code_block(text, *languages) if FENCE in text else text
 
 
 class Code(Task):
@@ -33,9 +35,9 @@ class Code(Task):
     """What a fenced block may be called; the first is the proper name."""
     instructions = "Write the Python function. Give the whole of it in one fenced block: ```python ... ```"
 
-    @abstractmethod
     def program(self, code: str, row: Mapping[str, Any]) -> str:
         """The whole program of what a model wrote."""
+        return code
 
     @abstractmethod
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
@@ -52,11 +54,9 @@ class Code(Task):
     def answer(self, row: Mapping[str, Any]) -> str:
         return f"```{self.languages[0]}\n{self.program(row['completion'], row).strip()}\n```"
 
-    def rewards(self, shaping: str = "strict") -> list[Reward]:
+    def shapings(self) -> dict[str, dict[str, Judge]]:
         """As of any task; published: 1 for a fenced block that parses (a half for one that does not), and the share of the tests."""
-        if shaping != "published":
-            return super().rewards(shaping)
-        return [Reward("code_format", (), self._format), Reward("tests", self.columns, self.verify_all)]
+        return super().shapings() | {"published": {"code_format": self._format, "tests": self.verify_all}}
 
     def _format(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         values = [code_format(completion, *self.languages) for completion in completions]
@@ -91,7 +91,7 @@ class HumanEval(Code):
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         # Some tests call helpers that the beginning defines: theirs are the dataset's, never the candidate's.
         names = {"candidate": row["entry_point"], row["entry_point"]: row["entry_point"]}
-        return judge_python(program, PythonTests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"))
+        return python_job(program, PythonTests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"))
 
     def question(self, row: Mapping[str, Any]) -> str:
         return f"```python\n{row['stub'].strip()}\n```"
@@ -137,12 +137,6 @@ class MBPP(Code):
             raise DataError("the tests use nothing that the code defines", where=where, remedy="Mend or remove the row.")
         return names, sorted((used - defined) & sys.stdlib_module_names)
 
-    def program(self, code: str, row: Mapping[str, Any]) -> str:
-        return code
-
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         setup = "".join(f"import {name}\n" for name in row["imports"])
-        return judge_python(program, PythonTests(row["tests"], {name: name for name in row["names"]}, setup))
-
-    def question(self, row: Mapping[str, Any]) -> str:
-        return str(row["question"])
+        return python_job(program, PythonTests(row["tests"], {name: name for name in row["names"]}, setup))

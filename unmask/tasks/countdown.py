@@ -24,7 +24,7 @@ from unmask.tasks.base import Puzzle, Row, Split, split_of
 
 LARGEST = 999
 WELL_FORMED = 0.1
-NUMBERS = re.compile(r"[1-9][0-9]{0,2}(,[1-9][0-9]{0,2}){2,3}")
+NUMBERS = re.compile(r"[1-9][0-9]{0,2}(,[1-9][0-9]{0,2})*")
 TARGET = re.compile(r"[1-9][0-9]{0,8}")
 
 ATOM = 3
@@ -94,7 +94,7 @@ def published_value(completion: str, row: Mapping[str, Any]) -> float:
 
 
 class Countdown(Puzzle):
-    """Countdown with three numbers (and with four, where a file has them).
+    """Countdown with three numbers.
 
     Args:
         max_number: generated numbers are 1 to this. (The published test file goes to 100; a tiny model needs fewer.)
@@ -107,6 +107,7 @@ class Countdown(Puzzle):
     alphabet = "0123456789+-*/(),>:"
     published = MappingProxyType({"countdown": published_value})
     count: ClassVar[int] = 3
+    """Numbers in a problem."""
     instructions = (
         "Write an arithmetic expression with + - * / and parentheses that uses each of the numbers exactly once and has the target as its "
         "value. Give the expression alone, without an equals sign, between <answer> and </answer>."
@@ -129,9 +130,9 @@ class Countdown(Puzzle):
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found by search."""
-        if not NUMBERS.fullmatch(str(record["input"])):
-            remedy = f"Write three or four integers from 1 to {LARGEST}, as '30,100,93'."
-            raise DataError(f"{record['input']!r} are not three or four numbers", where=f"{where}, key 'input'", remedy=remedy)
+        if not NUMBERS.fullmatch(str(record["input"])) or record["input"].count(",") + 1 != self.count:
+            remedy = f"Write {self.count} integers from 1 to {LARGEST}, as '30,100,93'."
+            raise DataError(f"{record['input']!r} are not {self.count} numbers", where=f"{where}, key 'input'", remedy=remedy)
         if not TARGET.fullmatch(str(record["output"])):
             what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
             raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)

@@ -69,9 +69,6 @@ class GSM8K(Task):
             return MALFORMED
         return OK if value == number(row["answer"]) else WRONG
 
-    def question(self, row: Mapping[str, Any]) -> str:
-        return str(row["question"])
-
     def answer(self, row: Mapping[str, Any]) -> str:
         steps = row["completion"].partition(MARK)[0].strip()
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{row['answer']}\n</answer>\n"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from unmask.errors import DataError
 from unmask.rewards.format import boxed_in_answer
-from unmask.rewards.parsing import BOX, answer_of, boxed
-from unmask.rewards.symbolic import equivalent
+from unmask.rewards.parsing import BOX, OPEN, answer_of, boxed
+from unmask.rewards.symbolic import equivalent, equivalent_all
 from unmask.rewards.verdict import MALFORMED, Verdict
 from unmask.tasks.base import Component, Row, Task
 
@@ -21,6 +21,15 @@ def correctness(completion: str, row: Mapping[str, Any]) -> float:
 
 
 SHAPING: dict[str, Component] = {"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness}
+
+
+def final_answer(completion: str) -> str | None:
+    r"""The last box within the answer tags (or the text, without tags); without a box, what stands in the tags."""
+    text = answer_of(completion)
+    found = boxed(text) if text is not None else None
+    if found is not None or text is None or BOX in text or OPEN not in completion:
+        return found
+    return text
 
 
 class Math500(Task):
@@ -44,22 +53,18 @@ class Math500(Task):
             "prompt": f"Problem: {problem}\nSolution:",
             "completion": f" {solution}",
             "group": problem,
-            "problem": problem,
+            "question": problem,
             "answer": answer,
         }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         r"""The last box within the answer tags (or the text, without tags); without a box, what stands in the tags."""
-        text = answer_of(completion)
-        if text is None:
-            return MALFORMED
-        found = boxed(text)
-        if found is None and (BOX in text or "<answer>" not in completion):
-            return MALFORMED
-        return equivalent(found or text, row["answer"])
+        return self.verify_all([completion], [row])[0]
 
-    def question(self, row: Mapping[str, Any]) -> str:
-        return str(row["problem"])
+    def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+        answers = [final_answer(completion) for completion in completions]
+        verdicts = iter(equivalent_all((answer, row["answer"]) for answer, row in zip(answers, rows, strict=True) if answer is not None))
+        return [MALFORMED if answer is None else next(verdicts) for answer in answers]
 
     def answer(self, row: Mapping[str, Any]) -> str:
         return f"<reasoning>\n{row['completion'].strip()}\n</reasoning>\n<answer>\n\\boxed{{{row['answer']}}}\n</answer>\n"

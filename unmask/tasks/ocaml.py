@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from unmask.errors import DataError
-from unmask.sandbox.ocaml import OCamlTests, judge_ocaml
+from unmask.sandbox.ocaml import OCamlTests, ocaml_job
 from unmask.sandbox.pool import Job
 from unmask.tasks.base import Row
 from unmask.tasks.code import Code
@@ -19,14 +19,19 @@ HEAD = re.compile(rf"let\s+(?:rec\s+)?(?P<name>[a-z_][\w']*)(?P<arguments>(?:\s*
 ASSERTION = "(assert ("
 
 
-class Exercism(Code):
-    """Records have `file`, `instructions`, `interface` (the .mli), `stub`, `tests` (OUnit2 suites) and `reference`."""
+class OCamlCode(Code):
+    """A task whose answers are OCaml."""
+
+    languages = ("ocaml", "ml")
+    instructions = "Write the OCaml code. Give the whole of it in one fenced block: ```ocaml ... ```"
+
+
+class Exercism(OCamlCode):
+    """Records have `file`, `instructions`, `interface` (the .mli), `tests` (OUnit2 suites) and `reference`."""
 
     name = "exercism_ocaml"
-    fields = ("file", "instructions", "interface", "stub", "tests", "reference")
+    fields = ("file", "instructions", "interface", "tests", "reference")
     columns = ("file", "interface", "tests")
-    languages = ("ocaml", "ml")
-    instructions = "Write the OCaml module. Give the whole of it in one fenced block: ```ocaml ... ```"
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         texts = {name: record[name] for name in self.fields}
@@ -43,24 +48,16 @@ class Exercism(Code):
             "tests": texts["tests"],
         }
 
-    def program(self, code: str, row: Mapping[str, Any]) -> str:
-        return code
-
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
-        return judge_ocaml(program, OCamlTests(row["file"], row["interface"], row["tests"]))
-
-    def question(self, row: Mapping[str, Any]) -> str:
-        return str(row["question"])
+        return ocaml_job(program, OCamlTests(row["file"], row["interface"], row["tests"]))
 
 
-class MultiPLT(Code):
+class MultiPLT(OCamlCode):
     """Records have `prompt` (a comment and the head of a function) and `tests` (assertions on it); there are no reference solutions."""
 
     name = "multipl_t_ocaml"
     fields = ("prompt", "tests")
     columns = ("stub", "function", "interface", "tests")
-    languages = ("ocaml", "ml")
-    instructions = "Write the OCaml function. Give the whole of it in one fenced block: ```ocaml ... ```"
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         prompt, tests = str(record["prompt"]), str(record["tests"])
@@ -86,7 +83,7 @@ class MultiPLT(Code):
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         tests = f"open Candidate\n{row['tests'].replace(ASSERTION, '(Gate.check (')}"
-        return judge_ocaml(program, OCamlTests("candidate.ml", row["interface"], tests, row["tests"].count(ASSERTION)))
+        return ocaml_job(program, OCamlTests("candidate.ml", row["interface"], tests, row["tests"].count(ASSERTION)))
 
     def question(self, row: Mapping[str, Any]) -> str:
         return f"```ocaml\n{row['stub'].strip()}\n```"

@@ -12,7 +12,7 @@ from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.tasks.base import Row, Task
 from unmask.tasks.files import require_names
 
-QUESTIONS = ("query", "question", "ctx", "goal")
+QUESTIONS = ("query", "question", "ctx")
 CHOICES = ("choices", "endings")
 GOLD = ("gold", "label", "answerKey", "answer")
 PROMPTS = ("prompt", "context", "question")
@@ -62,9 +62,6 @@ class MultipleChoice(Task):
             return MALFORMED
         return OK if answer == row["letter"] else WRONG
 
-    def question(self, row: Mapping[str, Any]) -> str:
-        return str(row["question"])
-
     def answer(self, row: Mapping[str, Any]) -> str:
         return f"<answer>{row['letter']}</answer>"
 
@@ -97,10 +94,9 @@ class Text(Task):
 
 def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
     """The value of the first of these names that the record has."""
-    for name in names:
-        if name in record:
-            return record[name]
-    require_names(record, names[:1], where)
+    name = next((name for name in names if name in record), names[0])
+    require_names(record, [name], where)
+    return record[name]
 
 
 def _index(gold: Any) -> int:

@@ -28,6 +28,7 @@ from unmask.generation.trace import Generation
 from unmask.methods import Rollout, get_method
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate
+from unmask.rewards.verdict import Status
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.trainer import DiffusionTrainer, StageConfig
 
@@ -250,8 +251,9 @@ class GRPOTrainer(DiffusionTrainer):
             scored_B = reward_B[~reward_B.isnan()]
             if len(scored_B) > 0:
                 self.record(name, scored_B.mean(), len(scored_B))
-            for status, count in self.rewards.statuses.get(name.removeprefix("rewards/"), {}).items():
-                self.record(f"{name}/{status}", count / len(reward_B), len(reward_B))
+            if counts := self.rewards.statuses.get(name.removeprefix("rewards/")):
+                for status in get_args(Status):
+                    self.record(f"{name}/{status}", counts[status] / len(reward_B), len(reward_B))
             if name == "reward" and len(scored_B) > 1:
                 self.record("reward_std", scored_B.std(), len(scored_B))
 

@@ -10,27 +10,27 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from unmask.errors import ModelError
 
+BATCH = 32
+
 
 class RewardModel:
     """A reward function: the logit that a sequence classifier gives to a prompt with its completion.
 
     Args:
-        path: a folder, or the name of a model on the Hugging Face hub.
-        label: which of its outputs; None: the only one.
+        path: a folder, or the name of a model on the Hugging Face hub; it must have one output.
         device: as torch names it.
-        batch_size: texts at once.
     """
 
-    def __init__(self, path: str, *, label: int | None = None, device: str = "cpu", batch_size: int = 32):
+    def __init__(self, path: str, *, device: str = "cpu"):
         try:
             self.tokenizer = AutoTokenizer.from_pretrained(path)
             self.model = AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
         except (OSError, ValueError) as error:
             raise ModelError(f"no sequence classifier: {error}", where=path, remedy="Give its folder or its name on the hub.") from error
         outputs = self.model.config.num_labels
-        if label is None and outputs != 1:
-            raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Say which one is the reward: label=0, ...")
-        self.label, self.batch_size, self.__name__ = label or 0, batch_size, "reward_model"
+        if outputs != 1:
+            raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")
+        self.__name__ = "reward_model"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
@@ -40,9 +40,9 @@ class RewardModel:
         """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders."""
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         rewards: list[float] = []
-        for start in range(0, len(texts), self.batch_size):
-            batch = self.tokenizer(texts[start : start + self.batch_size], padding=True, truncation=True, return_tensors="pt")
-            rewards += self.model(**batch.to(self.model.device)).logits[:, self.label].tolist()
+        for start in range(0, len(texts), BATCH):
+            batch = self.tokenizer(texts[start : start + BATCH], padding=True, truncation=True, return_tensors="pt")
+            rewards += self.model(**batch.to(self.model.device)).logits[:, 0].tolist()
         return rewards
 
     def _text(self, prompt: Any, completion: Any) -> str:

@@ -22,6 +22,8 @@ from unmask.tasks import Reward, get_rewards
 from unmask.training.reward_model import RewardModel
 
 RewardFunction = Callable[..., Any]
+CALL_SECONDS = 600.0
+"""How long a reward function in a process of its own may take."""
 
 
 class WorkerReward:
@@ -30,12 +32,10 @@ class WorkerReward:
     Args:
         target: `package.module:function` or `path/to/file.py:function`; it must judge every completion for itself.
         workers: processes; they are new interpreters, and start at once, so that what cannot be imported is told before training.
-        timeout: seconds that a call may take.
     """
 
-    def __init__(self, target: str, workers: int, timeout: float):
+    def __init__(self, target: str, workers: int):
         self.__name__ = target.rpartition(":")[2]
-        self.timeout = timeout
         self.workers = [Worker(target) for _ in range(workers)]
         self._threads = ThreadPoolExecutor(workers)
         list(self._threads.map(Worker.start, self.workers))
@@ -45,18 +45,17 @@ class WorkerReward:
         arguments = {"completions": completions, **columns}
         size = math.ceil(len(completions) / len(self.workers))
         parts = [{name: values[at : at + size] for name, values in arguments.items()} for at in range(0, len(completions), size)]
-        calls = [self._threads.submit(worker.call, timeout=self.timeout, **part) for worker, part in zip(self.workers, parts, strict=False)]
+        calls = [self._threads.submit(worker.call, timeout=CALL_SECONDS, **part) for worker, part in zip(self.workers, parts, strict=False)]
         return [value for call in calls for value in call.result()]
 
 
-def find_rewards(named: RewardFunction | str, workers: int = 0, timeout: float = 300.0) -> list[RewardFunction]:
+def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction]:
     """The reward functions that a name stands for.
 
     Args:
         named: a function, which is taken as it is; `task` or `task/shaping` (see `Task.rewards`); `package.module:function` or
             `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence classifier; or the http(s) address of a judge.
         workers: processes for a function given by its path; 0: it runs in this one.
-        timeout: seconds that a call to such a process may take.
 
     Raises:
         ConfigError: there is no such thing.
@@ -68,7 +67,7 @@ def find_rewards(named: RewardFunction | str, workers: int = 0, timeout: float =
     if named.startswith("model:"):
         return [RewardModel(named.removeprefix("model:"))]
     if ":" in named:
-        return [WorkerReward(named, workers, timeout) if workers else load_function(named)]
+        return [WorkerReward(named, workers) if workers else load_function(named)]
     return list(get_rewards(named))
 
 

@@ -8,9 +8,8 @@ import io
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,10 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.config import DataConfig, DataSource, RunConfig, build_training_args, to_yaml
-from unmask.data.sources import load_mixture, load_records, load_rows
+from unmask.data.problems import pose, read_problems
+from unmask.data.sources import load_mixture, load_rows
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.tasks import evaluate_task, read_problems
+from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
@@ -46,25 +46,32 @@ class Verb:
 
     trainer: Callable[..., Any]
     config: type[StageConfig]
-    task_rows: Callable[[Task, Rows, int], Rows]
+    task_rows: Callable[[Task, list[Row], DataConfig], Rows]
     canvas: str | None = None
     """The setting that a task's longest completion is the default of."""
 
 
-def as_text(task: Task, rows: Rows, seed: int) -> Rows:
+def as_text(task: Task, rows: list[Row], data: DataConfig) -> Rows:
     """Problems with their answers, as plain text."""
+    refuse_chat(data)
     return [{"text": row["prompt"] + row["completion"]} for row in rows]
 
 
-def as_pairs(task: Task, rows: Rows, seed: int) -> Rows:
-    """Prompts and completions, as they are."""
-    return rows
+def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+    """Prompts and completions, in the style asked for."""
+    return pose(task, rows, data.style)
 
 
-def as_preferences(task: Task, rows: Rows, seed: int) -> Rows:
+def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> Rows:
     """The right answer preferred to a corrupted one. A task that makes no problems makes none: ConfigError."""
-    rng, corrupt = random.Random(seed), as_puzzle(task).corrupt
+    refuse_chat(data)
+    rng, corrupt = random.Random(data.seed), as_puzzle(task).corrupt
     return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": corrupt(row, rng)} for row in rows]
+
+
+def refuse_chat(data: DataConfig) -> None:
+    if data.style == "chat":
+        raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Leave it at plain")
 
 
 VERBS = {
@@ -84,7 +91,7 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     """
     kind = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
-    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas and task.max_completion else {}
+    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas and config.data.style == "plain" else {}
     if issubclass(kind.config, TextConfig) and task is None:
         defaults["text_column"] = config.data.text_column
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
@@ -130,7 +137,9 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     task = get_task(config.data.task) if config.data.task else None
     if args.should_save and (isinstance(task, Puzzle) or (task and config.data.eval)):
-        result = evaluate_task(trainer.lm, task, read_problems(task, config.data), config.sampler)
+        data = config.data
+        problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
+        result = evaluate_task(trainer.lm, task, pose(task, problems, data.style), config.sampler)
         write_atomic(output / "evaluation.json", result.to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()
@@ -168,22 +177,15 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, R
     if task is not None and (data.streaming or isinstance(data.train, list) or isinstance(data.eval, list)):
         raise ConfigError("a task reads whole files, one at a time", where="data.task", remedy="Give no stream and no mixture, or no task")
     if task is not None:
-        return kind.task_rows(task, task_rows(task, data), data.seed), None
+        count = data.max_rows or (None if data.train else GENERATED_ROWS)
+        problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
+        return kind.task_rows(task, problems, data), None
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
     train = read_source(data, data.train, data.max_rows, streaming=data.streaming)
     if data.shuffle_buffer is not None:
         train = train.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
     return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows)
-
-
-def task_rows(task: Task, data: DataConfig) -> Rows:
-    """A task's rows to train on, posed as `data` says: of the source given, else generated."""
-    if data.train:
-        rows: Iterable[Row] = islice(task.rows(load_records(str(data.train), data.split)), data.max_rows)
-    else:
-        rows = as_puzzle(task).generate("train", data.max_rows or GENERATED_ROWS, data.seed)
-    return [task.posed(row, data.style) for row in rows]
 
 
 def read_source(data: DataConfig, source: str | list[DataSource], max_rows: int | None, *, streaming: bool = False) -> Any:
