@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, Verdict
 from unmask.tasks.base import Puzzle, Row, Split, split_of
+from unmask.tasks.sudoku import published_share
 
 CELLS = 81
 DIGITS = "123456789"
@@ -78,6 +80,7 @@ class Sudoku9(Puzzle):
     columns = ("puzzle", "solution")
     alphabet = "0123456789="
     max_completion = CELLS + 1
+    published = MappingProxyType({"sudoku9": published_share})
     instructions = (
         "Solve the Sudoku: every row, column and 3x3 box holds 1 to 9. It is given row by row, with 0 for an empty cell. "
         "Give the 81 digits of the solution between <answer> and </answer>."

@@ -1,0 +1,126 @@
+"""What the host offers is found by trying, told, and demanded."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.helpers import require_sandbox
+from unmask.config_files import ACCEPT_UNSANDBOXED
+from unmask.rewards import program
+from unmask.sandbox import isolation
+from unmask.sandbox.isolation import LAYERS, Host, Limits, SandboxError, probe
+from unmask.sandbox.pool import Pool, PythonTests, python_job
+
+DOUBLE = python_job("def f(x):\n    return 2 * x\n", PythonTests("assert f(1) == 2", {"f": "f"}))
+EXITS = python_job("import sys; sys.exit(0)", PythonTests("assert f(1) == 2", {"f": "f"}))
+READS = "import os\ndef f(x): return os.path.exists('/etc/passwd')"
+
+
+def test_the_probe_reports_layers_and_what_gets_through():
+    done = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe", "--json"], capture_output=True, text=True)
+    told = json.loads(done.stdout)
+    assert told["isolated"] == probe().isolated == (done.returncode == 0)
+    shown = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe"], capture_output=True, text=True, env={"PATH": "/nowhere"})
+    assert shown.returncode == 2 and "bubblewrap" in shown.stdout and "no bwrap" in shown.stdout
+
+
+@pytest.fixture
+def bare(monkeypatch, tmp_path):
+    """A host on which nothing isolates."""
+    bare = Host(dict.fromkeys(LAYERS, "taken away"), tmp_path, sys.executable)
+    isolation._compile_worker(sys.executable, tmp_path)
+    monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: bare)
+    return bare
+
+
+def test_without_isolation_nothing_is_run_unless_that_is_accepted(bare):
+    with pytest.raises(SandboxError, match=r"cannot be isolated here: taken away.*--i-accept-unsandboxed-code"):
+        Pool()
+    pool = Pool(1, accept_unsandboxed=True)
+    try:
+        assert [outcome.status for outcome in pool.run([DOUBLE, EXITS, DOUBLE])] == ["ok", "wrong", "ok"]
+    finally:
+        pool.close()
+
+
+def test_the_environment_variable_accepts(bare, monkeypatch):
+    make = program.shared_pool.__wrapped__
+    with pytest.raises(SandboxError):
+        make()
+    monkeypatch.setenv(ACCEPT_UNSANDBOXED, "1")
+    make().close()
+
+
+@pytest.mark.parametrize("layer", ["users", "cgroups", "seccomp"])
+def test_one_layer_less_still_isolates(layer, monkeypatch):
+    require_sandbox()
+    host = dataclasses.replace(probe(), missing={layer: "taken away"})
+    monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
+    pool = Pool(1, Limits(seconds=5.0))
+    try:
+        reads = python_job(READS, PythonTests("assert f(1) is False", {"f": "f"}))
+        assert [outcome.status for outcome in pool.run([DOUBLE, reads])] == ["ok", "ok"]
+    finally:
+        pool.close()
+
+
+def test_processes_are_limited_where_their_count_is_the_sandboxs_own():
+    assert any("NPROC" in word for word in Limits(processes=7).worker_arguments(True))
+    assert not any("NPROC" in word for word in Limits(processes=7).worker_arguments(False))
+    assert not Host({"bubblewrap": "taken away"}, probe().folder, sys.executable).counts_processes
+
+
+def test_nothing_is_left_when_a_pool_is_closed():
+    require_sandbox()
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        pool = Pool(2)
+        pool.run([DOUBLE, EXITS] * 4)
+        groups = [folder for slot in pool._slots for group in slot.groups for folder in group.folders]
+        assert all(folder.is_dir() for folder in groups)
+        pool.close()
+        assert not any(folder.exists() for folder in groups)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_sandboxes_die_with_whoever_started_them():
+    require_sandbox()
+    code = """
+import time
+from unmask.sandbox.pool import Pool, PythonTests, python_job
+pool = Pool(2)
+tests = PythonTests("assert f(1) == 2", {"f": "f"})
+pool.run([python_job("def f(x): return 2", tests)] * 2)
+pool.submit(python_job("while True: pass", tests))
+time.sleep(0.5)
+print(*(uid for slot in pool._slots for uid in slot.uids), flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        users = {int(uid) for uid in process.stdout.readline().split()}
+        assert users and owned_by(users)
+        process.kill()
+        process.wait()
+    for _ in range(100):
+        if not owned_by(users):
+            return
+        time.sleep(0.05)
+    pytest.fail(f"processes survive: {owned_by(users)}")
+
+
+def owned_by(users):
+    """The processes of these users."""
+    found = []
+    for pid in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(f"/proc/{pid}").st_uid in users:
+                found.append(pid)
+    return found

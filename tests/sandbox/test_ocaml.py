@@ -1,0 +1,81 @@
+"""OCaml programs: what a run must show to count, and what is kept."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers import require_ocaml
+from unmask.sandbox import ocaml
+from unmask.sandbox.ocaml import OCamlTests, ocaml_job
+
+INTERFACE = "val twice : int -> int\n"
+SUITE = """
+open OUnit2
+open Double
+let tests = [ "one" >:: (fun _ -> assert_equal 2 (twice 1)); "two" >:: (fun _ -> assert_equal 4 (twice 2)) ]
+let () = run_test_tt_main ("double" >::: tests)
+"""
+CHECKS = "open Double\nlet () = Gate.check (twice 1 = 2)\nlet () = Gate.check (twice 2 = 4)\n"
+RIGHT = "let twice x = 2 * x"
+
+
+@pytest.fixture(autouse=True)
+def there_is_ocaml():
+    require_ocaml()
+
+
+def judge(pool, program, tests=SUITE, interface=INTERFACE, checks=0):
+    return pool.run([ocaml_job(program, OCamlTests("double.ml", interface, tests, checks))])[0]
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "passed", "total"),
+    [
+        (RIGHT, "ok", 2, 2),
+        ("let twice x = if x = 1 then 2 else 5", "wrong", 1, 2),
+        ('let twice _ = failwith "no"', "wrong", 0, 2),
+        ("let twice x = 2 * y", "malformed", 0, 0),
+        ("let double x = 2 * x", "malformed", 0, 0),
+        ("let twice x = ", "malformed", 0, 0),
+        ("let () = while true do () done\nlet twice x = 2 * x", "timeout", 0, 0),
+        ("let () = raise Exit\nlet twice x = 2 * x", "wrong", 0, 0),
+    ],
+)
+def test_what_comes_of_a_program(pool, program, status, passed, total):
+    outcome = judge(pool, program)
+    assert (outcome.status, outcome.passed, outcome.total) == (status, passed, total)
+
+
+def test_checks_count_as_tests(pool):
+    assert judge(pool, RIGHT, CHECKS, checks=2).status == "ok"
+    outcome = judge(pool, "let twice x = if x = 1 then 2 else 5", CHECKS, checks=2)
+    assert (outcome.status, outcome.passed, outcome.total) == ("wrong", 1, 2)
+    assert judge(pool, RIGHT, CHECKS, checks=3).status == "wrong"  # one was never reached
+    assert judge(pool, RIGHT, "open Double\nlet () = ignore (twice 1)").status == "wrong"  # nothing was tested
+
+
+def test_tests_that_do_not_compile_blame_nobody(pool):
+    for tests, interface in ((SUITE + "let", INTERFACE), (SUITE, "val twice : absent"), ("open Absent", INTERFACE)):
+        assert judge(pool, RIGHT, tests, interface).status == "infrastructure"
+
+
+def test_words_in_comments_and_strings_are_no_names(pool):
+    program = '(* Obj.magic, exit, external *)\nlet s = "Unix.exit"\nlet twice x = 2 * x + 0 * String.length s'
+    assert judge(pool, program).status == "ok"
+
+
+def test_a_program_is_compiled_once(pool, monkeypatch):
+    assert judge(pool, RIGHT + " (* once *)").status == "ok"
+    monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 0.0)
+    assert judge(pool, RIGHT + " (* once *)").status == "ok"
+    assert judge(pool, RIGHT + " (* twice *)").status == "timeout"
+    monkeypatch.setattr(ocaml, "CACHED", 1)
+    monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 60.0)
+    assert judge(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._compiled) == 1
+
+
+def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
+    ocaml.toolchain.cache_clear()
+    monkeypatch.setattr(ocaml.shutil, "which", lambda _: None)
+    outcome = judge(pool, RIGHT + " (* not compiled *)")
+    assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.remark
