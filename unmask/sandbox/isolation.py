@@ -42,8 +42,8 @@ class Limits:
 
     seconds: float = 10.0
     """Of wall time, from when it is handed over."""
-    cpu_seconds: int = 8
-    """Of processor time, for each of its processes."""
+    cpu_seconds: int = 20
+    """Of processor time, for each of its processes: more than the wall time, for those of several threads."""
     memory: int = 512 << 20
     """Bytes, of all its processes and files."""
     processes: int = 32
@@ -169,5 +169,5 @@ def _file_system(python: str) -> list[str]:
             words += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             words += ["--ro-bind", name, name]
-    home = str(Path(python).parent.parent)
-    return words if home.startswith("/usr") else [*words, "--ro-bind", home, home]
+    home = Path(python).parent.parent
+    return words if home.is_relative_to("/usr") else [*words, "--ro-bind", str(home), str(home)]
