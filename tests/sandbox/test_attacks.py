@@ -15,6 +15,7 @@ from unmask.sandbox.pool import Outcome, Pool, PythonTests, python_job
 
 TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
 ONCE, OFTEN = 1, 20
+SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that ignores signals")
 times = pytest.mark.parametrize("times", [ONCE, pytest.param(OFTEN, marks=pytest.mark.slow)])
 
 
@@ -114,8 +115,10 @@ def test_nothing_of_the_host_is_reached(pool, host, name, times):
     assert_nobody_survives(pool)
 
 
-@times
-@pytest.mark.parametrize("name", GREED)
+@pytest.mark.parametrize(
+    ("name", "times"),
+    [(name, ONCE) for name in SOME_GREED] + [pytest.param(name, OFTEN, marks=pytest.mark.slow) for name in GREED],
+)
 def test_nothing_is_taken_beyond_the_limits(pool, name, times):
     started = time.monotonic()
     outcomes = judged(pool, PREAMBLE + GREED[name], times)

@@ -6,6 +6,7 @@ import pytest
 
 from tests.helpers import require_ocaml
 from unmask.sandbox import ocaml
+from unmask.sandbox.isolation import INSIDE
 from unmask.sandbox.ocaml import OCamlTests, ocaml_job
 
 INTERFACE = "val twice : int -> int\n"
@@ -38,7 +39,7 @@ def judge(pool, program, tests=SUITE, interface=INTERFACE, checks=0):
         ("let double x = 2 * x", "malformed", 0, 0),
         ("let twice x = ", "malformed", 0, 0),
         ("let () = while true do () done\nlet twice x = 2 * x", "timeout", 0, 0),
-        ("let () = raise Exit\nlet twice x = 2 * x", "wrong", 0, 0),
+        ("let () = raise Exit\nlet twice x = 2 * x", "wrong", 0, 1),
     ],
 )
 def test_what_comes_of_a_program(pool, program, status, passed, total):
@@ -79,3 +80,52 @@ def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
     monkeypatch.setattr(ocaml.shutil, "which", lambda _: None)
     outcome = judge(pool, RIGHT + " (* not compiled *)")
     assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.remark
+
+
+NONCE = b"n" * 32
+
+
+def said(*findings, nonce=NONCE):
+    return [b"\0".join((nonce, kind.encode(), name.encode())) for kind, name in findings]
+
+
+PLAN = said(("planned", "a"), ("planned", "b"))
+PASSED = said(("passed", "b"), ("passed", "a"))
+DONE = said(("finished", ""))
+
+
+@pytest.mark.parametrize(
+    ("frames", "status", "passed", "total"),
+    [
+        (PLAN + PASSED + DONE, "ok", 2, 2),
+        (PLAN + PASSED, "wrong", 2, 3),
+        (PLAN + PASSED[:1] + DONE, "wrong", 1, 2),
+        (PLAN + PASSED + PASSED[:1] + DONE, "wrong", 2, 3),
+        (PLAN + PASSED[:1] * 2 + DONE, "wrong", 1, 2),
+        (PLAN + PASSED + said(("failed", "b")) + DONE, "wrong", 2, 3),
+        (DONE, "wrong", 0, 1),
+        ([], "wrong", 0, 1),
+        (PLAN + said(("passed", "a"), ("passed", "b"), nonce=b"m" * 32) + DONE, "wrong", 0, 2),
+        (PLAN + PASSED + said(("finished", ""), nonce=b""), "wrong", 2, 3),
+        ([*PLAN, b"passed\0a", b"", b"\0\0", *PASSED, *DONE], "ok", 2, 2),
+    ],
+)
+def test_a_run_counts_by_what_the_nonce_signs(frames, status, passed, total):
+    found = ocaml.outcome(frames, NONCE, 0)
+    assert (found.status, found.passed, found.total) == (status, passed, total)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("Obj.magic", "Marshal.to_string", "Callback.register", "Lexing.from_string", "Parsing.peek_val", "Printexc.to_string"),
+        *("Gc.compact", "Sys.argv", "Bigarray.float32", "Ephemeron.K1.create", "Weak.create"),
+    ],
+)
+def test_what_is_unsafe_is_not_there_even_where_words_are_not_looked_at(pool, monkeypatch, value):
+    given = ocaml.Toolchain.commands
+    blind = {f"{place}/vet": "/bin/true" for place in (f"{INSIDE}/ocaml",)}
+    monkeypatch.setattr(ocaml.Toolchain, "commands", lambda *args: [[blind.get(c[0], c[0]), *c[1:]] for c in given(*args)])
+    assert judge(pool, f"let () = ignore String.length\n{RIGHT} (* blind to {value} *)").status == "ok"
+    outcome = judge(pool, f"let () = ignore {value}\n{RIGHT}")
+    assert outcome.status == "malformed" and "Error" in outcome.remark

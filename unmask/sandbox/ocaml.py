@@ -1,9 +1,9 @@
 """OCaml programs: compiled, linked with their tests and run in sandboxes.
 
 Tests of a statically typed language link the candidate, so that other things hold here than for Python: the candidate is sealed by its
-interface, vetted for whatever could break the type system (vet.ml), and compiled where it cannot name the tests; it is initialised before
-the nonce is delivered with which each finding is signed (gate.ml); and a run counts only where every planned test has passed and the last
-module was reached.
+interface, vetted for whatever could break the type system (vet.ml), and compiled against a part of the standard library, where it cannot
+name the tests; it is initialised before the nonce is delivered with which each finding is signed (gate.ml); and a run counts only where
+every planned test has passed and the last module was reached.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import subprocess
 import threading
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,9 @@ COMPILE_SECONDS = 120.0
 CACHED = 256
 """Compiled programs that are kept."""
 QUIET = ("-w", "-a")
+UNSAFE = {"Obj", "Marshal", "Callback", "Lexing", "Parsing", "Printexc", "Gc", "Sys", "Bigarray", "Ephemeron", "Weak", "In_channel"}
+UNSAFE |= {"Out_channel", "Domain", "Effect", "Mutex", "Condition", "Semaphore"}
+"""Modules of the standard library that candidates are compiled without."""
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,13 @@ class Toolchain:
     def commands(self, tests: OCamlTests) -> list[list[str]]:
         """What compiles the interface and the tests (two commands, of the dataset's text alone), then the candidate, then links them."""
         compile_only = [self.compiler, "-c", *QUIET]
+        restricted = [*compile_only, "-nostdlib", "-I", f"{self.place}/stdlib", *self.libraries]
         stem = tests.module.removesuffix(".ml")
         return [
-            [*compile_only, *self.libraries, f"{stem}.mli"],
+            [*restricted, f"{stem}.mli"],
             [*compile_only, *self.test_libraries, "-I", self.place, "-open", "Gate", "tests__.ml"],
             [f"{self.place}/vet", tests.module],
-            [*compile_only, *self.libraries, tests.module],
+            [*restricted, tests.module],
             [
                 *(self.compiler, "-ccopt", "-s", *self.test_libraries, *self.archives),
                 *(f"{stem}.cmx", f"{self.place}/gate.cmx", "tests__.cmx", f"{self.place}/finish.cmx", "-o", "main"),
@@ -96,6 +101,12 @@ def toolchain(host: Host) -> Toolchain:
     try:
         if not compiler:
             raise FileNotFoundError("there is no ocamlopt")
+        standard = Path(subprocess.run([compiler, "-where"], check=True, capture_output=True, text=True).stdout.strip())
+        restricted = folder / "stdlib"
+        restricted.mkdir(exist_ok=True)
+        for interface in [*standard.glob("stdlib*.cm[ix]"), *standard.glob("camlinternal*.cm[ix]")]:
+            if interface.stem.removeprefix("stdlib__") not in UNSAFE:
+                shutil.copy(interface, restricted)
         own, tests = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
         archives = _query("-format", "%d/%a", "-predicates", "native", "-recursive", *PACKAGES).split()
         for command in (
@@ -161,28 +172,31 @@ def _compile(slot: Slot, program: str, tests: OCamlTests) -> str | Outcome:
 
 def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
     """What its tests find."""
-    nonce = secrets.token_hex(16)
+    nonce = secrets.token_hex(16).encode()
     deadline = time.monotonic() + slot.limits.seconds
-    late = Outcome("timeout", remark=f"not done within {slot.limits.seconds:g} seconds")
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
+    frames: list[bytes] = []
     with slot.member("native") as native:
         native.send(program)
-        first = native.receive(deadline - time.monotonic())
-        if first is None:
-            return late
-        if first != b"ready":
-            return Outcome("wrong", remark="the program ended as it began")
-        native.write(nonce.encode())
-        while frame := native.receive(deadline - time.monotonic()):
-            signature, _, finding = frame.partition(b"\0")
-            if signature == nonce.encode():
-                kind, _, name = finding.decode(errors="replace").partition("\0")
-                counts[kind][name] += 1
+        frame = native.receive(deadline - time.monotonic())
+        if frame == b"ready":
+            native.write(nonce)
+            while frame := native.receive(deadline - time.monotonic()):
+                frames.append(frame)
     if frame is None:
-        return late
-    planned = counts["planned"] + Counter({"": tests.checks})
+        return Outcome("timeout", remark=f"not done within {slot.limits.seconds:g} seconds")
+    return outcome(frames, nonce, tests.checks)
+
+
+def outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
+    """What the findings of a run mean: those that the nonce signs; ok if all that was planned has passed, once, and nothing failed."""
+    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
+    for frame in frames:
+        signature, _, finding = frame.partition(b"\0")
+        if signature == nonce:
+            kind, _, name = finding.decode(errors="replace").partition("\0")
+            counts[kind][name] += 1
+    planned = counts["planned"] + Counter({"": checks})
     passed = sum((planned & counts["passed"]).values())
-    complete = bool(counts["finished"]) and not counts["failed"] and counts["passed"] == planned
-    if complete and passed:
+    if passed and counts["finished"] and not counts["failed"] and counts["passed"] == planned:
         return Outcome("ok", passed, passed)
     return Outcome("wrong", passed, max(planned.total(), passed + 1), next(iter(counts["failed"]), "the tests ended before their end"))

@@ -2,7 +2,7 @@
 
    It says "ready" once the candidate is initialised, is then told the nonce, and signs every finding with it. *)
 
-let control : Unix.file_descr = Obj.magic (int_of_string Sys.argv.(1))
+let control : Unix.file_descr = Obj.magic 3
 
 let rec write text from =
   if from < String.length text then write text (from + Unix.write_substring control text from (String.length text - from))
