@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (tables, signs)
 """Answers that say the same are equal, however written; what is only made to look so is not."""
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from unmask.rewards.workers import Worker
     ("text", "value"),
     [
         ("7", 7), ("-7", -7), ("+7", 7), ("007", 7), ("1,234", 1234), ("1,234,567.5", Fraction(12345675, 10)), (".5", Fraction(1, 2)),
-        ("0.50", Fraction(1, 2)), ("3/4", Fraction(3, 4)), (r"\frac{3}{4}", Fraction(3, 4)), (r"-\dfrac{6}{8}", Fraction(-3, 4)),
+        ("0.50", Fraction(1, 2)), ("3/4", Fraction(3, 4)), (r"\frac{3}{4}", Fraction(3, 4)), (r"-\frac{6}{8}", Fraction(-3, 4)),
         ("1,23", None), ("12,345,6", None), ("1/0", None), ("7=5", None), ("7%", None), ("1e3", None), ("0x7", None), ("\u0667", None),
         ("1_000", None), ("", None), ("7 5", None), ("7.", None), ("--7", None),
     ],
@@ -39,7 +40,11 @@ def test_every_fraction_is_read_back(value):
     [
         ("0.5", r"\frac{1}{2}"), ("1,000", "1000"), ("$5$", "5"), (r"2\sqrt{2}", r"\sqrt{8}"), ("x+1", "1+x"), (r"\frac{\pi}{2}", r"\pi/2"),
         (r"(3, \frac{\pi}{2})", r"\left( 3, \frac{\pi}{2} \right)"), ("50\\%", "50\\%"), ("y = 2x + 1", "y=2x+1"),
-        (r"x \in [-2,7]", r"x \in [-2, 7]"), ("even", r"\text{even}"),
+        (r"x \in [-2,7]", r"x \in [-2, 7]"), ("even", r"\text{even}"), (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        ("10080", r"10,\!080"), (r"\$32348", r"\$32,\!348"), ("11 111 111 100", r"11,\!111,\!111,\!100"), (r"10\,000", "10000"),
+        (r"x \le 5", r"x \leq 5"), (r"2.5x", r"\frac{5}{2}x"), ("5", r"5\text{ cm}"), (r"5 \text{ cm}", r"5\text{ cm}"), ("90", r"90^\circ"),
+        ("π/2", r"\frac{\pi}{2}"), (r"\dfrac{2\pi}{4}", r"\frac{\pi}{2}"), (r"\left[-2, 7\right]", "[-2,7]"), ("(0.5, 1)", r"\left(\frac{1}{2}, 1\right)"),
+        (r"\frac{\sqrt{8}}{2}", r"\sqrt{2}"), (r"4210_5", r"4210_{5}"),
     ],
 )  # fmt: skip
 def test_the_same_is_right(answer, reference):
@@ -52,7 +57,12 @@ def test_the_same_is_right(answer, reference):
         ("7=5", "5"), ("5=7", "5"), ("x=5", "5"), ("5 \\ne 7", "5"), ("a<5", "5"), ("5,6", "5"), ("\\{5,6\\}", "5"), ("5 or 6", "5"),
         ("50\\%", "50"), ("50", "50\\%"), ("0.5", "50\\%"), ("6", "5"), ("5.0001", "5"), (r"\sqrt{2}", "1.414"), ("(1,2)", "(2,1)"),
         ("1234567890123456x", "1234567890123456"), ("1234567890123456 7", "1234567890123456"), ("", "5"), ("?", "5"), ("\\boxed{5}", "6"),
-        ("9" * 600, "5"), ("44**35**19", "5"), ("10^{10^{10^{10}}}", "5"), ("\\int_0^{10^9} x^x dx", "5"), ("\\frac{1}{0}", "5"),
+        ("9" * 600, "5"), (r"\begin{pmatrix} 2 \\ 1 \end{pmatrix}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"), ("garbage≡5", "5"), ("7≔5", "5"), (r"7 \equiv 5", "5"),
+        (r"7 \triangleq 5", "5"), (r"0 \Leftrightarrow 5", "5"), ("1.414214", r"\sqrt{2}"), ("1.41421356237", r"\sqrt{2}"), ("3.14159265", r"\pi"),
+        ("5 000", "0"), (r"6}$ the final answer is ${5", "5"), (r"6}$. Hence $\fbox{5", "5"), (r"5\text{ miles}", r"5\text{ cm}"), ("}5{", "5"),
+        (r"6\text{ cm}^2", r"6\text{ cm}^3"), (r"5\text{garbage but 6}", "5"), (r"4210_{7}", r"4210_{5}"), ("4210", r"4210_{5}"), ("X", "x"),
+        ("e", r"\text{(E)}"), (r"\{1,2\}", "(1,2)"), ("2, 2, 2", "2"), ("x/x", "1"), ("[1,2]", "(1,2)"), ("x=y", "x"), ("5:6", "5"),
+        ("44**35**19", "5"), ("10^{10^{10^{10}}}", "5"), ("\\int_0^{10^9} x^x dx", "5"), ("\\frac{1}{0}", "5"),
     ],
 )  # fmt: skip
 def test_another_is_never_right(answer, reference):
@@ -72,21 +82,21 @@ def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypa
     monkeypatch.setattr(symbolic, "SECONDS", 0.2)
     monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 60, timeout=timeout))
     started = time.monotonic()
-    assert equivalent("x + busy", "y").status == "timeout"
+    assert equivalent("y + y + 3", "2y + 3").status == "timeout"
     assert time.monotonic() - started < 30
 
 
 def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
     use(monkeypatch, Worker("unmask.absent:judge"))
     for _ in range(2):
-        verdict = equivalent("x + absent", "y")
+        verdict = equivalent("y + y + 1", "2y + 1")
         assert (verdict.value, verdict.status) == (None, "infrastructure") and "unmask.absent" in verdict.detail
 
 
 def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
     use(monkeypatch, Worker("os:_exit"))
     monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 3, timeout=timeout))
-    verdict = equivalent("x + deadly", "y")
+    verdict = equivalent("y + y + 2", "2y + 2")
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
 
 
@@ -99,5 +109,5 @@ def test_verdicts_are_remembered(monkeypatch):
 def test_slow_answers_wait_side_by_side(monkeypatch):
     monkeypatch.setattr(Worker, "call", lambda *_, timeout: time.sleep(0.5) or WRONG)
     started = time.monotonic()
-    assert equivalent_all([(f"x + {n}", "side by side") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
+    assert equivalent_all([(f"x + {n}", "2x") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
     assert time.monotonic() - started < 0.5 * symbolic.WORKERS

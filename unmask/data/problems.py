@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from itertools import islice
 from typing import Literal
 
@@ -38,7 +39,8 @@ def read_problems(
     if isinstance(source, list):
         raise ConfigError("a task reads one source", where="data", remedy="Give no mixture, or no task")
     if source:
-        return list(islice(task.rows(load_records(source, hub_split or split)), count))
+        with closing(load_records(source, hub_split or split)) as records:  # at an error, too, the file is closed
+            return list(islice(task.rows(records), count))
     return as_puzzle(task).generate(split, count or 0, seed)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -62,7 +62,7 @@ def load_rows(
     return _first(dataset, max_rows)
 
 
-def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Iterator[tuple[str, dict[str, Any]]]:
+def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source as records: each with where it stands, for errors. Raises as `load_rows`."""
     if kind_of(path_or_id) in (".csv", ".json", ".jsonl"):
         yield from read_records(path_or_id)

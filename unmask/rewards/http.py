@@ -9,6 +9,8 @@ from typing import Any
 
 import httpx2 as httpx
 
+from unmask.errors import ConfigError
+
 TRIES = 3
 AT_ONCE = 16
 
@@ -22,11 +24,19 @@ class HttpJudge:
     Args:
         url: of the judge.
         timeout: seconds to wait for an answer.
+
+    Raises:
+        ConfigError: the address is none.
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
+        try:
+            self.__name__ = httpx.URL(url).host
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"not an address: {error}", where=url, remedy="Give http://host:port/path") from error
+        if not self.__name__:
+            raise ConfigError("an address without a host", where=url, remedy="Give http://host:port/path")
         self.url, self.timeout = url, timeout
-        self.__name__ = httpx.URL(url).host
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The judge's reward for each completion; None where it gives none."""
@@ -43,6 +53,6 @@ class HttpJudge:
                 answer.raise_for_status()
                 reward = answer.json()["reward"]
                 return None if reward is None or not math.isfinite(reward) else float(reward)
-            except (httpx.HTTPError, ValueError, KeyError, TypeError):
+            except (httpx.HTTPError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
                 continue
         return None

@@ -1,7 +1,8 @@
 r"""Whether two mathematical answers are the same: exactly for plain numbers, by math-verify for the rest.
 
 math-verify runs in a process of its own, which is killed where an answer keeps it busy (`44**35**19`). What it would wave through is
-refused before it is asked: a relation for a value (`7=5` would count as 5), a percentage for a number.
+refused before it is asked: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the
+reference does not have.
 """
 
 from __future__ import annotations
@@ -20,13 +21,29 @@ MAX_ANSWER = 512
 SECONDS = 5.0
 WORKERS = 4
 """Processes at most; each starts when it is first needed."""
-NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
-FRACTION = re.compile(r"([+-]?)\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
-RELATION = re.compile(
-    r"\\(?:leq?|geq?|neq?|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|rightarrow|subset|subseteq)(?![a-zA-Z])|[=<>≤≥≠≈∈]"
+NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
+FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
+DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
+TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
+UNIT = re.compile(rf"{TEXT.pattern}(?:\^(?:\{{[0-9]\}}|[0-9]))?")
+MACRO = re.compile(r"\\([a-zA-Z]+)")
+KNOWN = re.compile(
+    "frac|sqrt|pi|infty|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
+    "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
-WORDS = re.compile(r"\\(?:text|textbf|mathrm|mbox)\{([^{}]*)\}")
-PERCENT = re.compile(r"%|percent")
+"""What an answer may say beside what its reference says."""
+SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\left": "", r"\right": ""}
+SIGNS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot "})
+SIGNS |= str.maketrans({"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "})
+SPELLING = re.compile("|".join(rf"{re.escape(word)}(?![a-zA-Z])" for word in SPELLINGS))
+SPACE = re.compile(r"\s*(?P<row>\\\\)\s*|(?P<nothing>\\[!$])|(?:\\[,;: ]|~|\s)+")
+SAME = [
+    re.compile(r"\\(?:le|ge|ne|lt|gt|in|notin|approx|equiv|sim|cong|to|mapsto|subset|subseteq)(?![a-zA-Z])|[=<>:]"),
+    re.compile(r"%|percent"),
+    re.compile(r"_(?:\{[^{}]*\}|.)"),
+    re.compile(r","),
+]
+"""Relations, percent signs, subscripts and commas: what math-verify would wave through if only one side has it."""
 
 
 def equivalent(answer: str, reference: str) -> Verdict:
@@ -35,18 +52,24 @@ def equivalent(answer: str, reference: str) -> Verdict:
     `malformed`: empty, longer than `MAX_ANSWER` characters, or nothing that math-verify can read. `timeout`: it took longer than
     `SECONDS`. `infrastructure`: math-verify is not installed.
     """
-    answer, reference = _bare(answer), _bare(reference)
-    if WORDS.sub(r"\1", answer) == WORDS.sub(r"\1", reference):
-        return OK
-    if not answer or len(answer) > MAX_ANSWER:
+    if not answer.strip() or len(answer) > MAX_ANSWER:
         return MALFORMED
+    answer, reference = _plain(answer), _plain(reference)
+    if _words(answer) == _words(reference):
+        return OK
     numbers = (number(answer), number(reference))
     if None not in numbers:
         return OK if numbers[0] == numbers[1] else WRONG
-    if any(pattern.findall(answer) != pattern.findall(reference) for pattern in (RELATION, PERCENT)):
+    if not _readable(answer, reference):
+        return MALFORMED
+    if not _comparable(answer, reference):
         return WRONG
     try:
-        return _verified(answer, reference)
+        return _verified(_exact(answer), _exact(reference))
+    except WorkerTimeoutError as error:
+        return Verdict(0.0, "timeout", error.what)
+    except WorkerCallError as error:  # math-verify raised, or its stack overflowed: by the answer's doing
+        return Verdict(0.0, "malformed", error.what)
     except WorkerError as error:
         return Verdict(None, "infrastructure", error.what)
 
@@ -60,7 +83,8 @@ def number(text: str) -> Fraction | None:
         parts = (above, "", below)
     elif found := NUMBER.fullmatch(text):
         sign, whole, decimals, bare_decimals, below = found.groups()
-        parts = ((whole or "0").replace(",", "") + (decimals or bare_decimals or ""), decimals or bare_decimals or "", below or "1")
+        digits = re.sub("[, ]", "", whole or "0")
+        parts = (digits + (decimals or bare_decimals or ""), decimals or bare_decimals or "", below or "1")
     else:
         return None
     if not int(parts[2]):
@@ -69,9 +93,59 @@ def number(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def _bare(text: str) -> str:
-    """Without the dollar signs and spaces around it, a final full stop, and the space that LaTeX ignores."""
-    return re.sub(r"\\[,!;: ]|\s+", " ", text).strip(" $").removesuffix(".").strip()
+def _plain(text: str) -> str:
+    """One spelling of each sign; without dollar signs around, a final full stop, and space that means nothing."""
+    text = SPELLING.sub(lambda found: SPELLINGS[found[0]], text.translate(SIGNS))
+    text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
+    text = re.sub(r"_\{(.)\}", r"_\1", text)
+    return text.strip(" $").removesuffix(".").strip()
+
+
+def _words(text: str) -> str:
+    r"""Without the `\text` around words, and without spaces."""
+    return TEXT.sub(r"\1", text).replace(" ", "")
+
+
+def _readable(answer: str, reference: str) -> bool:
+    """Whether an answer is one formula, of known words, that closes its braces."""
+    known = MACRO.findall(reference)
+    depth = 0
+    for brace in re.findall(r"(?<!\\)[{}]", answer):
+        depth += 1 if brace == "{" else -1
+        if depth < 0:
+            return False
+    spaced = re.search(r"[0-9]\s+[0-9]", answer) and not re.search(r"[0-9]\s+[0-9]", reference)
+    return (
+        depth == 0
+        and answer.isascii()
+        and "$" not in answer
+        and not spaced
+        and all(KNOWN.fullmatch(macro) or macro in known for macro in MACRO.findall(answer))
+    )
+
+
+def _comparable(answer: str, reference: str) -> bool:
+    """Whether both have the same relations, percent signs, subscripts, commas and brackets, and the answer no words or letters of its own.
+
+    The words of an answer are a unit, which may be left out but not be another.
+    """
+    bare, bare_reference = UNIT.sub("", answer).strip(), UNIT.sub("", reference).strip()
+    units = [[_words(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference)]
+    if not bare_reference.strip(" ()") or (units[0] and units[0] != units[1]):
+        return False  # a reference of words alone was compared before
+    letters, known = (set(re.findall("[a-zA-Z]", MACRO.sub("", text))) for text in (bare, bare_reference))
+    grouped = "," not in reference or _brackets(bare) == _brackets(bare_reference)
+    return letters <= known and grouped and all(pattern.findall(answer) == pattern.findall(reference) for pattern in SAME)
+
+
+def _brackets(text: str) -> tuple[str, str] | None:
+    """The first and the last sign, if they are brackets."""
+    return (text[:1], text[-1:]) if text[:1] in ("(", "[", "\\") and text[-1:] in (")", "]", "}") else None
+
+
+def _exact(text: str) -> str:
+    """With fractions for decimals, which math-verify compares to six digits only."""
+    return DECIMAL.sub(lambda found: rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}", text)
 
 
 def equivalent_all(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
@@ -90,10 +164,6 @@ def _verified(answer: str, reference: str) -> Verdict:
     worker = _idle.get()
     try:
         verdict: Verdict = worker.call(answer, reference, timeout=SECONDS)
-    except WorkerTimeoutError as error:
-        verdict = Verdict(0.0, "timeout", error.what)
-    except WorkerCallError as error:  # math-verify raised, or its stack overflowed: by the answer's doing
-        verdict = Verdict(0.0, "malformed", error.what)
     finally:
         _idle.put(worker)
     return verdict

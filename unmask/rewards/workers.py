@@ -5,6 +5,7 @@ They are new interpreters, never forks: they inherit no CUDA context and no lock
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import os
 import subprocess
@@ -15,10 +16,12 @@ from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any
 
 from unmask.errors import ConfigError, UnmaskError
 
+GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
 """How long a new process may take to import what it serves."""
 
@@ -54,10 +57,18 @@ def load_function(target: str) -> Callable[..., Any]:
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(source)
-        return getattr(module, name)
-    except Exception as error:  # user code
+        function = getattr(module, name)
+        if not callable(function):
+            raise TypeError(f"{name} is a {type(function).__name__}, not a function")
+        return function
+    except (Exception, SystemExit) as error:  # user code
         what = f"cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(what, where=target, remedy="Give package.module:function or path/to/file.py:function") from error
+
+
+def told(error: BaseException) -> str:
+    """What an exception is and says, also of one that cannot be printed."""
+    return "".join(format_exception_only(error)).strip()
 
 
 class Worker:
@@ -89,7 +100,7 @@ class Worker:
             if self._process is not None and self._process.poll() is not None:  # it died since the last call
                 self.close()
             pipe = self._pipe or self._start()
-            return self._exchange(pipe, (args, kwargs), timeout, f"no answer within {timeout:g} seconds")
+            return self._exchange(pipe, (timeout, args, kwargs), timeout, f"no answer within {timeout:g} seconds")
 
     def start(self) -> None:
         """Start the process, if it is not there. Raises as `call` does where the function cannot be imported."""
@@ -150,13 +161,16 @@ def serve(pipe: Connection, target: str) -> None:
     pipe.send((False, None))
     while True:
         try:
-            args, kwargs = pipe.recv()
+            timeout, args, kwargs = pipe.recv()
         except EOFError:
             return
+        # Ends this process, whatever it is busy with, where the one that would have killed it is no more.
+        faulthandler.dump_traceback_later(timeout + GRACE_SECONDS, exit=True)
         try:
             pipe.send((False, function(*args, **kwargs)))
         except Exception as error:  # user code, and what it returns may not be picklable
-            pipe.send((True, f"raised {type(error).__name__}: {error}"))
+            pipe.send((True, f"raised {told(error)}"))
+        faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":

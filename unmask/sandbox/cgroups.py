@@ -67,6 +67,17 @@ class Group:
                 folder.rmdir()
 
 
+def sweep() -> None:
+    """Remove the groups of processes that were killed: they are named `unmask-<process id>-...`, and empty."""
+    for controller in ("memory", "pids", ""):
+        with contextlib.suppress(OSError):
+            for folder in _own(controller).glob("unmask-*-*"):
+                pid = folder.name.split("-")[1]
+                if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+                    with contextlib.suppress(OSError):
+                        folder.rmdir()
+
+
 def _own(controller: str) -> Path:
     """The folder of the group that this process is in: of a controller (version 1), or the only one (version 2, `controller` empty)."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():

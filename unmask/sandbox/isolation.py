@@ -7,7 +7,9 @@ small /tmp in memory, no /proc, no environment. Where they are to be had: a secc
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import os
 import re
@@ -21,12 +23,13 @@ from pathlib import Path
 
 from unmask.errors import UnmaskError
 from unmask.sandbox import worker
-from unmask.sandbox.cgroups import Group
+from unmask.sandbox.cgroups import Group, sweep
 from unmask.sandbox.seccomp import write_filter
 
 FIRST_UID, UIDS = 60_000, 5_000
 """The user ids that sandboxes run as where root starts them, the first and how many: not those of people, nor beyond a container's."""
 INSIDE, WORKER, FILTER = "/sandbox", "worker.pyc", "filter.bpf"
+PREFIX, LOCK = "unmask-sandbox-", "lock"
 DISK = 64 << 20
 """Bytes of a sandbox's /tmp, which lies in memory."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
@@ -101,7 +104,7 @@ class Host:
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if "users" not in self.missing else []
         bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
-        bubble += [*_file_system(self.python), "--ro-bind", str(self.folder), INSIDE, "--chdir", "/tmp"]
+        bubble += [*_file_system(self.python), "--ro-bind", str(self.folder), INSIDE, "--remount-ro", "/", "--chdir", "/tmp"]
         bubble += ["--seccomp", str(filter_descriptor)] if filter_descriptor is not None else []
         bubble += ["--info-fd", str(info_descriptor)] if info_descriptor is not None else []
         return [*enter, *become, *bubble]
@@ -121,9 +124,7 @@ ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
 @functools.cache
 def probe() -> Host:
     """Find out what isolates here, by trying it."""
-    folder = Path(tempfile.mkdtemp(prefix="unmask-sandbox-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    folder.chmod(0o755)
+    folder = _new_folder()
     missing = {}
     try:
         write_filter(folder / FILTER)
@@ -132,7 +133,8 @@ def probe() -> Host:
     if os.geteuid() != 0 or not shutil.which("setpriv"):
         missing["users"] = "only root can choose user ids"
     try:
-        Group(f"unmask-probe-{os.getpid()}", 1 << 26, 16).remove()
+        sweep()
+        Group(f"unmask-{os.getpid()}-probe", 1 << 26, 16).remove()
     except OSError as error:
         missing["cgroups"] = str(error)
     python, problem = _find_python(Host(missing, folder, sys.executable))
@@ -140,6 +142,21 @@ def probe() -> Host:
         missing["bubblewrap"] = problem
     _compile_worker(python, folder)
     return Host(missing, folder, python)
+
+
+def _new_folder() -> Path:
+    """A folder for this process; those of processes that were killed, whose locks are free, are removed."""
+    for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError), (old / LOCK).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = (folder / LOCK).open("w")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(lock.close)  # which this holds open until then
+    folder.chmod(0o755)
+    return folder
 
 
 def _find_python(host: Host) -> tuple[str, str]:
@@ -163,7 +180,7 @@ def _compile_worker(python: str, folder: Path) -> None:
 
 def _file_system(python: str) -> list[str]:
     """The mounts of a sandbox: a read-only /usr and what of the interpreter lies elsewhere, a few devices, a /tmp in memory."""
-    words = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--size", str(DISK), "--tmpfs", "/tmp"]
+    words = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(DISK), "--tmpfs", "/tmp"]
     for name in ("/lib", "/lib64", "/bin"):
         if os.path.islink(name):
             words += ["--symlink", os.readlink(name), name]

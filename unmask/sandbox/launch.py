@@ -39,13 +39,14 @@ class Member:
         self._received = b""
         self.first = -1
         """A descriptor of the first process in the sandbox, with which all others in it end."""
-        self.control, control = os.pipe()
-        self.info, info = os.pipe()
-        rules = os.open(host.folder / FILTER, os.O_RDONLY) if "seccomp" not in host.missing else None
-        bubble = host.command(uid, group.entrance() if group else (), rules, info)
-        worker = f"{INSIDE if host.isolated else host.folder}/{WORKER}"
-        mine = [fd for fd in (control, info, rules) if fd is not None]
-        try:
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
+            (self.control, control), (self.info, info) = (_pipe(on_failure, handed_on) for _ in range(2))
+            rules = None
+            if "seccomp" not in host.missing:
+                rules = os.open(host.folder / FILTER, os.O_RDONLY)
+                handed_on.callback(os.close, rules)
+            bubble = host.command(uid, group.entrance() if group else (), rules, info)
+            worker = f"{INSIDE if host.isolated else host.folder}/{WORKER}"
             self.process = subprocess.Popen(
                 [
                     *bubble,
@@ -61,13 +62,11 @@ class Member:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                pass_fds=[*mine, *(pipe for pipe in pipes if pipe >= 0)],
+                pass_fds=[fd for fd in (control, info, rules, *pipes) if fd is not None and fd >= 0],
                 cwd=None if host.isolated else tempfile.mkdtemp(dir=host.folder),
                 start_new_session=True,
             )
-        finally:
-            for descriptor in mine:
-                os.close(descriptor)
+            on_failure.pop_all()
 
     def wait_until_ready(self) -> None:
         """Its first word, before any job.
@@ -135,6 +134,14 @@ class Member:
             raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it.")
 
 
+def _pipe(on_failure: contextlib.ExitStack, handed_on: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe, whose reading end is closed on failure and whose writing end is closed here in any case."""
+    reading, writing = os.pipe()
+    on_failure.callback(os.close, reading)
+    handed_on.callback(os.close, writing)
+    return reading, writing
+
+
 class Cell:
     """A candidate and a judge, joined by two pipes, for one job.
 
@@ -144,16 +151,13 @@ class Cell:
 
     def __init__(self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]):
         self.limits = limits
-        asked, asking = os.pipe()
-        answered, answering = os.pipe()
-        try:
-            pipes = {"candidate": (asked, answering), "judge": (answered, asking)}
-            self.candidate, self.judge = (
-                Member(host, limits, uid, group, role, pipe) for uid, group, (role, pipe) in zip(uids, groups, pipes.items(), strict=True)
-            )
-        finally:
-            for descriptor in (asked, asking, answered, answering):
-                os.close(descriptor)
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
+            asked, asking = _pipe(handed_on, handed_on)
+            answered, answering = _pipe(handed_on, handed_on)
+            self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (asked, answering))
+            on_failure.callback(self.candidate.kill)
+            self.judge = Member(host, limits, uids[1], groups[1], "judge", (answered, asking))
+            on_failure.pop_all()
 
     def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
         """What the judge finds: None where it does not end in time, nothing (an empty dict) where it ends without findings.

@@ -25,8 +25,8 @@ Row = dict[str, Any]
 Split = Literal["train", "test"]
 Style = Literal["plain", "chat"]
 Judge = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Verdict]]
-Component = Callable[[str, Mapping[str, Any]], float]
-"""The value of one completion for a row, as published."""
+Component = Callable[[str, Mapping[str, Any]], float | None]
+"""The value of one completion for a row, as published; None where it cannot be judged."""
 
 TEST_SHARE = 0.28
 
@@ -152,8 +152,8 @@ class Task(abc.ABC):
 
 def _component(function: Component) -> Judge:
     def judge(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-        values = [float(function(completion, row)) for completion, row in zip(completions, rows, strict=True)]
-        return [Verdict(value, "ok" if value > 0 else "wrong") for value in values]
+        values = [function(completion, row) for completion, row in zip(completions, rows, strict=True)]
+        return [Verdict(value, "infrastructure" if value is None else "ok" if value > 0 else "wrong") for value in values]
 
     return judge
 

@@ -130,7 +130,7 @@ class MBPP(Code):
         try:
             used = {node.id for node in ast.walk(parse_python(tests)) if isinstance(node, ast.Name)}
             defined = {getattr(node, "name", None) for node in parse_python(code).body}
-        except SyntaxError as error:
+        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
             raise DataError(f"no Python: {error}", where=where, remedy="Mend or remove the row.") from None
         names = sorted(used & defined)
         if not names:

@@ -42,7 +42,9 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     except UnicodeDecodeError as error:
         what = f"byte {error.start} is not UTF-8 ({error.reason})"
         raise DataError(what, where=f"{path}, line {number}", remedy="Save the file as UTF-8.") from None
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+    except PermissionError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change who may read it.") from None
+    except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
         what = f"the compressed file is damaged or cut off: {error}"
         raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again.") from None
     if blank:

@@ -14,10 +14,11 @@ from unmask.rewards.verdict import MALFORMED, Verdict
 from unmask.tasks.base import Component, Row, Task
 
 
-def correctness(completion: str, row: Mapping[str, Any]) -> float:
+def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
     """2 for an answer in the last box, wherever that stands, that is equivalent to the reference."""
     found = boxed(completion)
-    return 2.0 * (found is not None and equivalent(found, row["answer"]).solved)
+    verdict = equivalent(found, row["answer"]) if found is not None else MALFORMED
+    return None if verdict.value is None else 2.0 * verdict.solved
 
 
 SHAPING: dict[str, Component] = {"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness}

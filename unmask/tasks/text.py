@@ -34,7 +34,8 @@ class MultipleChoice(Task):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         question, choices, gold = (_first(record, names, where) for names in (QUESTIONS, CHOICES, GOLD))
         if isinstance(choices, Mapping) and "text" in choices:  # ARC on the hub: {"text": [...], "label": [...]}
-            gold = choices["label"].index(gold) if gold in choices.get("label", ()) else gold
+            labels = choices.get("label")
+            gold = labels.index(gold) if isinstance(labels, list) and gold in labels else gold
             choices = choices["text"]
         texts = isinstance(choices, Sequence) and not isinstance(choices, str) and all(isinstance(choice, str) for choice in choices)
         if not (isinstance(question, str) and question.strip() and texts and 2 <= len(choices) <= len(ascii_uppercase)):
@@ -101,4 +102,4 @@ def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
 
 def _index(gold: Any) -> int:
     """A number, also one written as text; -1 for anything else."""
-    return int(gold) if str(gold).isdecimal() and not isinstance(gold, bool) else -1
+    return int(gold) if str(gold).isdecimal() and len(str(gold)) < 3 and not isinstance(gold, bool) else -1

@@ -17,7 +17,7 @@ from torch import Tensor
 from unmask.data.chat import is_conversational
 from unmask.errors import ConfigError, TrainingError
 from unmask.rewards.http import HttpJudge
-from unmask.rewards.workers import Worker, load_function
+from unmask.rewards.workers import Worker, load_function, told
 from unmask.tasks import Reward, get_rewards
 from unmask.training.reward_model import RewardModel
 
@@ -46,7 +46,11 @@ class WorkerReward:
         size = math.ceil(len(completions) / len(self.workers))
         parts = [{name: values[at : at + size] for name, values in arguments.items()} for at in range(0, len(completions), size)]
         calls = [self._threads.submit(worker.call, timeout=CALL_SECONDS, **part) for worker, part in zip(self.workers, parts, strict=False)]
-        return [value for call in calls for value in call.result()]
+        answers = [call.result() for call in calls]
+        for answer, part in zip(answers, parts, strict=True):
+            if len(answer) != len(part["completions"]):
+                raise ValueError(f"returned {len(answer)} values for {len(part['completions'])} completions")
+        return [value for answer in answers for value in answer]
 
 
 def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction]:
@@ -123,7 +127,7 @@ class Rewards:
                 with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
                     values = thread.submit(asyncio.run, _wait(values)).result()
         except Exception as error:  # user code
-            raise TrainingError(f"raised {type(error).__name__}: {error}", where=where, remedy="Mend it, or return None") from error
+            raise TrainingError(f"raised {told(error)}", where=where, remedy="Mend it, or return None") from error
         if not isinstance(values, Sequence) or len(values) != count:
             what = f"returned {values!r:.60} for {count} completions"
             raise TrainingError(what, where=where, remedy="Return one float or None per completion")
