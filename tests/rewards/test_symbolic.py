@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from fractions import Fraction
 from queue import SimpleQueue
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import shared_path
 from unmask.rewards import symbolic
 from unmask.rewards.symbolic import equivalent, equivalent_all, number
 from unmask.rewards.verdict import WRONG
@@ -111,3 +114,30 @@ def test_slow_answers_wait_side_by_side(monkeypatch):
     started = time.monotonic()
     assert equivalent_all([(f"x + {n}", "2x") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
     assert time.monotonic() - started < 0.5 * symbolic.WORKERS
+
+
+def references():
+    return [json.loads(line)["answer"] for line in shared_path("data", "math500", "math500.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spell",
+    [
+        lambda text: re.sub(r"(?<![a-zA-Z\\]) +| +(?![a-zA-Z])", "", text),
+        lambda text: text.replace(r"\frac", r"\dfrac"),
+        lambda text: f"${text}$",
+        lambda text: f"{text}.",
+        lambda text: text if "left" in text else text.replace("(", r"\left(").replace(")", r"\right)"),
+    ],
+)
+def test_every_reference_of_math500_is_right_however_spelt(spell):
+    assert [text for text in references() if not equivalent(spell(text), text).solved] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "forged", ["0={}", "{}=0", "0≡{}", "{}, 1", "{} or 1", "{}+1", r"\boxed{{{}}}", r"{}\text{{ or so}}", "{}q", "{} 7", "{}}}"]
+)
+def test_no_reference_of_math500_is_forged(forged):
+    assert [text for text in references() if equivalent(forged.format(text), text).solved] == []
