@@ -103,6 +103,10 @@ def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
 
 
+def test_long_answers_are_not_read():
+    assert equivalent("x" + "+0" * 300, "x").status == "malformed"
+
+
 def test_verdicts_are_remembered(monkeypatch):
     assert equivalent("x + x", "2x").status == "ok"
     use(monkeypatch, Worker("unmask.absent:judge"))

@@ -13,6 +13,7 @@ from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, Worker
 REWARDS = """
 import os, sys, time
 print("imported", flush=True)
+NUMBER = 7
 def length(completions, **_): return [float(len(text)) for text in completions]
 def where(**_): return os.getpid()
 def raises(**_): raise KeyError("no")
@@ -33,7 +34,7 @@ def test_functions_are_found_by_file_and_by_module(path):
     assert load_function("os.path:basename")("a/b") == "b"
 
 
-@pytest.mark.parametrize("target", ["{}:absent", "/nowhere/x.py:length", "unmask.absent:f", "os", "os:absent", ""])
+@pytest.mark.parametrize("target", ["{}:os", "{}:NUMBER", "{}:absent", "/nowhere/x.py:length", "unmask.absent:f", "os", "os:absent", ""])
 def test_what_cannot_be_imported_is_told(path, target):
     with pytest.raises(ConfigError, match="cannot be imported") as caught:
         load_function(target.format(path))
@@ -44,8 +45,13 @@ def test_a_file_that_raises_is_told(tmp_path):
     (tmp_path / "broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         load_function(f"{tmp_path}/broken.py:f")
-    with pytest.raises(WorkerError, match="ZeroDivisionError"):
-        Worker(f"{tmp_path}/broken.py:f").start()
+    for _ in range(2):
+        with pytest.raises(WorkerError, match="ZeroDivisionError") as caught:
+            Worker(f"{tmp_path}/broken.py:f").start()
+        assert type(caught.value) is WorkerError
+    (tmp_path / "leaves.py").write_text("import sys; sys.exit(0)")
+    with pytest.raises(ConfigError, match="SystemExit"):
+        load_function(f"{tmp_path}/leaves.py:f")
 
 
 def test_calls_are_answered_by_one_other_process(path):

@@ -124,3 +124,13 @@ def owned_by(users):
             if os.stat(f"/proc/{pid}").st_uid in users:
                 found.append(pid)
     return found
+
+
+def test_folders_of_processes_that_were_killed_are_swept_up(monkeypatch, tmp_path):
+    monkeypatch.setattr(isolation.tempfile, "tempdir", str(tmp_path))
+    dead = tmp_path / f"{isolation.PREFIX}dead"
+    dead.mkdir()
+    (dead / isolation.LOCK).touch()
+    (tmp_path / f"{isolation.PREFIX}other").mkdir()  # not ours: it has no lock
+    living = isolation._new_folder()
+    assert isolation._new_folder().is_dir() and living.is_dir() and not dead.exists() and (tmp_path / f"{isolation.PREFIX}other").is_dir()

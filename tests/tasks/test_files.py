@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -116,3 +117,18 @@ def test_missing_names_are_told_with_those_present_and_the_nearest():
     require_names(["a", "b"], ["b"], "here")
     with pytest.raises(DataError, match=r"here: no column 'prompt' \(present: 'promt', 'x'\). Did you mean 'promt'\?"):
         require_names(["promt", "x"], ["x", "prompt"], "here")
+
+
+def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
+    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read: Permission denied"):
+        list(read_records(path))
+    with pytest.raises(DataError, match="mem"):
+        monkeypatch.undo()
+        list(read_records("/proc/self/mem"))

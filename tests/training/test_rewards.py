@@ -230,3 +230,23 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
         Rewards(f"model:{tmp_path}")
     with pytest.raises(ModelError, match="no sequence classifier"):
         Rewards(f"model:{tmp_path}/absent")
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:abc/", "http://", "https:///path"])
+def test_an_address_that_is_none_is_told_before_training(url):
+    with pytest.raises(ConfigError, match="http"):
+        Rewards(url)
+
+
+def test_parts_of_a_wrong_length_are_refused(tmp_path):
+    (tmp_path / "odd.py").write_text("def odd(completions, **_): return [1.0] * (3 if completions[0] == '0' else 1)")
+    with pytest.raises(TrainingError, match="returned 3 values for 2 completions"):
+        Rewards(f"{tmp_path}/odd.py:odd", workers=2)([*ROWS, ROWS[0]], [*TEXTS, "3"], [*IDS, [1]])
+
+
+def test_what_cannot_be_judged_is_unscored_in_every_shaping(monkeypatch):
+    unable = Verdict(None, "infrastructure", "no worker")
+    monkeypatch.setattr("unmask.tasks.math500.equivalent", lambda *_: unable)
+    monkeypatch.setattr("unmask.tasks.math500.equivalent_all", lambda pairs: [unable for _ in pairs])
+    text = ["\\boxed{1}"]
+    assert_equal(Rewards(["math500", "math500/published"])([ROWS[1]], text, IDS[:1]), [[math.nan, 0.5, math.nan]])

@@ -44,7 +44,7 @@ class MultipleChoice(Task):
         letters = ascii_uppercase[: len(choices)]
         position = letters.index(gold) if gold in list(letters) else _index(gold)
         if not 0 <= position < len(choices):
-            what = f"{gold!r} is none of the {len(choices)} choices"
+            what = f"{gold!r:.40} is none of the {len(choices)} choices"
             raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter.")
         listed = "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
         return {

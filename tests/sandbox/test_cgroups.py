@@ -1,0 +1,54 @@
+"""Control groups limit what they are told to, end with their processes, and are swept up after those who could not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers import require_sandbox
+from unmask.sandbox.cgroups import Group, sweep
+
+GONE = 2**22 + 1  # beyond the largest process id
+
+
+@pytest.fixture
+def group():
+    require_sandbox()
+    group = Group(f"unmask-{os.getpid()}-test", 64 << 20, 4)
+    yield group
+    group.kill(5.0)
+    group.remove()
+    assert not any(folder.exists() for folder in group.folders)
+
+
+def inside(group: Group, code: str) -> subprocess.Popen[str]:
+    enter = f"import os\nfor path in {group.entrance()!r}:\n    open(path, 'w').write('0')\n"
+    return subprocess.Popen([sys.executable, "-I", "-S", "-c", enter + code], stdout=subprocess.PIPE, text=True)
+
+
+def test_memory_and_processes_are_limited(group):
+    with inside(group, "held = [bytearray(1 << 24) for _ in range(8)]\nprint('held')") as process:
+        assert process.communicate()[0] == "" and process.returncode == -9
+    forks = """
+import time
+n = 0
+try:
+    while n < 50:
+        n += 1
+        os.fork() or time.sleep(20)
+except OSError:
+    print(n, flush=True)
+"""
+    with inside(group, forks) as process:
+        assert int(process.stdout.readline()) <= 4
+        assert group.processes() and group.kill(5.0) and not group.processes()
+
+
+def test_groups_of_the_dead_are_swept_up_and_those_of_the_living_are_not(group):
+    dead = Group(f"unmask-{GONE}-test", 64 << 20, 4)
+    sweep()
+    assert not any(folder.exists() for folder in dead.folders)
+    assert all(folder.exists() for folder in group.folders)
