@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.harness import heading
+from unmask.data.problems import read_problems
 from unmask.rewards.program import shared_pool
 from unmask.tasks import get_task
 
@@ -42,7 +43,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args()
     task = get_task("humaneval")
-    rows = task.read(options.humaneval)
+    rows = read_problems(task, options.humaneval, None, split="test")
     host = shared_pool().host
     ways: dict[str, Callable[[], int]] = {
         "sandboxed": lambda: sum(verdict.solved for verdict in task.verify_all([row["completion"] for row in rows], rows)),
