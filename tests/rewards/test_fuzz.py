@@ -75,6 +75,7 @@ def test_any_text_is_judged():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_hundred_thousand_texts_are_judged_in_time():
     assert_all_answer(MANY)
 
@@ -99,6 +100,7 @@ def test_any_answer_is_compared():
 
 
 @pytest.mark.slow
+@pytest.mark.alone
 def test_a_hundred_thousand_answers_are_compared_in_time():
     seconds = assert_answers_are_compared(MANY)
     assert len(seconds) >= MANY and np.quantile(seconds, 0.99) < LIMIT
