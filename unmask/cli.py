@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,6 +20,8 @@ from unmask import __version__
 from unmask.config import Config, DataConfig, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
 from unmask.config_files import ACCEPT_UNSANDBOXED, read_layers
 from unmask.errors import ConfigError, DataError, UnmaskError
+from unmask.sandbox.cli import app as sandbox
+from unmask.tables import show_table
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
@@ -48,6 +50,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(sandbox, name="sandbox")
 
 
 def main() -> None:
@@ -370,38 +373,6 @@ def export(
     from unmask.models.families import export as write
 
     write(load_model(model), output, layout)
-
-
-def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = ()) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Column, Table
-
-    columns = [Column(name, overflow="fold") for name in head]
-    table = Table(*columns, title=escape(title), show_header=bool(columns))
-    for row in rows:
-        table.add_row(*map(escape, row))
-    Console().print(table)
-
-
-sandbox = typer.Typer(help="Where programs that models write are run.", no_args_is_help=True)
-app.add_typer(sandbox, name="sandbox")
-
-
-@sandbox.command()
-def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what isolates programs on this host, and what gets through where a layer is missing. Ends with 2 if nothing isolates."""
-    from unmask.sandbox.isolation import LAYERS
-    from unmask.sandbox.isolation import probe as look
-
-    host = look()
-    if as_json:
-        typer.echo(json.dumps({"isolated": host.isolated, "python": host.python, "missing": dict(host.missing)}))
-    else:
-        lines = [(name, host.missing.get(name, "works"), risk if name in host.missing else "") for name, risk in LAYERS.items()]
-        show_table(lines, title=f"sandboxes of {host.python}", head=["layer", "here", "so that"])
-    if not host.isolated:
-        raise typer.Exit(2)
 
 
 @app.command()

@@ -36,7 +36,7 @@ FORGERIES = {
     "prints that it passed": "import sys\nprint('PASS ok 2 passed'); sys.stderr.write('OK')\ndef f(x):\n print('PASS'); return None",
     "writes findings to every descriptor": """
 import os, json
-data = json.dumps({"passed": 2, "total": 2, "complete": True, "remark": ""}).encode()
+data = json.dumps({"passed": 2, "total": 2, "complete": True, "detail": ""}).encode()
 def shout():
     for fd in range(64):
         try: os.write(fd, len(data).to_bytes(4, "big") + data)

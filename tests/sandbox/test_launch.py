@@ -31,7 +31,7 @@ def test_a_process_that_cannot_be_made_leaves_no_descriptor_and_no_process(monke
     monkeypatch.setattr(launch.subprocess, "Popen", popen)
     for _ in range(4):
         (outcome,) = pool.run([JOB])
-        assert outcome.status == "infrastructure" and "no memory" in outcome.remark
+        assert outcome.status == "infrastructure" and "no memory" in outcome.detail
         if failing == 1:
             started.append(None)
     pool.close()

@@ -79,7 +79,7 @@ def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
     ocaml.toolchain.cache_clear()
     monkeypatch.setattr(ocaml.shutil, "which", lambda _: None)
     outcome = judge(pool, RIGHT + " (* not compiled *)")
-    assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.remark
+    assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.detail
 
 
 NONCE = b"n" * 32
@@ -128,4 +128,4 @@ def test_what_is_unsafe_is_not_there_even_where_words_are_not_looked_at(pool, mo
     monkeypatch.setattr(ocaml.Toolchain, "commands", lambda *args: [[blind.get(c[0], c[0]), *c[1:]] for c in given(*args)])
     assert judge(pool, f"let () = ignore String.length\n{RIGHT} (* blind to {value} *)").status == "ok"
     outcome = judge(pool, f"let () = ignore {value}\n{RIGHT}")
-    assert outcome.status == "malformed" and "Error" in outcome.remark
+    assert outcome.status == "malformed" and "Error" in outcome.detail

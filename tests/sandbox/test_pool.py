@@ -32,13 +32,13 @@ def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str)
         ("def g(x): return x", "assert f(1) == 1", Outcome("wrong", 0, 1, "NameError: name 'f' is not defined")),
         ("def f(x) return x", "assert f(1) == 1", Outcome("malformed", 0, 0, "SyntaxError: expected ':' (candidate.py, line 1)")),
         ("1 / 0", "assert f(1) == 1", Outcome("wrong", 0, 0, "ZeroDivisionError: division by zero")),
-        (DOUBLE, "assert f(1) ==", Outcome("infrastructure", remark="the tests are broken: SyntaxError: invalid syntax (tests.py, line 1)")),
+        (DOUBLE, "assert f(1) ==", Outcome("infrastructure", detail="the tests are broken: SyntaxError: invalid syntax (tests.py, line 1)")),
     ],
 )  # fmt: skip
 def test_what_comes_of_a_program(pool, program, asserts, expected):
     found = judge(pool, program, asserts)
     assert (found.status, found.passed, found.total) == (expected.status, expected.passed, expected.total)
-    assert found.remark == expected.remark
+    assert found.detail == expected.detail
 
 
 def test_objects_of_a_candidate_can_be_made_used_and_handed_back(pool):
@@ -80,7 +80,7 @@ def test_what_a_judge_finds_is_read_one_way(pool):
     limits = Limits()
     assert outcome(None, limits).status == "timeout"
     assert outcome({}, limits).status == "wrong"
-    found = {"passed": 2, "total": 2, "complete": False, "remark": "x"}
+    found = {"passed": 2, "total": 2, "complete": False, "detail": "x"}
     assert outcome(found, limits) == Outcome("wrong", 2, 3, "x")
     assert outcome(found | {"complete": True}, limits).status == "ok"
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+from collections import deque
 
 import pytest
 from hypothesis import given
@@ -31,6 +34,43 @@ def test_plain_data_comes_through_with_its_types(value):
     sent = json.loads(json.dumps(worker.encode(value, pytest.fail)))
     received = worker.decode(sent, pytest.fail)
     assert received == value and types(received) == types(value)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@contextlib.contextmanager
+def pipe():
+    """From and to itself."""
+    reading, writing = os.pipe()
+    try:
+        yield worker.Pipe(reading, writing)
+    finally:
+        os.close(reading)
+        os.close(writing)
+
+
+@given(json_values)
+def test_frames_are_what_json_reads_and_writes(value):
+    text = json.dumps(value)
+    with pipe() as ours:
+        ours.write(value)
+        frame = os.read(ours.source, 1 << 20)
+        assert frame == len(text).to_bytes(4, "big") + text.encode()
+        os.write(ours.sink, frame)
+        assert json.dumps(ours.read()) == text
+
+
+@pytest.mark.parametrize("data", [b"", b"1 2", b"[1,", b"nul", b"'x'", '"\u00e9"'.encode(), b"\xff", b'{"a" 1}', b" 1 ", b"Nan"])
+def test_a_frame_that_is_no_json_is_the_candidates_error(data):
+    with pipe() as ours:
+        os.write(ours.sink, len(data).to_bytes(4, "big") + data)
+        with pytest.raises(worker.CandidateError, match="no JSON"):
+            ours.read()
 
 
 @given(
@@ -66,5 +106,5 @@ def test_whatever_a_candidate_answers_is_plain_data_or_an_error(answer):
         range,
         worker.Handle,
         type,
-        worker.collections.deque,
+        deque,
     }

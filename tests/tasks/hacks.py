@@ -33,7 +33,7 @@ STOPS = {
     "prints success": "print('PASSED', 'ok', 'All tests passed', flush=True)",
 }
 SHOUTS = {
-    "writes findings": '{"passed": 99, "total": 99, "complete": true, "remark": ""}',
+    "writes findings": '{"passed": 99, "total": 99, "complete": true, "detail": ""}',
     "writes a value": '{"value": true}',
     "writes null": "null",
     "writes numbers": "[1, 1]",

@@ -94,55 +94,6 @@ def test_malformed_rows_name_file_and_line(tmp_path, name, record, message):
     assert str(path) in str(caught.value) and caught.value.remedy
 
 
-def test_hub_layouts_of_multiple_choice():
-    task = get_task("multiple_choice")
-    record = {"question": "Which?", "choices": {"text": ["one", "two"], "label": ["1", "2"]}, "answerKey": "2"}
-    (row,) = task.rows([("row 1", record)])
-    assert row["prompt"] == "Which?\nA. one\nB. two\nAnswer:" and row["letter"] == "B"
-    (row,) = task.rows([("row 1", {"ctx": "He", "endings": ["sat.", "ran."], "label": "1"})])
-    assert row["letter"] == "B"
-    for text, status in {
-        "B": "ok",
-        " b": "ok",
-        "(B)": "ok",
-        "A": "wrong",
-        "C": "malformed",
-        "A B": "malformed",
-        "ran.": "malformed",
-    }.items():
-        assert task.verify(text, row).status == status
-
-
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        ("72", "ok"), (" so 48 + 24 = 72 #### 72", "ok"), ("<answer>72</answer>", "ok"), ("#### $72.00", "ok"), ("72.0", "ok"),
-        ("<reasoning>\n7\n</reasoning>\n<answer>\n72\n</answer>\n", "ok"), ("#### 71", "wrong"), ("720", "wrong"), ("7272", "wrong"),
-        ("the answer is 72", "malformed"), ("#### 72 #### 73", "malformed"), ("72 clips", "malformed"), ("<answer>72", "malformed"),
-        ("<answer>72</answer><answer>71</answer>", "malformed"), ("72=71", "malformed"), ("", "malformed"),
-    ],
-)  # fmt: skip
-def test_the_number_of_gsm8k(text, status):
-    task = get_task("gsm8k")
-    (row,) = task.rows([("row 1", {"question": "How many?", "answer": "48/2 = <<48/2=24>>24 and 48+24 = <<48+24=72>>72.\n#### 72"})])
-    assert row["completion"] == " 48/2 = 24 and 48+24 = 72.\n#### 72"
-    assert task.verify(text, row).status == status
-
-
-@pytest.mark.parametrize(
-    ("text", "status"),
-    [
-        (r"so \boxed{\frac12}", "ok"), (r"<answer>\boxed{0.5}</answer>", "ok"), ("<answer>1/2</answer>", "ok"), (r"\boxed{1} \boxed{\frac{1}{2}}", "ok"),
-        (r"\boxed{1/2} \boxed{1}", "wrong"), (r"\boxed{0.5=1}", "wrong"), (r"\boxed{50\%}", "wrong"), ("1/2", "malformed"), (r"\boxed{1/2", "malformed"),
-        (r"\boxed{0.5} <answer>\boxed{3}</answer>", "wrong"), ("", "malformed"),
-    ],
-)  # fmt: skip
-def test_the_box_of_math500(text, status):
-    task = get_task("math500")
-    (row,) = task.rows([("row 1", {"problem": "?", "solution": r"\boxed{\frac{1}{2}}", "answer": r"\frac{1}{2}"})])
-    assert task.verify(text, row).status == status
-
-
 def test_published_components_add_up():
     task = get_task("gsm8k")
     (row,) = task.rows([("row 1", {"question": "How many?", "answer": "#### 72"})])

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import ClassVar
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
 
-from unmask.data.characters import character_tokenizer
-from unmask.errors import ConfigError, ModelError, TrainingError, UnmaskError
+from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Task, get_task
 from unmask.training.rewards import Rewards
@@ -175,67 +169,6 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
     assert_equal(reward_BF, [[1.0], [math.nan], [0.0]])
     assert rewards.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
     del Task._known["odd"]
-
-
-class Judge(BaseHTTPRequestHandler):
-    """Rewards a completion by its length, fails at first on every second one, and always on `x`."""
-
-    asked: ClassVar[list[dict]] = []
-
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        if body["completion"] == "x" or (body["answer"] == "0" and self.asked.count(body) == 1):
-            self.send_error(500)
-            return
-        answer = json.dumps({"reward": None if body["completion"] == "" else len(body["completion"])}).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(answer)))
-        self.end_headers()
-        self.wfile.write(answer)
-
-    def log_message(self, *_):
-        pass
-
-
-def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscored():
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    rewards = Rewards(f"http://127.0.0.1:{server.server_port}/judge")
-    try:
-        assert_equal(rewards(ROWS, ["ab", "x", ""], IDS), [[2.0], [math.nan], [math.nan]])
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert [body["prompt"] for body in Judge.asked if body["completion"] == "x"] == ["p1"] * 3
-    assert_equal(rewards([ROWS[0]], ["ab"], IDS[:1]), [[math.nan]])  # nobody is there any more
-
-
-def test_a_sequence_classifier_is_a_reward(tmp_path):
-    tokenizer = character_tokenizer("abc")
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
-    torch.manual_seed(0)
-    model = LlamaForSequenceClassification(config).eval()
-    model.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    rewards = Rewards(f"model:{tmp_path}")
-    rows = [{"prompt": "ab"}, {"prompt": "c"}]
-    model.config.pad_token_id = tokenizer.pad_token_id
-    expected = [model(**tokenizer([text], return_tensors="pt")).logits.item() for text in ("abc", "caba")]
-    torch.testing.assert_close(rewards(rows, ["c", "aba"], IDS[:2]).flatten(), torch.tensor(expected))
-
-    LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 2})).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has 2 labels"):
-        Rewards(f"model:{tmp_path}")
-    with pytest.raises(ModelError, match="no sequence classifier"):
-        Rewards(f"model:{tmp_path}/absent")
-
-
-@pytest.mark.parametrize("url", ["http://[::1", "http://host:abc/", "http://", "https:///path"])
-def test_an_address_that_is_none_is_told_before_training(url):
-    with pytest.raises(ConfigError, match="http"):
-        Rewards(url)
 
 
 def test_parts_of_a_wrong_length_are_refused(tmp_path):

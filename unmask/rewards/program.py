@@ -29,4 +29,4 @@ def verdict_of(outcome: Outcome) -> Verdict:
     if outcome.status == "ok":
         return OK
     value = None if outcome.status == "infrastructure" else outcome.passed / max(1, outcome.total)
-    return Verdict(value, outcome.status, outcome.remark)
+    return Verdict(value, outcome.status, outcome.detail)

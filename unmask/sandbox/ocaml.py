@@ -157,11 +157,11 @@ def _compile(slot: Slot, program: str, tests: OCamlTests) -> str | Outcome:
         compiler.send({"files": files, "commands": tools.commands(tests), "result": "main"})
         frame = compiler.receive(COMPILE_SECONDS)
     if frame is None:
-        return Outcome("timeout", remark=f"not compiled within {COMPILE_SECONDS:g} seconds")
-    found = json.loads(frame or b'{"failed": -1, "remark": "the compiler ended"}')
+        return Outcome("timeout", detail=f"not compiled within {COMPILE_SECONDS:g} seconds")
+    found = json.loads(frame or b'{"failed": -1, "detail": "the compiler ended"}')
     if "failed" in found:
         of_dataset = 0 <= found["failed"] < DATASET_COMMANDS
-        return Outcome("infrastructure" if of_dataset else "malformed", remark=found["remark"])
+        return Outcome("infrastructure" if of_dataset else "malformed", detail=found["detail"])
     native: str = found["program"]
     with _lock:
         _compiled[key] = native
@@ -183,7 +183,7 @@ def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
             while frame := native.receive(deadline - time.monotonic()):
                 frames.append(frame)
     if frame is None:
-        return Outcome("timeout", remark=f"not done within {slot.limits.seconds:g} seconds")
+        return Outcome("timeout", detail=f"not done within {slot.limits.seconds:g} seconds")
     return outcome(frames, nonce, tests.checks)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, Literal
+from typing import Any
 
+from unmask.rewards.verdict import Status
 from unmask.sandbox.cgroups import Group
 from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, Limits, SandboxError, probe
 from unmask.sandbox.launch import Cell, Member
@@ -42,13 +43,13 @@ class Outcome:
         status: ok: every test passed. wrong: one did not, or the program raised or ended. malformed: it is no program. timeout.
             infrastructure: the sandbox failed before the program ran, or the tests are broken.
         passed, total: tests.
-        remark: the first failure.
+        detail: the first failure.
     """
 
-    status: Literal["ok", "wrong", "malformed", "timeout", "infrastructure"]
+    status: Status
     passed: int = 0
     total: int = 0
-    remark: str = ""
+    detail: str = ""
 
 
 class Slot:
@@ -125,15 +126,15 @@ def python_job(program: str, tests: PythonTests) -> Job:
 def outcome(found: dict[str, Any] | None, limits: Limits) -> Outcome:
     """What a judge's findings mean. Once the program is heard, whatever goes wrong is its own doing."""
     if found is None:
-        return Outcome("timeout", remark=f"not done within {limits.seconds:g} seconds")
+        return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
     if "broken" in found:
-        return Outcome("infrastructure", remark=f"the tests are broken: {found['broken']}")
+        return Outcome("infrastructure", detail=f"the tests are broken: {found['broken']}")
     if "refused" in found:
-        return Outcome("malformed" if found["syntax"] else "wrong", remark=found["refused"])
+        return Outcome("malformed" if found["syntax"] else "wrong", detail=found["refused"])
     if not found:
-        return Outcome("wrong", remark="the tests ended before their end")
+        return Outcome("wrong", detail="the tests ended before their end")
     passed, total = found["passed"], found["total"] + (not found["complete"])  # what ends the tests early is a failed one
-    return Outcome("ok" if 0 < passed == total else "wrong", passed, total, found["remark"])
+    return Outcome("ok" if 0 < passed == total else "wrong", passed, total, found["detail"])
 
 
 class Pool:
@@ -178,7 +179,7 @@ class Pool:
         try:
             return job(slot)
         except (OSError, SandboxError) as error:
-            return Outcome("infrastructure", remark=str(error))
+            return Outcome("infrastructure", detail=str(error))
         finally:
             self._free.put(slot)
 

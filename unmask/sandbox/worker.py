@@ -7,30 +7,42 @@ Candidate and judge are processes in sandboxes of their own, joined by a pair of
 plain data passes: numbers, text, collections of these, and numbers that stand for any other object and mean nothing but to the candidate.
 So tests compare built-in values with built-in operators, in a process in which no line of the candidate ever ran.
 
-This file is handed to a bare interpreter: it imports the standard library alone, and nothing that it says is trusted outside.
+This file is handed to a bare interpreter, and nothing that it says is trusted outside. It imports what is compiled into the
+interpreter: the modules `ast`, `json` and `os`, written in Python, would take longer to import than the interpreter takes to start.
 
 A frame is four bytes of length and that much JSON. Each process first says that it is ready (null), then reads its job from standard
 input; the judge ends with its findings.
 """
 
-import ast
+import _ast
+import _json
 import builtins
-import collections
-import contextlib
-import functools
-import json
-import os
+import posix
 import resource
 import sys
+from _collections import deque
 
 MAX_FRAME = 1 << 24
 RESULTS = 3
 SAFE_INTEGER = 1 << 53
-REMARK = 300
-COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": collections.deque}
+DETAIL = 300
+COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 """Those other than list and dict, by the tag that they are written with."""
 
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+
+
+class Reading:
+    """How JSON is read: as `json.loads` does."""
+
+    strict = True
+    object_hook = object_pairs_hook = None
+    parse_float, parse_int = float, int
+    parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.__getitem__
+
+
+scan = _json.make_scanner(Reading)  # type: ignore[arg-type]
+write_parts = _json.make_encoder(None, None, _json.encode_basestring_ascii, None, ": ", ", ", False, False, True)  # type: ignore[arg-type]
 
 MAKERS = {
     "int": lambda text: int(text, 16),
@@ -57,12 +69,18 @@ class Pipe:
         size = int.from_bytes(self._bytes(4), "big")
         if size > MAX_FRAME:
             raise CandidateError(f"a frame of {size} bytes")
-        return json.loads(self._bytes(size))
+        try:
+            value, end = scan(self._bytes(size).decode("ascii"), 0)
+        except (StopIteration, ValueError):
+            end = -1
+        if end != size:
+            raise CandidateError("a frame that is no JSON")
+        return value
 
     def _bytes(self, size):
         parts = []
         while size:
-            part = os.read(self.source, min(size, 1 << 16))
+            part = posix.read(self.source, min(size, 1 << 16))
             if not part:
                 raise CandidateError("it ended")
             parts.append(part)
@@ -70,12 +88,12 @@ class Pipe:
         return b"".join(parts)
 
     def write(self, value):
-        data = json.dumps(value).encode()
+        data = "".join(write_parts(value, 0)).encode()
         if len(data) > MAX_FRAME:
             raise CandidateError(f"a frame of {len(data)} bytes")
         rest = memoryview(len(data).to_bytes(4, "big") + data)
         while rest:
-            rest = rest[os.write(self.sink, rest) :]
+            rest = rest[posix.write(self.sink, rest) :]
 
 
 def encode(value, keep):
@@ -130,18 +148,21 @@ class Candidate:
         self.objects = []
 
     def run(self):
-        error = self._attempt(lambda: exec(compile(self.source, "candidate.py", "exec"), self.names))
+        error = self._attempt(self._start)
         self.pipe.write(error)
         while True:
             operation, *arguments = self.pipe.read()
-            self.pipe.write(self._attempt(functools.partial(getattr(self, operation), *arguments)))
+            self.pipe.write(self._attempt(getattr(self, operation), *arguments))
 
-    def _attempt(self, action):
+    def _start(self):
+        exec(compile(self.source, "candidate.py", "exec"), self.names)
+
+    def _attempt(self, action, *arguments):
         """What it gives, as JSON, or the name and text of what it raises."""
         try:
-            return {"value": encode(action(), self._keep)}
+            return {"value": encode(action(*arguments), self._keep)}
         except BaseException as error:  # user code
-            return {"error": type(error).__name__, "text": str(error)[:REMARK]}
+            return {"error": type(error).__name__, "text": str(error)[:DETAIL]}
 
     def _keep(self, value):
         self.objects.append(value)
@@ -199,15 +220,22 @@ class Handle:
         return False
 
 
-class CountAsserts(ast.NodeTransformer):
-    """Each assertion is counted, and a failed one does not end the tests; `assert True` says nothing."""
+def parse(source):
+    return compile(source, "tests.py", "exec", _ast.PyCF_ONLY_AST)
 
-    def visit_Assert(self, node):
-        if isinstance(node.test, ast.Constant) and node.test.value:
-            return ast.copy_location(ast.Pass(), node)
-        (counted,) = ast.parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body
-        counted.body = [node]  # type: ignore[attr-defined]
-        return ast.fix_missing_locations(ast.copy_location(counted, node))
+
+def count_asserts(node):
+    """Each assertion is counted, and a failed one does not end the tests; `assert True` says nothing."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        if isinstance(statements := getattr(node, name, None), list):
+            setattr(node, name, [count_asserts(statement) for statement in statements])
+    if not isinstance(node, _ast.Assert):
+        return node
+    if isinstance(node.test, _ast.Constant) and node.test.value:
+        return parse("pass").body[0]
+    (counted,) = parse("try:\n    pass\nexcept Exception as _error:\n    _count(_error)\nelse:\n    _count(None)").body
+    counted.body = [node]
+    return counted
 
 
 class Judge:
@@ -222,20 +250,20 @@ class Judge:
     def __init__(self, pipe, job):
         self.pipe, self.job = pipe, job
         self.passed = self.total = 0
-        self.remark = ""
+        self.detail = ""
 
     def run(self):
         """The findings: `broken` where the tests themselves are, before the candidate is heard; else the counts, and whether all ran."""
         names = {"__name__": "tests", "_count": self._count}
         try:
-            program = compile(CountAsserts().visit(ast.parse(self.job["tests"], "tests.py")), "tests.py", "exec")
+            program = compile(count_asserts(parse(self.job["tests"])), "tests.py", "exec")
             exec(compile(self.job["setup"], "setup.py", "exec"), names)
         except Exception as error:  # user code
-            return {"broken": f"{type(error).__name__}: {error}"[:REMARK]}
+            return {"broken": f"{type(error).__name__}: {error}"[:DETAIL]}
         try:
             self.value(self.pipe.read())
         except Exception as error:  # user code
-            return {"refused": f"{type(error).__name__}: {error}"[:REMARK], "syntax": isinstance(error, SyntaxError)}
+            return {"refused": f"{type(error).__name__}: {error}"[:DETAIL], "syntax": isinstance(error, SyntaxError)}
         complete = False
         try:
             names.update({alias: self.ask("name", name) for alias, name in self.job["names"].items()})
@@ -243,7 +271,7 @@ class Judge:
             complete = True
         except Exception as error:  # user code
             self._note(error)
-        return {"passed": self.passed, "total": self.total, "complete": complete, "remark": self.remark}
+        return {"passed": self.passed, "total": self.total, "complete": complete, "detail": self.detail}
 
     def ask(self, *request):
         operation, *arguments = request
@@ -258,10 +286,11 @@ class Judge:
             name, text = str(answer["error"]), str(answer["text"])
         except (ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError) as error:
             raise CandidateError(f"its answer is not plain data ({type(error).__name__})") from None
-        raised = CandidateError(f"{name}: {text}")
-        if issubclass(TYPES.get(name, object), Exception):
-            with contextlib.suppress(TypeError):  # of those that take other arguments
-                raised = TYPES[name](text)
+        unknown = CandidateError(f"{name}: {text}")
+        try:
+            raised = TYPES[name](text) if issubclass(TYPES.get(name, object), Exception) else unknown
+        except TypeError:  # of those that take other arguments
+            raised = unknown
         raise raised
 
     def _number(self, value):
@@ -275,13 +304,13 @@ class Judge:
         self._note(error)
 
     def _note(self, error):
-        if error is not None and not self.remark:
-            self.remark = f"{type(error).__name__}: {error}"[:REMARK]
+        if error is not None and not self.detail:
+            self.detail = f"{type(error).__name__}: {error}"[:DETAIL]
 
 
 def compile_program(job):
     """Write files, run commands one after the other, and give a file that they made; or the first that fails, and what it said."""
-    import base64  # late: candidates and judges start faster without
+    import base64  # late, for the others to start faster
     import subprocess
 
     for name, text in job["files"].items():
@@ -290,7 +319,7 @@ def compile_program(job):
     for number, command in enumerate(job["commands"]):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode:
-            return {"failed": number, "remark": done.stderr.decode(errors="replace")[-REMARK:]}
+            return {"failed": number, "detail": done.stderr.decode(errors="replace")[-DETAIL:]}
     with open(job["result"], "rb") as file:
         return {"program": base64.b64encode(file.read()).decode()}
 
@@ -299,11 +328,11 @@ def become_program(job, control):
     """Go on as a native program, whose way out is `RESULTS`."""
     import base64  # late, as above
 
-    with open("program", "wb", opener=lambda path, flags: os.open(path, flags, 0o700)) as file:
+    with open("program", "wb", opener=lambda path, flags: posix.open(path, flags, 0o700)) as file:
         file.write(base64.b64decode(job))
-    os.dup2(control, RESULTS)
+    posix.dup2(control, RESULTS)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # it needs no other process
-    os.execv("program", ["program"])
+    posix.execv("program", ["program"])
 
 
 def main():
@@ -323,9 +352,9 @@ def main():
         become_program(job, control)
     else:
         # From here on the way out is gone, and what the program prints goes nowhere.
-        os.close(control)
+        posix.close(control)
         for standard in (0, 1, 2):
-            os.dup2(os.open(os.devnull, os.O_RDWR), standard)
+            posix.dup2(posix.open("/dev/null", posix.O_RDWR), standard)
         Candidate(peer, job).run()
 
 

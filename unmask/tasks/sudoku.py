@@ -1,7 +1,6 @@
 """4x4 Sudoku: fill the empty cells so that every row, column and 2x2 box holds 1, 2, 3 and 4.
 
-A prompt is the 16 cells, row by row, with 0 for an empty one, and "="; a completion is the 16 digits of the solution. There are only 288
-solved grids, so solutions are found by look-up: each clue is a bit mask of the grids that agree with it.
+There are only 288 solved grids, so solutions are found by look-up: each clue is a bit mask of the grids that agree with it.
 """
 
 from __future__ import annotations
@@ -10,15 +9,11 @@ import functools
 import operator
 import random
 from collections.abc import Iterator, Mapping
-from itertools import combinations
-from types import MappingProxyType
 from typing import Any
 
-from unmask.errors import ConfigError, DataError
-from unmask.rewards.format import tagged_answers
-from unmask.rewards.parsing import answer_of
-from unmask.rewards.verdict import MALFORMED, Verdict
-from unmask.tasks.base import Puzzle, Row, Split, split_of
+from unmask.errors import DataError
+from unmask.tasks.base import Row, Split, split_of
+from unmask.tasks.grids import GridPuzzle, differences
 
 CELLS = 16
 DIGITS = "1234"
@@ -68,20 +63,7 @@ def _agreeing(puzzle: str) -> int:
     return functools.reduce(operator.and_, clues, _ALL_GRIDS)
 
 
-def _differences(a: str, b: str) -> int:
-    return sum(map(operator.ne, a, b))
-
-
-def published_share(completion: str, row: Mapping[str, Any]) -> float:
-    """The share of the empty cells that agree with the solution: of the digits in the last answer tags, as many as there are cells."""
-    puzzle, solution = row["puzzle"], row["solution"]
-    answers = tagged_answers(completion)
-    digits = "".join(filter(str.isdigit, answers[-1])) if answers else ""
-    pairs = zip(puzzle, solution, digits, strict=False)
-    return sum(clue == "0" and wanted == digit for clue, wanted, digit in pairs) / puzzle.count("0")
-
-
-class Sudoku(Puzzle):
+class Sudoku(GridPuzzle):
     """4x4 Sudoku.
 
     Args:
@@ -90,21 +72,17 @@ class Sudoku(Puzzle):
     """
 
     name = "sudoku"
-    fields = ("Puzzle", "Solution")
-    columns = ("puzzle", "solution")
+    digits = DIGITS
+    most_empty = 12
     alphabet = "01234="
     max_completion = CELLS + 1
     instructions = (
         "Solve the 4x4 Sudoku: every row, column and 2x2 box holds 1 to 4. It is given row by row, with 0 for an empty cell. "
         "Give the 16 digits of the solution between <answer> and </answer>."
     )
-    published = MappingProxyType({"sudoku": published_share})
 
     def __init__(self, *, min_empty: int = 6, max_empty: int = 11):
-        if not 1 <= min_empty <= max_empty <= 12:
-            what = f"min_empty {min_empty} and max_empty {max_empty} are no range within 1 to 12"
-            raise ConfigError(what, where=self.name, remedy="Use 1 <= min_empty <= max_empty <= 12.")
-        self.min_empty, self.max_empty = min_empty, max_empty
+        super().__init__(min_empty, max_empty)
         self._grids = {split: [grid for grid in GRIDS if split_of(grid) == split] for split in ("train", "test")}
 
     def draw(self, split: Split, rng: random.Random) -> Row | None:
@@ -115,43 +93,15 @@ class Sudoku(Puzzle):
             empty = set(rng.sample(range(CELLS), count))
             puzzle = "".join("0" if cell in empty else digit for cell, digit in enumerate(solution))
             if _agreeing(puzzle).bit_count() == 1:
-                return self._row(puzzle, solution)
+                return self.posing(puzzle, solution)
         return None
 
-    def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of a record with `Puzzle` and `Solution`. A puzzle may have several solutions."""
-        puzzle, solution = record["Puzzle"], record["Solution"]
-        if not isinstance(puzzle, str) or "0" not in puzzle or len(puzzle) != CELLS or not set(puzzle) <= set("0" + DIGITS):
-            remedy = "Write 16 digits as text, row by row: 1 to 4, and 0 for an empty cell (at least one)."
-            raise DataError(f"{puzzle!r} is not a 4x4 puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
-        if solution not in solve(puzzle):
-            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
-            raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
-        return self._row(puzzle, solution)
+    def is_valid(self, grid: str) -> bool:
+        return is_valid_grid(grid)
 
-    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The value is the share of the empty cells that are right; a changed clue costs as much as a wrong cell.
-
-        Where a puzzle has several solutions, each counts as right, and the nearest one is compared.
-        """
-        grid, puzzle = answer_of(completion) or "", row["puzzle"]
-        if len(grid) != CELLS or not set(grid) <= set(DIGITS):
-            return MALFORMED
-        errors = min(_differences(grid, solution) for solution in solve(puzzle))
-        return Verdict(max(0.0, 1 - errors / puzzle.count("0")), "wrong" if errors else "ok")
-
-    def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
-        """The solution with one empty cell changed or two swapped: as solved grids differ in four cells or more, never a solution."""
-        cells = list(row["completion"])
-        empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
-        swaps = [(a, b) for a, b in combinations(empty, 2) if cells[a] != cells[b]]
-        if swaps and rng.random() < 0.5:
-            a, b = rng.choice(swaps)
-            cells[a], cells[b] = cells[b], cells[a]
-        else:
-            cell = rng.choice(empty)
-            cells[cell] = rng.choice([digit for digit in DIGITS if digit != cells[cell]])
-        return "".join(cells)
+    def errors(self, grid: str, row: Mapping[str, Any]) -> int:
+        """Beside the nearest solution, where the puzzle has several."""
+        return min(differences(grid, solution) for solution in solve(row["puzzle"]))
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
         """As people do it: the more cells are empty, the likelier the grid is handed in with the last third of them left empty.
@@ -165,6 +115,3 @@ class Sudoku(Puzzle):
             return row["completion"]
         left = set(empty[-max(1, len(empty) // 3) :])
         return "".join("0" if cell in left else digit for cell, digit in enumerate(row["completion"]))
-
-    def _row(self, puzzle: str, solution: str) -> Row:
-        return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle, "solution": solution}

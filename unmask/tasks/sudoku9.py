@@ -1,21 +1,13 @@
-"""9x9 Sudoku: as in sudoku.py, with too many grids to list, so solutions are found by search.
-
-A prompt is the 81 cells, row by row, with 0 for an empty one, and "="; a completion is the 81 digits of the solution.
-"""
+"""9x9 Sudoku: with too many grids to list, solutions are found by search."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import islice
-from types import MappingProxyType
-from typing import Any
 
-from unmask.errors import ConfigError, DataError
-from unmask.rewards.parsing import answer_of
-from unmask.rewards.verdict import MALFORMED, OK, Verdict
-from unmask.tasks.base import Puzzle, Row, Split, split_of
-from unmask.tasks.sudoku import published_share
+from unmask.tasks.base import Row, Split, split_of
+from unmask.tasks.grids import GridPuzzle
 
 CELLS = 81
 DIGITS = "123456789"
@@ -68,7 +60,7 @@ def _search(cells: list[str], free: list[int], empty: list[int]) -> Iterator[str
             _flip(free, cell, bit)
 
 
-class Sudoku9(Puzzle):
+class Sudoku9(GridPuzzle):
     """9x9 Sudoku.
 
     Args:
@@ -76,21 +68,17 @@ class Sudoku9(Puzzle):
     """
 
     name = "sudoku9"
-    fields = ("Puzzle", "Solution")
-    columns = ("puzzle", "solution")
+    digits = DIGITS
+    most_empty = 50
     alphabet = "0123456789="
     max_completion = CELLS + 1
-    published = MappingProxyType({"sudoku9": published_share})
     instructions = (
         "Solve the Sudoku: every row, column and 3x3 box holds 1 to 9. It is given row by row, with 0 for an empty cell. "
         "Give the 81 digits of the solution between <answer> and </answer>."
     )
 
     def __init__(self, *, min_empty: int = 20, max_empty: int = 45):
-        if not 1 <= min_empty <= max_empty <= 50:
-            what = f"min_empty {min_empty} and max_empty {max_empty} are no range within 1 to 50"
-            raise ConfigError(what, where=self.name, remedy="Use 1 <= min_empty <= max_empty <= 50.")
-        self.min_empty, self.max_empty = min_empty, max_empty
+        super().__init__(min_empty, max_empty)
 
     def draw(self, split: Split, rng: random.Random) -> Row | None:
         """A random grid of the split, emptied cell by cell in a random order as long as its solution stays the only one."""
@@ -100,7 +88,7 @@ class Sudoku9(Puzzle):
         cells, free, wanted = list(solution), [0] * 27, rng.randint(self.min_empty, self.max_empty)
         for cell in rng.sample(range(CELLS), CELLS):
             if cells.count("0") == wanted:
-                return self._row("".join(cells), solution)
+                return self.posing("".join(cells), solution)
             bit = 1 << DIGITS.index(solution[cell])
             cells[cell] = "0"
             _flip(free, cell, bit)
@@ -110,41 +98,8 @@ class Sudoku9(Puzzle):
                 _flip(free, cell, bit)
         return None
 
-    def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of a record with `Puzzle` (0 or . for an empty cell) and `Solution`. A puzzle may have several solutions."""
-        puzzle, solution = str(record["Puzzle"]).replace(".", "0"), record["Solution"]
-        if "0" not in puzzle or len(puzzle) != CELLS or not set(puzzle) <= set("0" + DIGITS):
-            remedy = "Write 81 digits as text, row by row: 1 to 9, and 0 for an empty cell (at least one)."
-            raise DataError(f"{puzzle!r} is not a 9x9 puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
-        if not (isinstance(solution, str) and is_valid_grid(solution) and _keeps_clues(solution, puzzle)):
-            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
-            raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
-        return self._row(puzzle, solution)
-
-    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Right where the grid is valid and keeps the clues; else the share of the empty cells that agree with the row's solution,
-        less a cell for each changed clue."""
-        grid, puzzle = answer_of(completion) or "", row["puzzle"]
-        if len(grid) != CELLS or not set(grid) <= set(DIGITS):
-            return MALFORMED
-        if _keeps_clues(grid, puzzle) and is_valid_grid(grid):
-            return OK
-        errors = sum(digit != right for digit, right in zip(grid, row["solution"], strict=True))
-        return Verdict(max(0.0, 1 - errors / puzzle.count("0")), "wrong")
-
-    def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
-        """The solution with one empty cell changed: its row then holds a digit twice."""
-        cells = list(row["completion"])
-        cell = rng.choice([cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"])
-        cells[cell] = rng.choice([digit for digit in DIGITS if digit != cells[cell]])
-        return "".join(cells)
-
-    def _row(self, puzzle: str, solution: str) -> Row:
-        return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle, "solution": solution}
-
-
-def _keeps_clues(grid: str, puzzle: str) -> bool:
-    return all(clue in ("0", digit) for clue, digit in zip(puzzle, grid, strict=True))
+    def is_valid(self, grid: str) -> bool:
+        return is_valid_grid(grid)
 
 
 def _random_grid(rng: random.Random) -> str:

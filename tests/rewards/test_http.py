@@ -1,0 +1,53 @@
+"""A real server on this machine, that fails at times."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import pytest
+
+from unmask.errors import ConfigError
+from unmask.rewards.http import HttpJudge
+
+
+class Judge(BaseHTTPRequestHandler):
+    """Rewards a completion by its length, fails at first on every second one, and always on `x`."""
+
+    asked: ClassVar[list[dict]] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if body["completion"] == "x" or (body["answer"] == "0" and self.asked.count(body) == 1):
+            self.send_error(500)
+            return
+        answer = json.dumps({"reward": None if body["completion"] == "" else len(body["completion"])}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscored():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = HttpJudge(f"http://127.0.0.1:{server.server_port}/judge")
+    try:
+        assert judge(["p0", "p1", "p2"], ["ab", "x", ""], answer=["0", "1", "2"]) == [2.0, None, None]
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert [body["prompt"] for body in Judge.asked if body["completion"] == "x"] == ["p1"] * 3
+    assert judge(["p0"], ["ab"], answer=["0"]) == [None]  # nobody is there any more
+
+
+@pytest.mark.parametrize("url", ["http://[::1", "http://host:abc/", "http://", "https:///path"])
+def test_an_address_that_is_none_is_told_before_training(url):
+    with pytest.raises(ConfigError, match="http"):
+        HttpJudge(url)

@@ -1,0 +1,28 @@
+"""`unmask sandbox`."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from unmask.tables import show_table
+
+app = typer.Typer(help="Where programs that models write are run.", no_args_is_help=True)
+
+
+@app.command()
+def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Say what isolates programs on this host, and what gets through where a layer is missing. Ends with 2 if nothing isolates."""
+    from unmask.sandbox.isolation import LAYERS
+    from unmask.sandbox.isolation import probe as look
+
+    host = look()
+    if as_json:
+        typer.echo(json.dumps({"isolated": host.isolated, "python": host.python, "missing": dict(host.missing)}))
+    else:
+        lines = [(name, host.missing.get(name, "works"), risk if name in host.missing else "") for name, risk in LAYERS.items()]
+        show_table(lines, title=f"sandboxes of {host.python}", head=["layer", "here", "so that"])
+    if not host.isolated:
+        raise typer.Exit(2)
