@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.helpers import require_sandbox
+from unmask.sandbox import cgroups
 from unmask.sandbox.cgroups import Group, sweep
 
 GONE = 2**22 + 1  # beyond the largest process id
@@ -45,6 +46,17 @@ except OSError:
     with inside(group, forks) as process:
         assert int(process.stdout.readline()) <= 4
         assert group.processes() and group.kill(5.0) and not group.processes()
+
+
+def test_the_files_of_version_2(monkeypatch, tmp_path):
+    """Of a folder that stands for the hierarchy: only a host of version 2 has a real one."""
+    (tmp_path / "cgroup.controllers").touch()
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
+    monkeypatch.setattr(cgroups, "_own", lambda controller: tmp_path)
+    group = Group("unmask-1-test", 64 << 20, 4)
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert {file.name: file.read_text() for file in (tmp_path / "unmask-1-test").iterdir()} == {"memory.max": "67108864", "pids.max": "4"}
+    assert group.entrance() == [str(tmp_path / "unmask-1-test" / "cgroup.procs")]
 
 
 def test_groups_of_the_dead_are_swept_up_and_those_of_the_living_are_not(group):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import subprocess
 import sys
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import REPOSITORY
+from unmask.data.problems import read_problems
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Puzzle, Task, as_puzzle, get_rewards, get_task, split_of
@@ -205,6 +208,18 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     assert len(task.generate("train", 2, 0)) == 2
     with pytest.raises(ConfigError, match="3 different problems asked for, 2 found"):
         task.generate("train", 3, 0)
+
+
+def test_the_task_of_the_documentation(monkeypatch, tmp_path):
+    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    text = (REPOSITORY / "docs" / "tasks.md").read_text()
+    (source,) = re.findall(r"## A task of your own\n\n```python\n(.*?)```", text, re.DOTALL)
+    exec(source, {"__name__": "documentation"})
+    (tmp_path / "capitals.jsonl").write_text('{"country": "Peru", "capital": "Lima"}\n')
+    (row,) = read_problems(get_task("capitals"), str(tmp_path / "capitals.jsonl"), None, split="train")
+    assert row["prompt"] + row["completion"] == "The capital of Peru is Lima"
+    (reward,) = get_rewards("capitals")
+    assert reward([""] * 3, [" Lima", "Quito", ""], capital=["Lima"] * 3) == [1.0, 0.0, 0.0]
 
 
 def test_tasks_and_rewards_import_no_torch():

@@ -7,16 +7,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 from tests.helpers import REPOSITORY
-from tests.training.conftest import QUICK, equal, unmask, weights
+from tests.training.conftest import QUICK, equal, tiny, unmask, weights
 from unmask.config_files import parse_yaml
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
+from unmask.rewards.verdict import Status
 from unmask.tasks import get_task
 from unmask.training.run import forget_earlier_run
 
@@ -237,6 +238,23 @@ def test_rewards_and_held_out_rows_come_from_where_the_settings_say(model, tmp_p
     metrics = MetricsLog(tmp_path / "out" / "training_logs.json").read()
     assert [line["step"] for line in metrics if "eval_reward" in line] == [1, 2]
     assert "rewards/share_of_a" in metrics[0]
+
+
+def test_problems_are_put_as_conversations_and_each_status_is_logged(tmp_path):
+    lm = tiny(max_position_embeddings=256)  # of the instructions it knows a few letters, and the rest as <unk>
+    lm.save(tmp_path / "chat")
+    task = ["--task", "sudoku", "data.style=chat"]
+    refused = unmask("grpo", "--model", tmp_path / "chat", "--output", tmp_path / "early", *QUICK, *GRPO, *task)
+    assert_refused(refused, "128 new ones pass the context of 256")  # of the evaluation, before training
+    assert not list((tmp_path / "early").iterdir())
+    task.append("sampler.max_new_tokens=17")
+    result = unmask("grpo", "--model", tmp_path / "chat", "--output", tmp_path / "out", *QUICK, *GRPO, *task)
+    assert result.exit_code == 0, (result.output, result.exception)
+    metrics = MetricsLog(tmp_path / "out" / "training_logs.json").read()[0]
+    statuses = [metrics[f"rewards/sudoku/{status}"] for status in get_args(Status)]
+    assert sum(statuses) == pytest.approx(1) and metrics["unscored"] == 0
+    evaluation = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    assert evaluation["rows"] == 4
 
 
 SCRIPT = """

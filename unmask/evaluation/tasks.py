@@ -12,6 +12,7 @@ from typing import Any
 from unmask.config import SamplerConfig
 from unmask.errors import DataError
 from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference, wilson_interval
+from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tasks import Task, split_of
@@ -66,19 +67,27 @@ def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
     return cluster_bootstrap_mean(values, groups)
 
 
+def _canvas(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
+    """Where a task knows the length of its answers (as text, not in a conversation), that is the canvas, whatever the sampler says."""
+    sampler = sampler or SamplerConfig(batch_size=256)
+    known = task.max_completion and rows and isinstance(rows[0]["prompt"], str)
+    return sampler.model_copy(update={"max_new_tokens": task.max_completion}) if known else sampler
+
+
+def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
+    """Raise now the GenerationError that `evaluate_task` would: a prompt that is too long, settings that do not fit the model."""
+    make_requests(lm, [row["prompt"] for row in rows], _canvas(task, rows, sampler))
+
+
 def evaluate_task(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 
-    Where a task knows the length of its answers (as text, not in a conversation), that is the canvas, whatever the sampler says. Rows
-    that could not be judged are left out of the shares, and counted.
+    Rows that could not be judged are left out of the shares, and counted.
 
     Raises:
         DataError: not one row could be judged.
     """
-    sampler = sampler or SamplerConfig(batch_size=256)
-    if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
-        sampler = sampler.model_copy(update={"max_new_tokens": task.max_completion})
-    texts = generate(lm, [row["prompt"] for row in rows], sampler).texts
+    texts = generate(lm, [row["prompt"] for row in rows], _canvas(task, rows, sampler)).texts
     verdicts = task.verify_all(texts, rows)
     judged = [(v, v.value, row["group"], text) for v, row, text in zip(verdicts, rows, texts, strict=True) if v.value is not None]
     if not judged:

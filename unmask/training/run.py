@@ -20,7 +20,7 @@ from unmask.config import DataConfig, DataSource, RunConfig, build_training_args
 from unmask.data.problems import pose, read_problems
 from unmask.data.sources import load_mixture, load_rows
 from unmask.errors import ConfigError, DataError
-from unmask.evaluation.tasks import evaluate_task
+from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
@@ -127,6 +127,9 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with display as progress, progress.stage(verb) as stage:
         trainer = make_trainer(verb, config, args, progress=stage)
+        task, held_out = held_out_problems(config)
+        if task and held_out:
+            check_evaluation(trainer.lm, task, held_out, config.sampler)
         if args.should_save:
             if config.overwrite and not resume:
                 forget_earlier_run(output)
@@ -135,16 +138,22 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
-    task = get_task(config.data.task) if config.data.task else None
-    if args.should_save and (isinstance(task, Puzzle) or (task and config.data.eval)):
-        data = config.data
-        problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
-        result = evaluate_task(trainer.lm, task, pose(task, problems, data.style), config.sampler)
-        write_atomic(output / "evaluation.json", result.to_json() + "\n")
+    if args.should_save and task and held_out:
+        write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, held_out, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()
     processes.wait_for_everyone()
     processes.destroy_process_group()
+
+
+def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
+    """The task, and the problems of it that the trained model is evaluated on: of the file given, else new ones if the task makes any."""
+    data = config.data
+    task = get_task(data.task) if data.task else None
+    if task is None or not (isinstance(task, Puzzle) or data.eval):
+        return task, []
+    problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
+    return task, pose(task, problems, data.style)
 
 
 def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
