@@ -11,6 +11,7 @@ from unmask.sandbox.isolation import Host, Limits
 from unmask.sandbox.pool import Outcome, Pool, PythonTests, outcome, python_job
 
 DOUBLE = "def f(x):\n    return 2 * x\n"
+STOPS = "def f(x): raise StopIteration"
 
 
 def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
@@ -31,6 +32,9 @@ def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str)
         ("def f(*a, **k): return [a, k]", "assert f(1, (2,), key={3: {4}}) == [(1, (2,)), {'key': {3: {4}}}]", Outcome("ok", 1, 1)),
         ("def g(x): return x", "assert f(1) == 1", Outcome("wrong", 0, 1, "NameError: name 'f' is not defined")),
         ("def f(x) return x", "assert f(1) == 1", Outcome("malformed", 0, 0, "SyntaxError: expected ':' (candidate.py, line 1)")),
+        (STOPS, "assert all(map(lambda x: f(x) == 2 * x, range(5)))", Outcome("wrong", 0, 1, "CandidateError: StopIteration: ")),
+        (STOPS, "for n in map(f, [1]):\n    assert n == 2\nassert 1 + 1 == 2", Outcome("wrong", 0, 1, "CandidateError: StopIteration: ")),
+        (STOPS, "for n in iter(lambda: f(1), 0):\n    assert n == 2", Outcome("wrong", 0, 1, "CandidateError: StopIteration: ")),
         ("1 / 0", "assert f(1) == 1", Outcome("wrong", 0, 0, "ZeroDivisionError: division by zero")),
         (DOUBLE, "assert f(1) ==", Outcome("infrastructure", detail="the tests are broken: SyntaxError: invalid syntax (tests.py, line 1)")),
     ],

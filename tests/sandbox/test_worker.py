@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from collections import deque
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -71,6 +74,28 @@ def test_a_frame_that_is_no_json_is_the_candidates_error(data):
         os.write(ours.sink, len(data).to_bytes(4, "big") + data)
         with pytest.raises(worker.CandidateError, match="no JSON"):
             ours.read()
+
+
+@pytest.mark.parametrize("frame", ['{"a" 1}', "[1 2]", '"abc', "[" * 100_000, '{"value": "\\u12"}'])
+def test_so_it_is_in_a_bare_interpreter_that_never_saw_json(frame):
+    script = f"""
+import sys
+sys.path.insert(0, {str(Path(worker.__file__).parent)!r})
+import posix, worker
+reading, writing = posix.pipe()
+if not posix.fork():
+    data = sys.argv[1].encode()
+    data = len(data).to_bytes(4, "big") + data
+    while data:
+        data = data[posix.write(writing, data):]
+    posix._exit(0)
+try:
+    worker.Pipe(reading, writing).read()
+except worker.CandidateError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", script, frame], capture_output=True, text=True)
+    assert done.stdout.strip() == "a frame that is no JSON", done.stderr
 
 
 @given(

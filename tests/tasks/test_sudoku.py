@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.helpers import read_task, shared_path
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.verdict import Verdict
-from unmask.tasks import Sudoku, split_of
+from unmask.tasks import Sudoku, Sudoku9, split_of
 from unmask.tasks.sudoku import GRIDS, is_valid_grid, solve
 
 grids = st.sampled_from(GRIDS)
@@ -143,6 +143,16 @@ def test_a_corruption_touches_one_or_two_empty_cells(row, seed):
     assert 1 <= len(changed) <= 2
     assert all(row["puzzle"][cell] == "0" for cell in changed)
     assert not TASK.verify(text, row).solved
+
+
+@pytest.mark.parametrize("task", [Sudoku(), Sudoku9()])
+def test_a_row_of_another_size_rewards_nothing(task):
+    size = len(task.digits) ** 2
+    for puzzle, solution in (("0" * 25, "1" * 25), ("", ""), ("0", "1")):
+        assert task.verify("1" * len(puzzle), {"puzzle": puzzle, "solution": solution}) == Verdict(0.0, "malformed")
+    for value in (12340000000000.0, int("1" * size)):
+        with pytest.raises(DataError, match="is not a"):
+            task.row({"Puzzle": value, "Solution": "1"}, "row 1")
 
 
 def test_the_published_file():

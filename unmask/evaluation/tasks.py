@@ -75,7 +75,8 @@ def _canvas(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfi
 
 
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
-    """Raise now the GenerationError that `evaluate_task` would: a prompt that is too long, settings that do not fit the model."""
+    """Raise now what `evaluate_task` would: a prompt that is too long, settings that do not fit the model, no sandbox for programs."""
+    task.verify_all([""], rows[:1])
     make_requests(lm, [row["prompt"] for row in rows], _canvas(task, rows, sampler))
 
 

@@ -165,7 +165,7 @@ def _find_python(host: Host) -> tuple[str, str]:
         return sys.executable, "there is no bwrap (apt-get install bubblewrap)"
     problem = ""
     for python in dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
-        command = [*dataclasses.replace(host, python=python).command(FIRST_UID), python, "-I", "-S", "-c", "import json, typing"]
+        command = [*dataclasses.replace(host, python=python).command(FIRST_UID), python, "-I", "-S", "-c", "import _json, resource, typing"]
         tried = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if tried.returncode == 0:
             return python, ""

@@ -7,8 +7,8 @@ Candidate and judge are processes in sandboxes of their own, joined by a pair of
 plain data passes: numbers, text, collections of these, and numbers that stand for any other object and mean nothing but to the candidate.
 So tests compare built-in values with built-in operators, in a process in which no line of the candidate ever ran.
 
-This file is handed to a bare interpreter, and nothing that it says is trusted outside. It imports what is compiled into the
-interpreter: the modules `ast`, `json` and `os`, written in Python, would take longer to import than the interpreter takes to start.
+This file is handed to a bare interpreter, and nothing that it says is trusted outside. It imports modules written in C
+alone: `ast`, `json` and `os`, written in Python, would take longer to import than the interpreter takes to start.
 
 A frame is four bytes of length and that much JSON. Each process first says that it is ready (null), then reads its job from standard
 input; the judge ends with its findings.
@@ -29,7 +29,7 @@ DETAIL = 300
 COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
 """Those other than list and dict, by the tag that they are written with."""
 
-TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
+TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")}
 
 
 class Reading:
@@ -71,7 +71,7 @@ class Pipe:
             raise CandidateError(f"a frame of {size} bytes")
         try:
             value, end = scan(self._bytes(size).decode("ascii"), 0)
-        except (StopIteration, ValueError):
+        except (RecursionError, StopIteration, SystemError, ValueError):  # the second last where CPython 3.11 finds no class to raise
             end = -1
         if end != size:
             raise CandidateError("a frame that is no JSON")
@@ -279,7 +279,10 @@ class Judge:
         return self.value(self.pipe.read())
 
     def value(self, answer):
-        """The value in an answer, or the exception that it tells of: a built-in one of that name, else a CandidateError."""
+        """The value in an answer, or the exception that it tells of: a built-in one of that name, else a CandidateError.
+
+        StopIteration is none of them: raised within `map` or `filter`, it would end the tests' own loops.
+        """
         try:
             if "value" in answer:
                 return decode(answer["value"], lambda number: Handle(self, int(number)))
@@ -288,7 +291,8 @@ class Judge:
             raise CandidateError(f"its answer is not plain data ({type(error).__name__})") from None
         unknown = CandidateError(f"{name}: {text}")
         try:
-            raised = TYPES[name](text) if issubclass(TYPES.get(name, object), Exception) else unknown
+            kind = TYPES.get(name, object)
+            raised = kind(text) if issubclass(kind, Exception) and not issubclass(kind, StopIteration) else unknown
         except TypeError:  # of those that take other arguments
             raised = unknown
         raise raised

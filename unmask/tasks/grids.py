@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import operator
 import random
 from collections.abc import Mapping
 from itertools import combinations
@@ -19,7 +18,7 @@ from unmask.tasks.base import Puzzle, Row
 
 def differences(a: str, b: str) -> int:
     """How many cells of two grids differ."""
-    return sum(map(operator.ne, a, b))
+    return sum(x != y for x, y in zip(a, b, strict=True))
 
 
 def published_share(completion: str, row: Mapping[str, Any]) -> float:
@@ -65,9 +64,9 @@ class GridPuzzle(Puzzle):
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record with `Puzzle` (0 or . for an empty cell) and `Solution`. A puzzle may have several solutions."""
-        puzzle, solution = str(record["Puzzle"]).replace(".", "0"), record["Solution"]
-        side = len(self.digits)
-        if "0" not in puzzle or len(puzzle) != side**2 or not set(puzzle) <= {"0", *self.digits}:
+        puzzle, solution, side = record["Puzzle"], record["Solution"], len(self.digits)
+        puzzle = puzzle.replace(".", "0") if isinstance(puzzle, str) else puzzle
+        if not isinstance(puzzle, str) or "0" not in puzzle or len(puzzle) != side**2 or not set(puzzle) <= {"0", *self.digits}:
             remedy = f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at least one)."
             raise DataError(f"{puzzle!r} is not a {side}x{side} puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
         if not (isinstance(solution, str) and self.solves(solution, puzzle)):
@@ -83,7 +82,7 @@ class GridPuzzle(Puzzle):
         """Right where the grid is valid and keeps the clues; else the share of the empty cells that are right, less a cell for each
         changed clue."""
         grid, puzzle = answer_of(completion) or "", row["puzzle"]
-        if len(grid) != len(puzzle) or not set(grid) <= set(self.digits):
+        if len(grid) != len(self.digits) ** 2 or not set(grid) <= set(self.digits):
             return MALFORMED
         if self.solves(grid, puzzle):
             return OK

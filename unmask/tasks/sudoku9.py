@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from itertools import islice
+from types import MappingProxyType
 
 from unmask.tasks.base import Row, Split, split_of
-from unmask.tasks.grids import GridPuzzle
+from unmask.tasks.grids import GridPuzzle, published_share
 
 CELLS = 81
 DIGITS = "123456789"
@@ -70,6 +71,7 @@ class Sudoku9(GridPuzzle):
     name = "sudoku9"
     digits = DIGITS
     most_empty = 50
+    published = MappingProxyType({"sudoku9": published_share})
     alphabet = "0123456789="
     max_completion = CELLS + 1
     instructions = (
