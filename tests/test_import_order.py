@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import REPOSITORY
 
 ORDER = [
-    *["errors", "config", "monitor", "sandbox", "rewards", "tasks", "data"],
+    *["errors", "config", "monitor", "tables", "sandbox", "rewards", "tasks", "data"],
     *["models", "diffusion", "generation", "objectives", "methods", "evaluation", "training", "serving"],
     *["unmask", "demo", "cli", "__main__"],
 ]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.rewards.program import verdict_of
-from unmask.sandbox.pool import Outcome
+from unmask.sandbox.outcome import Outcome
 
 counts = st.tuples(st.integers(0, 9), st.integers(0, 9)).map(sorted)
 

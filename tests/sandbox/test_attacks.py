@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.sandbox.attacks import FORGERIES, GREED, HOST, PREAMBLE
-from unmask.sandbox.pool import Outcome, Pool, PythonTests, python_job
+from unmask.sandbox.outcome import Outcome
+from unmask.sandbox.pool import Pool, PythonTests, python_job
 
 TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
 ONCE, OFTEN = 1, 20

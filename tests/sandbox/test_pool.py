@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unmask.sandbox.isolation import Host, Limits
-from unmask.sandbox.pool import Outcome, Pool, PythonTests, outcome, python_job
+from unmask.sandbox.outcome import Outcome
+from unmask.sandbox.pool import Pool, PythonTests, outcome, python_job
 
 DOUBLE = "def f(x):\n    return 2 * x\n"
 STOPS = "def f(x): raise StopIteration"

@@ -17,7 +17,7 @@ from tests.training.conftest import QUICK, equal, tiny, unmask, weights
 from unmask.config_files import parse_yaml
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
-from unmask.rewards.verdict import Status
+from unmask.sandbox.outcome import Status
 from unmask.tasks import get_task
 from unmask.training.run import forget_earlier_run
 

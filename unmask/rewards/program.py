@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 from unmask.config_files import ACCEPT_UNSANDBOXED
 from unmask.rewards.verdict import OK, Verdict
-from unmask.sandbox.pool import Job, Outcome, Pool
+from unmask.sandbox.outcome import Outcome
+from unmask.sandbox.pool import Job, Pool
 
 
 @functools.cache

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
-Status = Literal["ok", "wrong", "malformed", "timeout", "infrastructure"]
+from unmask.sandbox.outcome import Status
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from unmask.sandbox.isolation import LAYERS
+from unmask.sandbox.isolation import probe as look
 from unmask.tables import show_table
 
 app = typer.Typer(help="Where programs that models write are run.", no_args_is_help=True)
@@ -15,9 +17,6 @@ app = typer.Typer(help="Where programs that models write are run.", no_args_is_h
 @app.command()
 def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Say what isolates programs on this host, and what gets through where a layer is missing. Ends with 2 if nothing isolates."""
-    from unmask.sandbox.isolation import LAYERS
-    from unmask.sandbox.isolation import probe as look
-
     host = look()
     if as_json:
         typer.echo(json.dumps({"isolated": host.isolated, "python": host.python, "missing": dict(host.missing)}))

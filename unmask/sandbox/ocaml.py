@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from unmask.sandbox.isolation import INSIDE, Host, SandboxError
-from unmask.sandbox.pool import Job, Outcome, Slot
+from unmask.sandbox.outcome import Outcome
+from unmask.sandbox.pool import Job, Slot
 
 SUPPORT = Path(__file__).parent / "ocaml_support"
 PACKAGES = ("base", "ounit2")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from unmask.rewards.verdict import Status
 from unmask.sandbox.cgroups import Group
 from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, Limits, SandboxError, probe
 from unmask.sandbox.launch import Cell, Member
+from unmask.sandbox.outcome import Outcome
 
 MOST_SLOTS = 64
 
@@ -33,23 +33,6 @@ class PythonTests:
     asserts: str
     names: Mapping[str, str]
     setup: str = ""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a program.
-
-    Attributes:
-        status: ok: every test passed. wrong: one did not, or the program raised or ended. malformed: it is no program. timeout.
-            infrastructure: the sandbox failed before the program ran, or the tests are broken.
-        passed, total: tests.
-        detail: the first failure.
-    """
-
-    status: Status
-    passed: int = 0
-    total: int = 0
-    detail: str = ""
 
 
 class Slot:

@@ -28,7 +28,7 @@ from unmask.generation.trace import Generation
 from unmask.methods import Rollout, get_method
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate
-from unmask.rewards.verdict import Status
+from unmask.sandbox.outcome import Status
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.trainer import DiffusionTrainer, StageConfig
 
