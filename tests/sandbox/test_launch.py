@@ -9,7 +9,8 @@ import pytest
 
 from tests.helpers import require_sandbox
 from unmask.sandbox import launch
-from unmask.sandbox.pool import Pool, PythonTests, python_job
+from unmask.sandbox.isolation import Limits, probe
+from unmask.sandbox.pool import Pool, PythonTests, Slot, python_job
 
 JOB = python_job("def f(x): return 2 * x", PythonTests("assert f(1) == 2", {"f": "f"}))
 
@@ -38,3 +39,19 @@ def test_a_process_that_cannot_be_made_leaves_no_descriptor_and_no_process(monke
     assert all(process is None or process.poll() is not None for process in started)
     started.clear()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_killed_counts_no_more():
+    """Dead processes that nobody has reaped fill a control group: after a few programs nothing would start in it."""
+    require_sandbox()
+    host = probe()
+    if "cgroups" in host.missing:
+        pytest.skip(host.missing["cgroups"])
+    slot = Slot(host, Limits())
+    counters = [folder / "pids.current" for group in slot.groups for folder in group.folders]
+    counters = [counter for counter in counters if counter.exists()]
+    for _ in range(10):
+        with slot.member("candidate"):
+            assert max(int(counter.read_text()) for counter in counters) > 0
+        assert [int(counter.read_text()) for counter in counters] == [0] * len(counters)
+    slot.close()

@@ -115,15 +115,19 @@ class Member:
         Raises:
             SandboxError: one does not die.
         """
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
         gone = True
         if self.first >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.first, signal.SIGKILL)
             gone = bool(select.select([self.first], [], [], DEATH_SECONDS)[0])
             os.close(self.first)
+            # Bubblewrap outside then ends by itself, and has reaped it: what is dead but not reaped counts in the group.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(DEATH_SECONDS)
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
         gone = gone and (self.group is None or self.group.kill(DEATH_SECONDS))
         for descriptor in (self.control, self.info):
             os.close(descriptor)
