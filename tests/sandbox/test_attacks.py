@@ -86,7 +86,7 @@ def judged(pool: Pool, program: str, times: int) -> list[Outcome]:
 def assert_nobody_survives(pool: Pool) -> None:
     """Only the processes that wait for the next job run as a user of the sandboxes: three for each, with bubblewrap's two."""
     waiting = sum(slot._cell is not None for slot in pool._slots)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 5
     while len(running := of_sandboxes(pool)) != 3 * 2 * waiting:
         assert time.monotonic() < deadline, f"{waiting} cells wait, but these run: {running}"
         time.sleep(0.02)

@@ -71,7 +71,7 @@ class Pipe:
             raise CandidateError(f"a frame of {size} bytes")
         try:
             value, end = scan(self._bytes(size).decode("ascii"), 0)
-        except (RecursionError, StopIteration, SystemError, ValueError):  # the second last where CPython 3.11 finds no class to raise
+        except (RecursionError, StopIteration, SystemError, ValueError):  # SystemError: CPython 3.11 looks for a class in `json`
             end = -1
         if end != size:
             raise CandidateError("a frame that is no JSON")
