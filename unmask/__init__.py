@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from unmask.models.load import load
     from unmask.training.convert import ConvertConfig, ConvertTrainer
     from unmask.training.dpo import DPOConfig, DPOTrainer
-    from unmask.training.grpo import GRPOConfig, GRPOTrainer
+    from unmask.training.grpo import GRPOTrainer
+    from unmask.training.grpo_config import GRPOConfig
     from unmask.training.pretrain import PretrainConfig, PretrainTrainer
     from unmask.training.sft import SFTConfig, SFTTrainer
 
@@ -41,7 +42,7 @@ _HOMES = {
     "ConvertTrainer": "unmask.training.convert",
     "DPOConfig": "unmask.training.dpo",
     "DPOTrainer": "unmask.training.dpo",
-    "GRPOConfig": "unmask.training.grpo",
+    "GRPOConfig": "unmask.training.grpo_config",
     "GRPOTrainer": "unmask.training.grpo",
     "PretrainConfig": "unmask.training.pretrain",
     "PretrainTrainer": "unmask.training.pretrain",

@@ -169,6 +169,11 @@ def read_layers(
     return Layers(layers)
 
 
+def recipe_names() -> list[str]:
+    """All recipes that come with Unmask."""
+    return sorted(path.stem for path in RECIPES.rglob("*.yaml"))
+
+
 def recipe_path(name: str) -> Path:
     """The file of a recipe.
 

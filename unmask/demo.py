@@ -28,7 +28,8 @@ from unmask.monitor import Progress, Stage, peak_memory_bytes, write_atomic, wri
 from unmask.tasks import Puzzle, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
-from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.grpo import GRPOTrainer
+from unmask.training.grpo_config import GRPOConfig
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.sft import SFTConfig, SFTTrainer
 

@@ -26,6 +26,7 @@ from unmask.diffusion.views import (
     elbo_views,
     exact_count_pair,
     exact_count_views,
+    pairs_of_counts,
     random_views,
 )
 from unmask.models.attention import Layout, runs
@@ -55,6 +56,7 @@ PLANS = {
     "exact count": lambda groups, draw: exact_count_views(groups, draw, views=1),
     "exact count, stratified": lambda groups, draw: exact_count_views(groups, draw, views=4),
     "exact count, complementary": exact_count_pair,
+    "pairs of counts": lambda groups, draw: pairs_of_counts(groups, draw, pairs=2),
     "elbo, one view": lambda groups, draw: elbo_views(groups, draw, views=1),
     "elbo, even": lambda groups, draw: elbo_views(groups, draw, views=4),
     "elbo, odd": lambda groups, draw: elbo_views(groups, draw, views=5),
@@ -92,14 +94,14 @@ def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
     keys = torch.tensor([11, 3, 8, 900, 2**60])
     together = plan(GROUPS, Draw(5, keys))
     order = torch.tensor([3, 0, 4, 1, 2])
-    for one, other in zip(parts(together.rows(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True):
+    for one, other in zip(parts(together.piece(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True):
         assert torch.equal(one, other)
     padded = plan(torch.cat([GROUPS, torch.full((5, 3), -1)], 1), Draw(5, keys))
     for one, other in zip(parts(together), parts(padded), strict=True):
         assert torch.equal(one, other[..., :8])
     for row in range(5):
         alone = plan(GROUPS[row : row + 1], Draw(5, keys[row : row + 1]))
-        for one, other in zip(parts(together.rows(slice(row, row + 1))), parts(alone), strict=True):
+        for one, other in zip(parts(together.piece(slice(row, row + 1))), parts(alone), strict=True):
             assert torch.equal(one, other)
 
 
@@ -203,9 +205,9 @@ def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
 
 def test_views_are_taken_apart_by_view_and_by_row():
     plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), views=3)
-    for *pieces, whole in zip(*(parts(plan.one(index)) for index in range(3)), parts(plan), strict=True):
+    for *pieces, whole in zip(*(parts(plan.piece(slice(None), slice(index, index + 1))) for index in range(3)), parts(plan), strict=True):
         assert torch.equal(torch.cat(pieces, 1), whole)
-    chosen = plan.rows(torch.tensor([4, 1]))
+    chosen = plan.piece(torch.tensor([4, 1]))
     assert torch.equal(chosen.hidden_BVT, plan.hidden_BVT[[4, 1]]) and chosen.count == 3
 
 
@@ -289,6 +291,7 @@ EXACT_PLANS = {
     "exact count": (exact_count_views, [1, 2, 3, 5, 8]),
     "exact count, complementary": (lambda groups, draw, views: exact_count_pair(groups, draw), [2]),
     "elbo": (elbo_views, [1, 2, 3, 4, 5, 8]),
+    "pairs of counts": (lambda groups, draw, views: pairs_of_counts(groups, draw, pairs=views // 2), [2, 4]),
 }
 
 

@@ -8,7 +8,7 @@ from tests.generation.conftest import tiny
 from unmask.config import SamplerConfig
 from unmask.generation import sampler
 from unmask.methods import Rollout
-from unmask.training.grpo import make_rollout
+from unmask.training.rollouts import make_rollout
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5], [7, 4], [6, 6]]
 

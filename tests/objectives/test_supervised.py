@@ -34,8 +34,8 @@ def test_the_loss_and_its_gradient(seed):
 def test_losses_of_single_views_and_rows_add_up(seed):
     log_prob_BVT, views = a_case(seed)
     whole = weighted_cross_entropy(log_prob_BVT, views)
-    by_view = [weighted_cross_entropy(log_prob_BVT[:, v : v + 1], views.one(v)) for v in range(3)]
-    by_row = [weighted_cross_entropy(log_prob_BVT[b : b + 1], views.rows(slice(b, b + 1))) for b in range(2)]
+    by_view = [weighted_cross_entropy(log_prob_BVT[:, v : v + 1], views.piece(slice(None), slice(v, v + 1))) for v in range(3)]
+    by_row = [weighted_cross_entropy(log_prob_BVT[b : b + 1], views.piece(slice(b, b + 1))) for b in range(2)]
     torch.testing.assert_close(sum(by_view), whole)
     torch.testing.assert_close(sum(by_row), whole)
 

@@ -18,7 +18,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.tasks import get_task
 from unmask.training.dpo import DPOConfig, DPOTrainer
-from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.grpo import GRPOTrainer
+from unmask.training.grpo_config import GRPOConfig
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.sft import SFTConfig, SFTTrainer
 from unmask.training.trainer import DiffusionTrainer

@@ -71,7 +71,7 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(attention, bl
 
 def one_view(lm: DiffusionLM, views: Any, view: int) -> torch.Tensor:
     """All log-probabilities [B, 1, T, V] of a view."""
-    one, everything = views.one(view), torch.ones(2, 1, 9, dtype=torch.bool)
+    one, everything = views.piece(slice(None), slice(view, view + 1)), torch.ones(2, 1, 9, dtype=torch.bool)
     if lm.attention == "bidirectional":
         logits = lm.logits(torch.where(one.hidden_BVT[:, 0], lm.mask_token_id, IDS), DOCUMENTS)
     else:

@@ -40,7 +40,7 @@ def score(
     batch, count, length = views.hidden_BVT.shape
     number_BVT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
     places, pieces = [], []
-    for rows, copies in _pieces(batch, count - views.causal, chunk, lm.attention == "block_causal"):
+    for rows, copies in passes(lm, batch, count - views.causal, chunk):
         scored_BVT, clean_BT = views.scored_BVT[rows, copies], ids_BT[rows]
         beside_BT = views.scored_BVT[rows, -1] if views.causal and copies.start == 0 else None
         # With gradients every pass is made: a loss of 0 has them too, and all ranks must make the same passes.
@@ -79,11 +79,11 @@ def read(
     return lm.single(torch.where(hidden_RT, lm.mask_token_id, clean_RT), padding_RT, rows_RT, hidden_RT)
 
 
-def _pieces(batch: int, count: int, chunk: int | None, beside_clean: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows and copies of one forward pass each: at most `chunk` of them together, and few copies beside one clean half."""
+def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:
+    """Rows and copies of one forward pass each: at most `chunk` noised rows together, and few copies beside one clean half."""
     chunk = chunk or batch * count
-    copies = min(chunk, count, COPIES_AT_ONCE if beside_clean else count)
-    rows = max(1, chunk // copies)
+    copies = min(chunk, count, COPIES_AT_ONCE if lm.attention == "block_causal" else count)
+    rows = max(1, chunk // max(copies, 1))
     for first in range(0, batch, rows):
         for copy in range(0, count, copies):
             yield slice(first, first + rows), slice(copy, min(copy + copies, count))

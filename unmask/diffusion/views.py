@@ -46,14 +46,9 @@ class Views:
     def count(self) -> int:
         return self.hidden_BVT.shape[1]
 
-    def one(self, index: int) -> Views:
-        """A single view, to go through them one at a time."""
-        at = slice(index, index + 1)
-        return Views(self.hidden_BVT[:, at], self.scored_BVT[:, at], self.weight_BVT[:, at])
-
-    def rows(self, index: Tensor | slice) -> Views:
-        """The views of some sequences of the batch."""
-        return Views(self.hidden_BVT[index], self.scored_BVT[index], self.weight_BVT[index])
+    def piece(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
+        """Some views of some sequences; of views that go together with no causal one."""
+        return Views(self.hidden_BVT[rows, views], self.scored_BVT[rows, views], self.weight_BVT[rows, views])
 
     def beside_causal(self, scored_BT: Tensor, weight: float) -> Views:
         """These views and a causal one."""
@@ -107,7 +102,7 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) 
         noise: alpha(t), the times, and the weights.
         views: number of views.
     """
-    time_BVT = noise.time(_stratified(draw, group_BT, views))
+    time_BVT = noise.time(stratified(draw, group_BT, views))
     hidden_BVT = (draw.uniform(_columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BVT)) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BVT, noise.weight(time_BVT) / views)
 
@@ -119,7 +114,7 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     this rate, and the change of variables: -alpha'(t) / alpha(t) for the ELBO.
     """
     noise = noise.paired()
-    time_BVT = noise.time(_stratified(draw, group_BT, 1))
+    time_BVT = noise.time(stratified(draw, group_BT, 1))
     rate_BVT, weight_BVT = noise.schedule.mask_rate(time_BVT), noise.weight(time_BVT)
     first_BVT = draw.uniform(_columns(group_BT), 1, Stream.MASK) < rate_BVT
     hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
@@ -154,10 +149,9 @@ def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float)
 
 def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each weighs L/k."""
-    size_BT = _group_sizes(group_BT)
-    count_BVT = 1 + (_stratified(draw, group_BT, views) * size_BT[:, None]).long()
-    hidden_BVT = _ranks(group_BT, draw.uniform(_columns(group_BT), views, Stream.MASK)) < count_BVT
-    return _weighted(hidden_BVT & (group_BT >= 0)[:, None], size_BT[:, None] / count_BVT / views)
+    size_B1T = group_sizes(group_BT)[:, None]
+    count_BVT = 1 + (stratified(draw, group_BT, views) * size_B1T).long()
+    return _weighted(hide(group_BT, draw, count_BVT), size_B1T / count_BVT / views)
 
 
 def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
@@ -166,14 +160,24 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     k ~ U{1..L}. For k = L the second view hides nothing and the first weighs 1; else they weigh L/k and L/(L - k), halved. The
     mean is the same ELBO as that of `complementary_pair`, with weights of at most L/2, instead of 1/t.
     """
-    size_B1T = _group_sizes(group_BT)[:, None]
-    count_B1T = 1 + (_stratified(draw, group_BT, 1) * size_B1T).long()
+    size_B1T = group_sizes(group_BT)[:, None]
+    count_B1T = 1 + (stratified(draw, group_BT, 1) * size_B1T).long()
     first_B1T = _ranks(group_BT, draw.uniform(_columns(group_BT), 1, Stream.MASK)) < count_B1T
     hidden_BVT = torch.cat([first_B1T, ~first_B1T], 1) & (group_BT >= 0)[:, None]
     whole_B1T = count_B1T == size_B1T
     weight_B1T = torch.where(whole_B1T, 1.0, size_B1T / count_B1T / 2)
     other_B1T = size_B1T / (size_B1T - count_B1T).clamp_min(1) / 2
     return _weighted(hidden_BVT, torch.cat([weight_B1T, other_B1T], 1))
+
+
+def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
+    """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over the pairs (ESPO, Ou et al.
+    2025). A view of k tokens weighs (L + 1)/k, halved; the first views of all pairs come before the second ones."""
+    size_B1T = group_sizes(group_BT)[:, None]
+    count_BVT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
+    first_BVT = hide(group_BT, draw, count_BVT)
+    hidden_BVT = torch.cat([first_BVT, ~first_BVT & (group_BT >= 0)[:, None]], 1)
+    return _weighted(hidden_BVT, (size_B1T + 1) / torch.cat([count_BVT, size_B1T - count_BVT], 1).clamp_min(1) / (2 * pairs))
 
 
 def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
@@ -186,11 +190,11 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     if views == 1:
         return exact_count_views(group_BT, draw, views=1)
     valid_B1T = (group_BT >= 0)[:, None]
-    size_B1T = _group_sizes(group_BT)[:, None].clamp_min(1)
+    size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = views - 1
     pairs = rest // 2
     order_BVT = _ranks(group_BT, draw.uniform(_columns(group_BT), pairs + rest % 2, Stream.MASK))
-    time_BVT = torch.cat([_stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
+    time_BVT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
     count_BVT = 1 + (time_BVT * (size_B1T - 1)).long()
     hidden_BVT = order_BVT < count_BVT
     weight_BVT = (size_B1T - 1) / rest / count_BVT
@@ -215,11 +219,17 @@ def all_masked_views(
     return Views(hidden_BVT, scored_BVT, scored_BVT.float())
 
 
+def hide(group_BT: Tensor, draw: Draw, count_BVT: Tensor) -> Tensor:
+    """So many tokens of each group, chosen at random [B, V, T]."""
+    rank_BVT = _ranks(group_BT, draw.uniform(_columns(group_BT), count_BVT.shape[1], Stream.MASK))
+    return (rank_BVT < count_BVT) & (group_BT >= 0)[:, None]
+
+
 def _columns(like_BT: Tensor) -> Tensor:
     return torch.arange(like_BT.shape[1], device=like_BT.device).expand_as(like_BT)
 
 
-def _stratified(draw: Draw, group_BT: Tensor, views: int) -> Tensor:
+def stratified(draw: Draw, group_BT: Tensor, views: int) -> Tensor:
     """One uniform per group and view, view v in [v/V, (v+1)/V)."""
     view_1V1 = torch.arange(views, device=group_BT.device)[None, :, None]
     if draw.order_B is None:
@@ -235,7 +245,7 @@ def _weighted(hidden_BVT: Tensor, weight_BVT: Tensor) -> Views:
     return Views(hidden_BVT, hidden_BVT, torch.where(hidden_BVT, weight_BVT, 0).float())
 
 
-def _group_sizes(group_BT: Tensor) -> Tensor:
+def group_sizes(group_BT: Tensor) -> Tensor:
     """How many maskable tokens share a token's group [B, T]; 1 where not maskable. There are at most T groups."""
     group_BT = group_BT + 1
     counts = torch.zeros(group_BT.shape[0], group_BT.shape[1] + 1, dtype=torch.long, device=group_BT.device)

@@ -1,13 +1,24 @@
-"""Reinforcement-learning methods, one a file. To add one, write its `plan` and list it here."""
+"""Reinforcement-learning methods: what is hidden, and what the scores become. docs/rl.md shows how to add one."""
 
 from __future__ import annotations
 
+from unmask.config_files import did_you_mean
 from unmask.errors import ConfigError
-from unmask.methods.base import Method, Rollout
-from unmask.methods.diffu_grpo import DIFFU_GRPO
-from unmask.methods.trajectory import CJ_GRPO
+from unmask.methods.base import Loss, Method, Rollout, Scores
+from unmask.methods.coupled import COUPLED_GRPO
+from unmask.methods.diffu_grpo import DIFFU_GRPO, WD1
+from unmask.methods.sequence import BGPO, ESPO, GDPO, UNI_GRPO
+from unmask.methods.spg import SPG
+from unmask.methods.trajectory import AGRPO, CJ_GRPO, DIPO, JUST_GRPO, STEP_MERGE, TRACE_RL
 
-METHODS = {method.name: method for method in (DIFFU_GRPO, CJ_GRPO)}
+BUILT_IN = [DIFFU_GRPO, UNI_GRPO, COUPLED_GRPO, WD1, SPG, ESPO, GDPO, BGPO, CJ_GRPO, STEP_MERGE, TRACE_RL, DIPO, AGRPO, JUST_GRPO]
+METHODS = {method.name: method for method in BUILT_IN}
+
+
+def register(method: Method) -> Method:
+    """Let `GRPOConfig(method=...)` name a method of one's own. One of the same name is replaced."""
+    METHODS[method.name] = method
+    return method
 
 
 def get_method(name: str) -> Method:
@@ -17,8 +28,8 @@ def get_method(name: str) -> Method:
         ConfigError: there is none.
     """
     if name not in METHODS:
-        raise ConfigError(f"unknown method {name!r}", where="method", remedy=f"Use one of {', '.join(METHODS)}")
+        raise ConfigError(f"unknown method {name!r}", where="method", remedy=did_you_mean(name, METHODS))
     return METHODS[name]
 
 
-__all__ = ["METHODS", "Method", "Rollout", "get_method"]
+__all__ = ["METHODS", "Loss", "Method", "Rollout", "Scores", "get_method", "register"]

@@ -1,17 +1,20 @@
 """What a reinforcement-learning method is: which views score a rollout, and how their scores become a loss.
 
 Shapes: B completions, V views, T positions of the canvas (prompt, completion and what is hidden behind its end).
+`value`s are log-probabilities as a method compares them: of tokens [B, T], or of sequences [B, 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
+from unmask.objectives.policy import clipped_surrogate, divergence
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,9 @@ class Rollout:
         prompt_BT: True on the prompt.
         completion_BT: True on the completion, up to and including its first EOS.
         steps_BT: the denoising step at which a position was revealed; -1 for the prompt, padding and what stayed hidden.
+        group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the prompt and padding.
+        block_BT: the decoding block, from 0; -1 on the prompt and padding.
+        sampled_BT: log-probabilities of the completion where it was sampled, if that was not here; None: here.
     """
 
     ids_BT: Tensor
@@ -31,11 +37,138 @@ class Rollout:
     prompt_BT: Tensor
     completion_BT: Tensor
     steps_BT: Tensor
+    group_BT: Tensor
+    block_BT: Tensor
+    sampled_BT: Tensor | None = None
 
     @property
     def beyond_BT(self) -> Tensor:  # noqa: N802
         """The canvas behind the end of the completion."""
         return (self.documents_BT > 0) & ~self.prompt_BT & ~self.completion_BT
+
+    @property
+    def revealed_BT(self) -> Tensor:  # noqa: N802
+        """The canvas as far as it was denoised: the completion, and what came with it behind its end."""
+        return self.completion_BT | (self.beyond_BT & (self.steps_BT >= 0))
+
+    def rows(self, at: slice) -> Rollout:
+        """Some of the completions."""
+        return replace(self, **{name: part[at] for name, part in vars(self).items() if part is not None})
+
+    def groups_of(self, chosen_BT: Tensor) -> Tensor:
+        """The groups [B, T] of some tokens; -1 elsewhere."""
+        return torch.where(chosen_BT, self.group_BT, -1)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """All that a loss reads: log-probabilities [B, V, T] on the same views, 0 where not scored, and what they are worth.
+
+    Attributes:
+        policy_BVT: of the model that is trained, with gradients.
+        old_BVT: of the model that sampled.
+        reference_BVT: of the model that the policy is held to; None: it is held to none.
+        rollout, views: what was sampled; what is hidden, scored, and weighs what.
+        advantage_BT: of each token, or of each completion [B, 1].
+        share_BT: how much each token counts in the loss; 0 where it teaches nothing.
+        importance_BT: the weight that corrects for another sampler; None: 1.
+    """
+
+    policy_BVT: Tensor
+    old_BVT: Tensor
+    reference_BVT: Tensor | None
+    rollout: Rollout
+    views: Views
+    advantage_BT: Tensor
+    share_BT: Tensor
+    importance_BT: Tensor | None = None
+
+    def of_tokens(self, log_prob_BVT: Tensor) -> Tensor:
+        """The weighted sum over views [B, T]."""
+        return (self.views.weight_BVT * log_prob_BVT).sum(1)
+
+    @property
+    def share_B1(self) -> Tensor:  # noqa: N802
+        """How much each completion counts."""
+        return self.share_BT.sum(1, keepdim=True)
+
+    @property
+    def advantage_B1(self) -> Tensor:  # noqa: N802
+        """One advantage a completion: of advantages by tokens the mean over what counts."""
+        return (self.advantage_BT * self.share_BT).sum(1, keepdim=True) / self.share_B1.clamp_min(torch.finfo(torch.float32).tiny)
+
+    @property
+    def length_B1(self) -> Tensor:  # noqa: N802
+        """The tokens of each completion, and what is scored behind its end."""
+        return learnable(self.rollout, self.views).sum(1, keepdim=True).clamp_min(1)
+
+
+class Loss(NamedTuple):
+    """A summed loss, and what to log of the elements (tokens or completions) that count."""
+
+    total: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    kl: Tensor
+
+
+def learnable(rollout: Rollout, views: Views) -> Tensor:
+    """The tokens [B, T] that a loss is about: of the completion, and what is scored behind its end."""
+    return rollout.completion_BT | views.scored_BVT.any(1)
+
+
+Plan = Callable[[Rollout, Draw, Any], Views]
+
+
+def token_loss(scores: Scores, config: Any) -> Loss:
+    """The clipped surrogate of every token, and the divergence from the reference.
+
+    With `config.ratio` "sequence" all tokens of a completion have the geometric mean of their ratios (GSPO, Zheng et al. 2025).
+    """
+    policy_BT, old_BT = scores.of_tokens(scores.policy_BVT), scores.of_tokens(scores.old_BVT)
+    gap_BT = policy_BT - old_BT
+    if config.ratio == "sequence":
+        scored_B1 = scores.views.scored_BVT.any(1).sum(1, keepdim=True)
+        gap_BT = (gap_BT.sum(1, keepdim=True) / scored_B1.clamp_min(1)).expand_as(gap_BT)
+    reference_BT = None if scores.reference_BVT is None else scores.of_tokens(scores.reference_BVT) - policy_BT
+    return surrogate(gap_BT, reference_BT, scores.advantage_BT, scores.share_BT, config, scores.importance_BT)
+
+
+def surrogate(
+    gap: Tensor, reference_gap: Tensor | None, advantage: Tensor, share: Tensor, config: Any, importance: Tensor | None = None
+) -> Loss:
+    """The clipped surrogate and the divergence of elements of any shape, weighted by their share.
+
+    Args:
+        gap: log-probability of the policy less that of the old policy.
+        reference_gap: log-probability of the reference less that of the policy.
+        importance: weight of the surrogate.
+    """
+    if config.log_ratio_clamp is not None:
+        gap = gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
+    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
+    made = clipped_surrogate(gap, advantage, clip_low=config.epsilon, clip_high=high, dual_clip=config.dual_clip)
+    loss = made.loss if importance is None else importance * made.loss
+    kl = torch.zeros_like(gap) if reference_gap is None else divergence(reference_gap, config.kl)
+    return of_elements(loss + config.beta * kl, share, made.ratio, made.clipped, kl)
+
+
+def of_elements(loss: Tensor, share: Tensor, ratio: Tensor, clipped: Tensor, kl: Tensor) -> Loss:
+    """The sum of what counts."""
+    counts = share > 0
+    return Loss((share * loss).sum(), ratio[counts], clipped[counts], kl[counts].detach())
+
+
+def policy_gradient(scores: Scores, config: Any) -> Loss:
+    """-advantage times the log-probability of every token, without a ratio: the sampler is, or is taken for, the policy itself."""
+    policy_BT = scores.of_tokens(scores.policy_BVT)
+    loss_BT = -scores.advantage_BT * policy_BT
+    if scores.importance_BT is not None:
+        loss_BT = scores.importance_BT * loss_BT
+    kl_BT = torch.zeros_like(policy_BT)
+    if scores.reference_BVT is not None:
+        kl_BT = divergence(scores.of_tokens(scores.reference_BVT) - policy_BT, config.kl)
+    return of_elements(loss_BT + config.beta * kl_BT, scores.share_BT, torch.ones_like(policy_BT), torch.zeros_like(kl_BT) > 0, kl_BT)
 
 
 @dataclass(frozen=True)
@@ -45,8 +178,17 @@ class Method:
     Attributes:
         name: as in `GRPOConfig(method=...)`.
         plan: (rollout, source of randomness, config) -> views. Made once per rollout and inner iteration; the same views score
-            the policy, the old policy and the reference. The log-probability of a token is the weighted sum over its views.
+            the policy, the old policy and the reference.
+        loss: (scores, config) -> the summed loss, from scores on all views.
+        separable: whether the loss is the sum over views of losses of each view's scores alone; else it is found from all
+            scores before any view is gone through with gradients.
+        on_policy: whether a rollout can be learnt from once only.
+        defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
     """
 
     name: str
-    plan: Callable[[Rollout, Draw, Any], Views]
+    plan: Plan
+    loss: Callable[[Scores, Any], Loss] = token_loss
+    separable: bool = False
+    on_policy: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)

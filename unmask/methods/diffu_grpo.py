@@ -1,4 +1,4 @@
-"""diffu-GRPO (Zhao et al. 2025, d1): one view, the whole completion hidden, the prompt hidden in part.
+"""diffu-GRPO (Zhao et al. 2025, d1) and wd1 (Tang et al. 2025): one view, the completion hidden whole, the prompt in part.
 
 Each token's log-probability is taken given the prompt alone; random prompt masks regularise repeated updates.
 """
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from unmask.diffusion.views import Draw, Views, all_masked_views
-from unmask.methods.base import Method, Rollout
+from unmask.methods.base import Method, Rollout, policy_gradient
 
 
 def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
@@ -19,3 +19,5 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
 
 
 DIFFU_GRPO = Method("diffu-grpo", plan)
+# No ratio: each completion is weighed by the group's softmax of its advantage, against that of its negative.
+WD1 = Method("wd1", plan, loss=policy_gradient, defaults={"advantage": "softmax", "aggregation": "sum"})

@@ -1,6 +1,7 @@
 """Policy-gradient losses of the GRPO family: pure functions of log-probabilities.
 
-Shapes: B completions, T tokens. Completions of one prompt share a group number.
+Shapes: B completions, T tokens, G groups; `...` any shape of what is compared: tokens [B, T], sequences [B, 1].
+Completions of one prompt share a group number.
 """
 
 from __future__ import annotations
@@ -10,23 +11,27 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-AdvantageKind = Literal["r-mean", "z-score", "leave-one-out"]
+AdvantageKind = Literal["r-mean", "z-score", "leave-one-out", "softmax"]
+Divergence = Literal["k1", "k2", "k3"]
+Aggregation = Literal["token", "sequence", "step", "constant", "sum"]
+PER_TOKEN = ("token",)
+"""Aggregations that divide by the tokens of the whole batch; the others divide by its completions."""
 
 
-class PolicyLoss(NamedTuple):
-    """A loss per token [B, T] and what to log beside it."""
+class Surrogate(NamedTuple):
+    """A loss and what to log beside it, all of one shape."""
 
-    loss_BT: Tensor
-    ratio_BT: Tensor
-    kl_BT: Tensor
-    clipped_BT: Tensor
+    loss: Tensor
+    ratio: Tensor
+    clipped: Tensor
 
 
-def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean") -> Tensor:
+def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0) -> Tensor:
     """How much better each completion is than its group; NaN rewards (unscored) count for nothing and get 0.
 
     r-mean: reward less the group's mean (Dr. GRPO, Liu et al. 2025). z-score: divided by the group's deviation too
-    (GRPO, Shao et al. 2024). leave-one-out: against the mean of the others (RLOO, Ahmadian et al. 2024).
+    (GRPO, Shao et al. 2024). leave-one-out: against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the
+    group's softmax of r-mean / temperature, less that of its negative (wd1, Tang et al. 2025, eq. 9).
     """
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
@@ -42,32 +47,88 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
         centred_B = centred_B / (deviation_B + 1e-4)
     elif kind == "leave-one-out":
         centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
+    elif kind == "softmax":
+        largest_G = torch.zeros(len(groups), dtype=torch.float64, device=reward_B.device).scatter_reduce(
+            0, index_B, centred_B.abs(), "amax"
+        )
+        above_B, below_B = (torch.exp((sign * centred_B - largest_G[index_B]) / temperature) * scored_B for sign in (1, -1))
+        smallest = torch.finfo(torch.float64).tiny
+        centred_B = above_B / total(above_B).clamp_min(smallest) - below_B / total(below_B).clamp_min(smallest)
     else:
         assert kind == "r-mean", kind
     return centred_B.float()
 
 
-def clipped_surrogate(
-    log_prob_BT: Tensor,
-    old_BT: Tensor,
-    reference_BT: Tensor | None,
-    advantage_B: Tensor,
-    *,
-    clip_low: float,
-    clip_high: float,
-    beta: float,
-) -> PolicyLoss:
-    """PPO's clipped surrogate per token, with beta times the k3 estimate of the KL to the reference (Schulman 2020).
+def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
+    """Which completions [B] belong to groups worth learning from: mean reward in [low, high], and with `spread` not all rewards equal
+    (DAPO, Yu et al. 2025). Unscored completions do not count; a group of none but these is not kept."""
+    kept_B = torch.zeros_like(group_B, dtype=torch.bool)
+    for group in group_B.unique():
+        reward_G = reward_B[group_B == group]
+        reward_G = reward_G[~reward_G.isnan()]
+        if len(reward_G) > 0 and low <= reward_G.mean() <= high and not (spread and (reward_G == reward_G[0]).all()):
+            kept_B |= group_B == group
+    return kept_B
 
-    At the first update, where policy and old policy agree, the ratio is 1 and the loss is -advantage.
+
+def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
+    """What is added to the reward of a long completion [B]: 0 up to `limit - buffer` tokens, from there down to -1 at `limit` (DAPO, Yu
+    et al. 2025, eq. 13). A completion of `limit` tokens that does not end counts as longer than the limit: give its length so."""
+    return -((length_B - (limit - buffer)) / max(buffer, 1)).clamp(0, 1)
+
+
+def clipped_surrogate(gap: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> Surrogate:
+    """PPO's clipped surrogate (Schulman et al. 2017), of `gap`, the log-probability under the policy less that under the old policy.
+
+    At the first update, where they agree, the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio, as the loss grows
+    with it where the advantage is negative (Ye et al. 2020).
     """
-    ratio_BT = (log_prob_BT - old_BT).exp()
-    advantage_B1 = advantage_B[:, None]
-    plain_BT = ratio_BT * advantage_B1
-    bounded_BT = ratio_BT.clamp(1 - clip_low, 1 + clip_high) * advantage_B1
-    kl_BT = torch.zeros_like(log_prob_BT)
-    if reference_BT is not None:
-        gap_BT = reference_BT - log_prob_BT
-        kl_BT = gap_BT.exp() - gap_BT - 1
-    loss_BT = -torch.minimum(plain_BT, bounded_BT) + beta * kl_BT
-    return PolicyLoss(loss_BT, ratio_BT.detach(), kl_BT.detach(), (bounded_BT < plain_BT).detach())
+    ratio = gap.exp()
+    plain, bounded = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
+    value = torch.minimum(plain, bounded)
+    clipped = bounded < plain
+    if dual_clip is not None:
+        floor = dual_clip * advantage
+        clipped = clipped | ((advantage < 0) & (value < floor))
+        value = torch.where(advantage < 0, torch.maximum(value, floor), value)
+    return Surrogate(-value, ratio.detach(), clipped.detach())
+
+
+def divergence(gap: Tensor, kind: Divergence) -> Tensor:
+    """An estimate of KL(policy || other) from a sample of the policy, of `gap`, the log-probability under the other less that under the
+    policy (Schulman 2020, "Approximating KL divergence").
+
+    k1 = -gap, whose gradient by itself is 0 in the mean: it has the score function's added, so that its gradient is the KL's.
+    k2 = gap^2 / 2. k3 = exp(gap) - gap - 1.
+    """
+    if kind == "k1":
+        fixed = gap.detach()
+        return -fixed - (gap - fixed) * (1 - fixed)
+    return gap**2 / 2 if kind == "k2" else gap.exp() - gap - 1
+
+
+def shares(learnt_BT: Tensor, kind: Aggregation, step_BT: Tensor, limit: int) -> Tensor:
+    """How much each token counts in the batch's loss [B, T], before it is divided by `count_items`.
+
+    token: all tokens alike (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over each completion's
+    denoising steps of the mean over the step's tokens (CJ-GRPO). constant: 1 / limit (Dr. GRPO). sum: the sum over tokens (wd1).
+
+    Args:
+        learnt_BT: the tokens that count at all.
+        step_BT: the number of the step that revealed a token, below T; anything where not learnt.
+        limit: the longest completion.
+    """
+    learnt = learnt_BT.float()
+    if kind == "sequence":
+        return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
+    if kind == "step":
+        index_BT = torch.where(learnt_BT, step_BT, 0)
+        tokens_BS = torch.zeros_like(learnt).scatter_add_(1, index_BT, learnt)
+        steps_B1 = (tokens_BS > 0).sum(1, keepdim=True).clamp_min(1)
+        return learnt / tokens_BS.gather(1, index_BT).clamp_min(1) / steps_B1
+    return learnt / limit if kind == "constant" else learnt
+
+
+def count_items(learnt_BT: Tensor, kind: Aggregation) -> Tensor:
+    """What the sum of all losses is divided by: tokens, or completions."""
+    return learnt_BT.sum() if kind in PER_TOKEN else learnt_BT.any(1).sum()

@@ -1,13 +1,12 @@
-"""Reinforcement learning with group-relative advantages: sample, reward, plan views, score, clip.
+"""Reinforcement learning with group-relative advantages: sample, reward, plan views, score, compare.
 
 Shapes: B completions, V views, T positions, F reward functions. A rollout batch is the completions of one optimizer step.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,82 +15,49 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
-from unmask.config import SamplerConfig
 from unmask.data.chat import encode_prompt
-from unmask.data.rows import column, naming, pad_rows
+from unmask.data.rows import column, naming
 from unmask.diffusion.noise import sequence_key
-from unmask.diffusion.score import score
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.errors import ConfigError, DataError
 from unmask.generation.sampler import generate
 from unmask.generation.trace import Generation
-from unmask.methods import Rollout, get_method
+from unmask.methods import Rollout, Scores, get_method
+from unmask.methods.base import learnable
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
-from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate
+from unmask.objectives.policy import advantages, count_items, kept_groups, overlong_penalty, shares
 from unmask.sandbox.outcome import Status
+from unmask.training.grpo_config import GRPOConfig
+from unmask.training.reference import Reference
 from unmask.training.rewards import RewardFunction, Rewards
-from unmask.training.trainer import DiffusionTrainer, StageConfig
+from unmask.training.rollouts import GroupSampler, PromptRows, cut_at_end, make_rollout
+from unmask.training.viewwise import Piece, ViewwiseTrainer
 
-Update = dict[str, Any]  # a micro-batch of completions with the views and scores of one inner iteration
-
-
-@dataclass(kw_only=True)
-class GRPOConfig(StageConfig):
-    """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
-
-    learning_rate: float = field(default=3e-6, metadata={"help": "The peak learning rate of AdamW."})
-    lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "How the learning rate goes."})
-    method: str = field(default="diffu-grpo", metadata={"help": "diffu-grpo, or cj-grpo (trajectory replay)."})
-    num_generations: int = field(default=8, metadata={"help": "Completions per prompt: the group."})
-    num_iterations: int = field(
-        default=1, metadata={"help": "Updates per rollout batch (mu), each with masks of its own; save_steps is rounded up to a multiple."}
-    )
-    beta: float = field(default=0.0, metadata={"help": "Weight of the KL to the model as given; 0: no reference is kept."})
-    epsilon: float = field(default=0.5, metadata={"help": "Clip range of the ratio below 1."})
-    epsilon_high: float | None = field(default=None, metadata={"help": "Clip range above 1; unset: epsilon."})
-    advantage: AdvantageKind = field(default="r-mean", metadata={"help": "r-mean, z-score or leave-one-out."})
-    temperature: float = field(default=1.0, metadata={"help": "Of sampling, and of the log-probabilities that are trained."})
-    max_completion_length: int = field(default=128, metadata={"help": "Tokens of the canvas behind the prompt."})
-    steps: int | None = field(default=None, metadata={"help": "Denoising steps of a rollout; unset: one token per step."})
-    block_size: int | None = field(default=None, metadata={"help": "Decoding block of a rollout; unset: the whole completion."})
-    policy: str = field(default="confidence", metadata={"help": "Unmasking policy of a rollout."})
-    prompt_mask_rate: float = field(default=0.15, metadata={"help": "diffu-grpo: share of the prompt's tokens that are hidden."})
-    segments: int | None = field(default=None, metadata={"help": "cj-grpo: merge the steps into this many views; unset: a view per step."})
-    reward_workers: int = field(
-        default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
-    )
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward function; unset: all 1."})
-    rollout_batch_size: int = field(default=256, metadata={"help": "Sequences per forward pass of a rollout."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        get_method(self.method)
-        if self.advantage not in get_args(AdvantageKind):
-            what, remedy = f"unknown advantage {self.advantage!r}", f"Use one of {', '.join(get_args(AdvantageKind))}"
-            raise ConfigError(what, where="advantage", remedy=remedy)
-        if self.segments is not None and self.segments < 1:
-            raise ConfigError(f"{self.segments} segments", where="segments", remedy="Give at least 1, or leave it out")
-        if self.temperature <= 0:
-            raise ConfigError(f"temperature {self.temperature}", where="temperature", remedy="Explore with a temperature above 0")
-        if self.save_steps >= 1:  # a checkpoint amid the updates of a rollout could not be resumed exactly
-            self.save_steps: float = math.ceil(self.save_steps / self.num_iterations) * self.num_iterations
-        self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
-
-    def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
-        """How rollouts are sampled."""
-        return SamplerConfig(
-            max_new_tokens=self.max_completion_length,
-            steps=self.steps,
-            block_size=self.block_size,
-            policy=self.policy,  # type: ignore[arg-type]
-            temperature=temperature,
-            seed=seed,
-            batch_size=self.rollout_batch_size,
-            trace=True,
-        )
+BUFFER_FILE = "rollouts-{rank}.pt"
 
 
-class GRPOTrainer(DiffusionTrainer):
+@dataclass
+class Update:
+    """A micro-batch of completions with the views and scores of one inner iteration.
+
+    Attributes:
+        advantage_BT: of each completion [B, 1] (or of each token).
+        learnt_BT: the tokens that count.
+        old_BVT: the scores of the policy that sampled; None: this is the only update, so the policy itself is that.
+        reference_BVT: those of the reference, if the policy is held to one.
+        fresh: whether the weights are still those that sampled.
+    """
+
+    rollout: Rollout
+    views: Views
+    advantage_BT: Tensor
+    learnt_BT: Tensor
+    old_BVT: Tensor | None
+    reference_BVT: Tensor | None
+    fresh: bool
+
+
+class GRPOTrainer(ViewwiseTrainer):
     """Group-relative policy optimisation of any DiffusionLM.
 
     Args:
@@ -103,7 +69,7 @@ class GRPOTrainer(DiffusionTrainer):
         rest: as in DiffusionTrainer.
 
     Masks are planned once per rollout and inner iteration, and the same masks score the policy, the old policy and the
-    reference. Dropout is off, so the first update has a ratio of exactly 1.
+    reference. Dropout is off, so the first update has a ratio of exactly 1. Of several views one is gone through at a time.
     """
 
     def __init__(
@@ -118,18 +84,12 @@ class GRPOTrainer(DiffusionTrainer):
         args = args or GRPOConfig()
         self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_workers)
         self.method = get_method(args.method)
-        completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        if completions % args.num_generations:
-            what = f"{completions} completions a step are not a multiple of {args.num_generations}"
-            remedy = "Change per_device_train_batch_size or gradient_accumulation_steps"
-            raise ConfigError(what, where="num_generations", remedy=remedy)
-        self.prompts_per_step = completions // args.num_generations
-        if train_dataset is not None and len(train_dataset) < self.prompts_per_step:
-            what = f"{len(train_dataset)} prompts, but a step needs {self.prompts_per_step}"
-            raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
+        self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
         disable_dropout(self.lm.model)
-        self.reference = self.lm.frozen_copy() if args.beta > 0 else None
+        self.temperature = args.temperature
+        self.separable = self.method.separable and args.ratio == "token"
+        self.reference = Reference(self.lm, moves=args.reference_sync_steps is not None) if args.needs_reference else None
         self.buffer: list[list[Update]] = []
 
     @classmethod
@@ -142,24 +102,48 @@ class GRPOTrainer(DiffusionTrainer):
                 raise DataError(what, where=f"{where}, row {index}", remedy="Lower max_completion_length or drop the row")
         return PromptRows(dataset, args.num_generations)
 
-    def micro_loss(self, lm: DiffusionLM, batch: Mapping[str, Any]) -> Tensor:
-        log_prob_BT = self._log_probs(lm, batch["rollout"], batch["views"])
-        old_BT = log_prob_BT.detach() if batch["old"] is None else batch["old"]
-        high = self.args.epsilon if self.args.epsilon_high is None else self.args.epsilon_high
-        loss = clipped_surrogate(
-            log_prob_BT, old_BT, batch["reference"], batch["advantage"], clip_low=self.args.epsilon, clip_high=high, beta=self.args.beta
-        )
-        scored_BT = batch["rollout"].completion_BT
-        tokens = float(scored_BT.sum())
-        self.record("clipped", loss.clipped_BT[scored_BT].float().mean(), tokens)
-        self.record("kl", loss.kl_BT[scored_BT].mean(), tokens)
-        return loss.loss_BT[scored_BT].sum()
+    # The loss.
 
-    def count_items(self, batch: Mapping[str, Any]) -> Tensor:
-        return batch["rollout"].completion_BT.sum()
+    def views_of(self, batch: Update) -> Views:
+        return batch.views
 
-    def count_tokens(self, batch: Mapping[str, Any]) -> Tensor:
-        return (batch["rollout"].documents_BT > 0).sum()
+    def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor]:
+        return batch.rollout.ids_BT, batch.rollout.documents_BT
+
+    def known_scores(self, batch: Update) -> Tensor | None:
+        return batch.old_BVT if batch.fresh else None
+
+    def loss_on(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
+        loss = self.method.loss(self.scores_of(batch, log_prob_BVT, piece), self.args)
+        for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
+            if len(values) > 0:
+                self.record(name, values.mean(), len(values))
+        return loss.total
+
+    def scores_of(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Scores:
+        """What the method's loss reads, of all views or of a piece."""
+        rows, at = piece or (slice(None), slice(None))
+        rollout, views = batch.rollout, batch.views
+        share_BT = shares(batch.learnt_BT, self.args.aggregation, rollout.steps_BT.clamp_min(0), self.args.max_completion_length)[rows]
+        if piece is not None:
+            rollout, views = rollout.rows(rows), views.piece(rows, at)
+            share_BT = share_BT * views.scored_BVT.any(1)
+        old_BVT = log_prob_BVT.detach() if batch.old_BVT is None else batch.old_BVT[rows, at]
+        reference_BVT = None if batch.reference_BVT is None else batch.reference_BVT[rows, at]
+        if self.args.beta and self.args.kl_to == "old":
+            reference_BVT = old_BVT
+        return Scores(log_prob_BVT, old_BVT, reference_BVT, rollout, views, batch.advantage_BT[rows], share_BT)
+
+    def count_items(self, batch: Any) -> Tensor:
+        return count_items(batch.learnt_BT, self.args.aggregation)
+
+    def count_tokens(self, batch: Any) -> Tensor:
+        return (batch.rollout.documents_BT > 0).sum()
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # made on the device
+
+    # Rollouts.
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         """All micro-batches of an optimizer step: new completions, or the buffered ones with the next masks."""
@@ -167,6 +151,7 @@ class GRPOTrainer(DiffusionTrainer):
         iteration = self.state.global_step % self.args.num_iterations
         if micro_batches and (iteration == 0 or not self.buffer):
             self.model.train()  # so that the rewards count as training metrics
+            self._move_reference()
             self.buffer = self.experience(micro_batches)
         batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
         return batches, self._get_num_items_in_batch(batches, device)
@@ -179,19 +164,78 @@ class GRPOTrainer(DiffusionTrainer):
         generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
         reward_BF = self.rewards(rows, generation.texts, generation.tokens)
         self._record_rewards(reward_BF, generation)
-        group_B = torch.tensor([row["sample_id"] for row in rows])
-        advantage_B = self._advantages(self.rewards.total(reward_BF), group_B)
+        total_B = self.shaped(self.rewards.total(reward_BF), generation)
+        advantage_B, kept_B = self._advantages(total_B, torch.tensor([row["sample_id"] for row in rows]))
+        kept_B &= ~total_B.isnan()
+        if self.args.mask_truncated:
+            kept_B &= ~self.truncated(generation)
         made, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
-            made.append(self._score_rollout(rows[at], make_rollout(self.lm, generation, at), advantage_B[at].to(self.lm.device), step))
+            rollout = make_rollout(self.lm, generation, at, self.args.block_size)
+            made.append(self._score_rollout(rows[at], rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
         return made
 
     def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, seed: int) -> Generation:
         """Completions of the rows' prompts. A completion depends on (seed, sample, repeat) alone."""
         keys = [sequence_key([row["sample_id"]], row["repeat"]) for row in rows]
-        return generate(self.lm, [row["prompt"] for row in rows], self.args.sampler(temperature=temperature, seed=seed), keys)
+        config = self.args.sampler(temperature=temperature, seed=seed)
+        return cut_at_end(self.lm, generate(self.lm, [row["prompt"] for row in rows], config, keys))
+
+    def truncated(self, generation: Generation) -> Tensor:
+        """Which completions [B] fill their canvas without an end."""
+        return torch.tensor([not tokens or tokens[-1] != self.lm.eos_token_id for tokens in generation.tokens])
+
+    def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
+        """The rewards, less for what is nearly too long."""
+        if self.args.overlong_buffer is None:
+            return total_B
+        limit = self.args.max_completion_length
+        length_B = torch.tensor([float(len(tokens)) for tokens in generation.tokens]) + self.truncated(generation)
+        return total_B + overlong_penalty(length_B, limit, self.args.overlong_buffer)
+
+    def views_for(self, rollout: Rollout, draw: Draw) -> Views:
+        """The method's views. Of a causal model all are one: what it predicts does not depend on what is hidden, so that its likelihood
+        is exact."""
+        if self.lm.autoregressive:
+            return all_masked_views(rollout.completion_BT)
+        return self.method.plan(rollout, draw, self.args)
+
+    def _score_rollout(
+        self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int
+    ) -> list[Update]:
+        device = self.lm.device
+        key_B = torch.tensor([sequence_key([row["sample_id"], step], row["repeat"]) for row in rows], device=device)
+        advantage_B1, kept_B1 = advantage_B[:, None].to(device), kept_B[:, None].to(device)
+        updates: list[Update] = []
+        with evaluating(self.lm), self.accelerator.autocast():
+            for iteration in range(self.args.num_iterations):
+                views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
+                update = Update(rollout, views, advantage_B1, learnable(rollout, views) & kept_B1, None, None, fresh=iteration == 0)
+                if self.args.num_iterations > 1:  # of a single update the policy itself is the old policy
+                    update.old_BVT = self.score_views(self.lm, update)
+                if self.reference is not None:
+                    with self.reference.scoring() as lm:
+                        update.reference_BVT = self.score_views(lm, update)
+                updates.append(update)
+        return updates
+
+    def _move_reference(self) -> None:
+        every, step = self.args.reference_sync_steps, self.state.global_step
+        if self.reference is not None and every is not None and step and step // every > (step - self.args.num_iterations) // every:
+            self.reference.move(self.args.reference_sync_share)
+
+    def _advantages(self, reward_B: Tensor, group_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Advantages of this process's completions, and which groups teach; groups may lie on several processes."""
+        here = slice(self.accelerator.process_index * len(reward_B), (self.accelerator.process_index + 1) * len(reward_B))
+        device = self.accelerator.device
+        reward_B, group_B = (self.accelerator.gather(part.to(device)).cpu() for part in (reward_B, group_B))
+        advantage_B = advantages(reward_B, group_B, self.args.advantage, temperature=self.args.softmax_temperature)
+        low, high = self.args.difficulty or (-torch.inf, torch.inf)
+        kept_B = kept_groups(reward_B, group_B, low, high, spread=self.args.drop_equal_groups)
+        self.record("groups_kept", kept_B.float().mean())
+        return advantage_B[here], kept_B[here]
 
     def evaluate(
         self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
@@ -215,32 +259,6 @@ class GRPOTrainer(DiffusionTrainer):
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
         )
 
-    def _log_probs(self, lm: DiffusionLM, rollout: Rollout, views: Views) -> Tensor:
-        """Log-probabilities of the completion tokens [B, T] as the method defines them."""
-        log_prob_BVT = score(
-            lm, rollout.ids_BT, rollout.documents_BT, views, temperature=self.args.temperature, chunk=self.args.score_chunk
-        )
-        return (views.weight_BVT * log_prob_BVT).sum(1)
-
-    def _score_rollout(self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, step: int) -> list[Update]:
-        key_B = torch.tensor([sequence_key([row["sample_id"], step], row["repeat"]) for row in rows], device=self.lm.device)
-        updates: list[Update] = []
-        with evaluating(self.lm), self.accelerator.autocast():
-            for iteration in range(self.args.num_iterations):
-                views = self.method.plan(rollout, Draw(self.args.seed, key_B, iteration), self.args)
-                # Of a single update the policy itself is the old policy.
-                old = self._log_probs(self.lm, rollout, views) if self.args.num_iterations > 1 else None
-                reference = self._log_probs(self.reference, rollout, views) if self.reference is not None else None
-                updates.append({"rollout": rollout, "advantage": advantage_B, "views": views, "old": old, "reference": reference})
-        return updates
-
-    def _advantages(self, reward_B: Tensor, group_B: Tensor) -> Tensor:
-        """Advantages of this process's completions; groups may lie on several."""
-        here = slice(self.accelerator.process_index * len(reward_B), (self.accelerator.process_index + 1) * len(reward_B))
-        device = self.accelerator.device
-        reward_B, group_B = self.accelerator.gather(reward_B.to(device)), self.accelerator.gather(group_B.to(device))
-        return advantages(reward_B, group_B, self.args.advantage)[here]
-
     def _record_rewards(self, reward_BF: Tensor, generation: Generation) -> None:
         total_B = self.rewards.total(reward_BF)
         lengths = [len(tokens) for tokens in generation.tokens]
@@ -258,54 +276,19 @@ class GRPOTrainer(DiffusionTrainer):
                 self.record("reward_std", scored_B.std(), len(scored_B))
 
 
-def make_rollout(lm: DiffusionLM, generation: Generation, at: slice) -> Rollout:
-    """The canvases of a slice of a generation, padded on the right."""
-    assert generation.trace is not None
-    traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
+def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
+    """Prompts of an optimizer step, over all ranks.
 
-    def padded(rows: list[list[int]], fill: int) -> Tensor:
-        return pad_rows(rows, fill).to(lm.device)
-
-    prompt_BT = padded([[1] * len(p) + [0] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0).bool()
-    completion = [[0] * len(p) + [1] * len(c) + [0] * (len(t.canvas) - len(c)) for p, c, t in zip(prompts, tokens, traces, strict=True)]
-    return Rollout(
-        ids_BT=padded([p + t.canvas for p, t in zip(prompts, traces, strict=True)], lm.pad_token_id),
-        documents_BT=padded([[1] * (len(p) + len(t.canvas)) for p, t in zip(prompts, traces, strict=True)], 0),
-        prompt_BT=prompt_BT,
-        completion_BT=padded(completion, 0).bool(),
-        steps_BT=padded([[-1] * len(p) + t.steps for p, t in zip(prompts, traces, strict=True)], -1),
-    )
-
-
-class PromptRows(torch.utils.data.Dataset):
-    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group."""
-
-    def __init__(self, rows: Sequence[Mapping[str, Any]], group: int):
-        self.rows, self.group = rows, group
-
-    def __len__(self) -> int:
-        return len(self.rows) * self.group
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        sample_id, repeat = divmod(index, self.group)
-        return {**self.rows[sample_id], "sample_id": sample_id, "repeat": repeat}
-
-
-class GroupSampler(Sampler[int]):
-    """Shuffled prompts, cut into steps; each prompt comes with its whole group, each step as often as it is updated on."""
-
-    def __init__(self, count: int, *, prompts: int, group: int, repeats: int, seed: int):
-        self.count, self.prompts, self.group, self.repeats, self.seed, self.epoch = count, prompts, group, repeats, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return self.count // self.prompts * self.prompts * self.group * self.repeats
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        for start in range(0, self.count - self.prompts + 1, self.prompts):
-            for _ in range(self.repeats):
-                for sample_id in order[start : start + self.prompts]:
-                    yield from range(sample_id * self.group, (sample_id + 1) * self.group)
+    Raises:
+        ConfigError: a step cannot hold whole groups, or the prompts do not make one step.
+    """
+    completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if completions % args.num_generations:
+        what = f"{completions} completions a step are not a multiple of {args.num_generations}"
+        remedy = "Change per_device_train_batch_size or gradient_accumulation_steps"
+        raise ConfigError(what, where="num_generations", remedy=remedy)
+    prompts = completions // args.num_generations
+    if dataset is not None and len(dataset) < prompts:
+        what = f"{len(dataset)} prompts, but a step needs {prompts}"
+        raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
+    return prompts

@@ -27,7 +27,8 @@ from unmask.monitor import Progress, write_atomic, write_manifest
 from unmask.tasks import Puzzle, Row, Task, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOConfig, DPOTrainer
-from unmask.training.grpo import GRPOConfig, GRPOTrainer
+from unmask.training.grpo import GRPOTrainer
+from unmask.training.grpo_config import GRPOConfig
 from unmask.training.log import LOG_NAME
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.sft import SFTConfig, SFTTrainer

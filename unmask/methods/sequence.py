@@ -1,0 +1,115 @@
+"""Methods that compare estimates of whole sequences' likelihoods: UniGRPO, ESPO, GDPO, BGPO.
+
+Shapes: B completions, V views, T positions; L tokens of a group, k of them hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from unmask.diffusion.noise import Stream, uniform
+from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
+from unmask.methods.base import Loss, Method, Rollout, Scores, of_elements, surrogate
+from unmask.objectives.policy import divergence
+
+
+def structured_time(rollout: Rollout, draw: Draw, config: Any) -> Views:
+    """One view, of ceil(t L) hidden tokens: t of the first inner iteration is random, the others lie evenly from there, round the end
+    (UniGRPO, Yang et al. 2025, MMaDA). Hidden tokens weigh 1."""
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    start_B = uniform(draw.seed, draw.key_B, stream=Stream.TIME)
+    time_B11 = ((start_B + draw.iteration / config.num_iterations) % 1.0)[:, None, None]
+    count_B1T = (time_B11 * group_sizes(group_BT)[:, None]).ceil().long().clamp_min(1)
+    hidden_BVT = hide(group_BT, draw, count_B1T)
+    return Views(hidden_BVT | rollout.beyond_BT[:, None], hidden_BVT, hidden_BVT.float())
+
+
+def coupled_counts(rollout: Rollout, draw: Draw, config: Any) -> Views:
+    """`config.samples` complementary pairs over the whole canvas (ESPO, Ou et al. 2025)."""
+    return _behind_the_end(rollout, pairs_of_counts(rollout.groups_of(rollout.revealed_BT), draw, pairs=config.samples))
+
+
+def quadrature(rollout: Rollout, draw: Draw, config: Any) -> Views:
+    """At each of `config.samples` Gauss-Legendre nodes t a view of round(t L) hidden tokens, of the node's weight times L/k
+    (GDPO, Rojas et al. 2025). Biased as the quadrature is."""
+    node_V, weight_V = (torch.from_numpy(part) / 2 for part in np.polynomial.legendre.leggauss(config.samples))
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    node_1V1, weight_1V1 = (part_V.to(group_BT.device)[None, :, None] for part_V in (node_V + 0.5, weight_V))
+    size_B1T = group_sizes(group_BT)[:, None]
+    count_BVT = torch.minimum((node_1V1 * size_B1T).round().long().clamp_min(1), size_B1T)
+    hidden_BVT = hide(group_BT, draw, count_BVT)
+    return _behind_the_end(rollout, Views(hidden_BVT, hidden_BVT, (hidden_BVT * weight_1V1 * size_B1T / count_BVT).float()))
+
+
+def low_discrepancy(rollout: Rollout, draw: Draw, config: Any) -> Views:
+    """`config.samples` views of k ~ U{1..L} hidden tokens, stratified, of weight L/k over their number (BGPO, Lin et al. 2025)."""
+    return _behind_the_end(rollout, exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=config.samples))
+
+
+def _behind_the_end(rollout: Rollout, views: Views) -> Views:
+    """What is not scored behind the end stays hidden, as when the text was sampled."""
+    rest_BT = rollout.beyond_BT & ~views.hidden_BVT.any(1)
+    return Views(views.hidden_BVT | rest_BT[:, None], views.scored_BVT, views.weight_BVT)
+
+
+def mean_ratio(scores: Scores, config: Any) -> Loss:
+    """The surrogate of exp((bound - old bound) / L), and the divergence of the bounds over L (ESPO, eq. 10 and its published code).
+
+    Of the estimates of the divergence only k2 has a gradient that is neither zero in the mean nor of unbounded variance here.
+    """
+    policy_B1, old_B1 = (scores.of_tokens(part).sum(1, keepdim=True) for part in (scores.policy_BVT, scores.old_BVT))
+    length_B1 = scores.length_B1
+    made = surrogate((policy_B1 - old_B1) / length_B1, None, scores.advantage_B1, scores.share_B1, config)
+    if scores.reference_BVT is None:
+        return made
+    kl_B1 = divergence(scores.of_tokens(scores.reference_BVT).sum(1, keepdim=True) - policy_B1, config.kl) / length_B1
+    return made._replace(total=made.total + (scores.share_B1 * config.beta * kl_B1).sum(), kl=kl_B1[scores.share_B1 > 0].detach())
+
+
+def whole_ratio(scores: Scores, config: Any) -> Loss:
+    """The surrogate of exp(bound - old bound), divided by the length (GDPO, eq. 9)."""
+    policy_B1, old_B1 = (scores.of_tokens(part).sum(1, keepdim=True) for part in (scores.policy_BVT, scores.old_BVT))
+    reference_B1 = None if scores.reference_BVT is None else scores.of_tokens(scores.reference_BVT).sum(1, keepdim=True) - policy_B1
+    share_B1 = scores.share_B1 / scores.length_B1
+    return surrogate(policy_B1 - old_B1, reference_B1, scores.advantage_B1, share_B1, config)
+
+
+def linear_bound(scores: Scores, config: Any) -> Loss:
+    """A lower bound of the objective that is a mean over views: 1 + delta_v where the advantage is positive, exp(delta_v), at most
+    `config.dual_clip`, where it is negative; delta_v is the change of the view's estimate per token (BGPO, eq. 7)."""
+    views, count = scores.views, scores.views.count
+    delta_BV = (views.weight_BVT * (scores.policy_BVT - scores.old_BVT)).sum(2) * count / scores.length_B1
+    advantage_B1 = scores.advantage_B1
+    most = torch.inf if config.dual_clip is None else config.dual_clip
+    value_BV = torch.where(advantage_B1 > 0, 1 + delta_BV, delta_BV.exp().clamp_max(most))
+    share_BV = (scores.share_B1 / count).expand_as(delta_BV)
+    ratio_BV = delta_BV.detach().exp()
+    clipped_BV = (advantage_B1 < 0) & (ratio_BV > most)
+    return of_elements(-advantage_B1 * value_BV, share_BV, ratio_BV, clipped_BV, torch.zeros_like(delta_BV))
+
+
+UNI_GRPO = Method("uni-grpo", structured_time, defaults={"ratio": "sequence", "aggregation": "sequence", "advantage": "z-score"})
+ESPO = Method(
+    "espo",
+    coupled_counts,
+    loss=mean_ratio,
+    defaults={
+        "samples": 1,
+        "epsilon": 0.2,
+        "advantage": "leave-one-out",
+        "kl": "k2",
+        "beta": 1e-3,
+        "aggregation": "sequence",
+        "stop_at_eos": False,
+    },
+)
+GDPO = Method("gdpo", quadrature, loss=whole_ratio, defaults={"samples": 3, "aggregation": "sequence"})
+BGPO = Method(
+    "bgpo",
+    low_discrepancy,
+    loss=linear_bound,
+    defaults={"samples": 16, "dual_clip": 3.0, "advantage": "z-score", "aggregation": "sequence"},
+)

@@ -1,0 +1,172 @@
+"""The settings of reinforcement learning: those of a method are its own unless they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Self, get_args
+
+from unmask.config import SamplerConfig, build_training_args
+from unmask.config_files import did_you_mean, read_recipe, recipe_names
+from unmask.errors import ConfigError
+from unmask.methods import get_method
+from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
+from unmask.training.trainer import StageConfig
+
+DEFAULTS: dict[str, Any] = {
+    "epsilon": 0.5,
+    "epsilon_high": None,
+    "dual_clip": None,
+    "log_ratio_clamp": None,
+    "ratio": "token",
+    "aggregation": "token",
+    "advantage": "r-mean",
+    "beta": 0.0,
+    "kl": "k3",
+    "kl_to": "reference",
+    "samples": 1,
+    "stop_at_eos": True,
+    "difficulty": None,
+    "drop_equal_groups": False,
+}
+"""What a method does not say otherwise."""
+CHOICES: dict[str, tuple[str, ...]] = {
+    "advantage": get_args(AdvantageKind),
+    "aggregation": get_args(Aggregation),
+    "kl": get_args(Divergence),
+    "kl_to": ("reference", "old"),
+    "ratio": ("token", "sequence"),
+    "reward_errors": ("unscored", "raise"),
+}
+UNSET = "; unset: the method's"
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(StageConfig):
+    """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
+
+    learning_rate: float = field(default=3e-6, metadata={"help": "The peak learning rate of AdamW."})
+    lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "How the learning rate goes."})
+    method: str = field(
+        default="diffu-grpo",
+        metadata={"help": "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)."},
+    )
+    num_generations: int = field(default=8, metadata={"help": "Completions per prompt: the group."})
+    num_iterations: int = field(default=1, metadata={"help": "Updates per rollout batch (mu), each with masks of its own."})
+
+    epsilon: float | None = field(default=None, metadata={"help": f"Clip range of the ratio below 1{UNSET}, or 0.5."})
+    epsilon_high: float | None = field(default=None, metadata={"help": f"Clip range above 1{UNSET}, or epsilon."})
+    dual_clip: float | None = field(default=None, metadata={"help": f"Bound of the ratio where the advantage is negative{UNSET}, or none."})
+    log_ratio_clamp: float | None = field(default=None, metadata={"help": f"Bound of the logarithm of the ratio{UNSET}, or none."})
+    ratio: str | None = field(default=None, metadata={"help": f"What a ratio is of: token, or sequence (GSPO){UNSET}, or token."})
+    aggregation: str | None = field(
+        default=None,
+        metadata={"help": f"How tokens count: token (DAPO), sequence (GRPO), step, constant (Dr. GRPO) or sum{UNSET}, or token."},
+    )
+    advantage: AdvantageKind | None = field(
+        default=None, metadata={"help": f"r-mean, z-score, leave-one-out or softmax{UNSET}, or r-mean."}
+    )
+    softmax_temperature: float = field(default=1.0, metadata={"help": "advantage softmax: divides the rewards."})
+    beta: float | None = field(default=None, metadata={"help": f"Weight of the KL divergence; 0: no reference is kept{UNSET}, or 0."})
+    kl: str | None = field(default=None, metadata={"help": f"Estimate of the divergence: k1, k2 or k3{UNSET}, or k3."})
+    kl_to: str | None = field(
+        default=None, metadata={"help": f"What the policy is held to: the reference, or the old policy{UNSET}, or the reference."}
+    )
+    reference_sync_steps: int | None = field(
+        default=None, metadata={"help": "Move the reference towards the policy every so many steps; unset: never."}
+    )
+    reference_sync_share: float = field(default=0.6, metadata={"help": "How far the reference is moved: 1 is all the way."})
+
+    samples: int | None = field(default=None, metadata={"help": f"spg, espo, gdpo, bgpo, agrpo: views (of espo: pairs of views){UNSET}."})
+    prompt_mask_rate: float = field(default=0.15, metadata={"help": "diffu-grpo, wd1: share of the prompt's tokens that are hidden."})
+    segments: int = field(default=4, metadata={"help": "step-merge: views into which the steps are merged."})
+    shrink: int = field(default=1, metadata={"help": "trace-rl: steps in a view."})
+    eubo_beta: float = field(default=1.5, metadata={"help": "spg: exponent of the upper bound."})
+    eubo_share: float = field(default=0.5, metadata={"help": "spg: share of the upper bound in the mixture with the lower one."})
+
+    difficulty: list[float] | None = field(
+        default=None, metadata={"help": f"Only groups whose mean reward lies between these two teach{UNSET}, or all."}
+    )
+    drop_equal_groups: bool | None = field(
+        default=None, metadata={"help": f"Whether groups of equal rewards count for nothing, also in averages{UNSET}, or not."}
+    )
+    mask_truncated: bool = field(default=False, metadata={"help": "Whether completions that do not end teach nothing."})
+    overlong_buffer: int | None = field(
+        default=None, metadata={"help": "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none."}
+    )
+
+    temperature: float = field(default=1.0, metadata={"help": "Of sampling, and of the log-probabilities that are trained."})
+    max_completion_length: int = field(default=128, metadata={"help": "Tokens of the canvas behind the prompt."})
+    steps: int | None = field(default=None, metadata={"help": "Denoising steps of a rollout; unset: one token per step."})
+    block_size: int | None = field(default=None, metadata={"help": "Decoding block of a rollout; unset: the whole completion."})
+    policy: str = field(default="confidence", metadata={"help": "Unmasking policy of a rollout."})
+    stop_at_eos: bool | None = field(
+        default=None, metadata={"help": f"Whether decoding ends with the first end of sequence{UNSET}, or so. The completion always does."}
+    )
+    rollout_batch_size: int = field(default=256, metadata={"help": "Sequences per forward pass of a rollout."})
+
+    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward function; unset: all 1."})
+    reward_workers: int = field(
+        default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        method = get_method(self.method)
+        for name, value in (DEFAULTS | dict(method.defaults)).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        self._check(method.on_policy)
+        self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
+
+    def _check(self, on_policy: bool) -> None:
+        for name, known in CHOICES.items():
+            if (value := getattr(self, name, None)) is not None and value not in known:
+                raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
+        least = {"num_generations": 2, "num_iterations": 1, "samples": 1, "segments": 1, "shrink": 1, "reference_sync_steps": 1}
+        for name, bound in least.items():
+            if (value := getattr(self, name)) is not None and value < bound:
+                raise ConfigError(f"{value} {name.replace('_', ' ')}", where=name, remedy=f"Give at least {bound}")
+        if self.temperature <= 0:
+            raise ConfigError(f"temperature {self.temperature}", where="temperature", remedy="Explore with a temperature above 0")
+        if on_policy and self.num_iterations > 1:
+            what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
+            raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+        if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
+            raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower one first")
+        if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
+            what = f"{self.overlong_buffer} tokens of {self.max_completion_length}"
+            raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
+        if self.reference_sync_steps is not None and not self.needs_reference:
+            remedy = "Leave it out, or set beta, and kl_to reference"
+            raise ConfigError("there is no reference to move", where="reference_sync_steps", remedy=remedy)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy is held to a model other than the one that sampled."""
+        return bool(self.beta) and self.kl_to == "reference"
+
+    def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
+        """How rollouts are sampled."""
+        return SamplerConfig(
+            max_new_tokens=self.max_completion_length,
+            steps=self.steps,
+            block_size=self.block_size,
+            policy=self.policy,  # type: ignore[arg-type]
+            temperature=temperature,
+            stop_at_eos=bool(self.stop_at_eos),
+            seed=seed,
+            batch_size=self.rollout_batch_size,
+            trace=True,
+        )
+
+    @classmethod
+    def for_task(cls, task: str, **settings: Any) -> Self:
+        """The settings of the recipe `grpo-TASK` (d1's, where it published them), and those given.
+
+        Raises:
+            ConfigError: there is no such recipe.
+        """
+        known = [name.removeprefix("grpo-") for name in recipe_names() if name.startswith("grpo-")]
+        if task not in known:
+            raise ConfigError(f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known))
+        return build_training_args(cls, read_recipe(f"grpo-{task}").get("training", {}) | settings)
