@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tests.training.conftest import PREFERENCES, batch, make, tiny
 from unmask.errors import DataError
-from unmask.training import trainer as trainer_module
+from unmask.training import viewwise
 from unmask.training.dpo import REFERENCE_FILE
 
 
@@ -52,10 +52,9 @@ def test_the_stored_scores_are_those_of_a_frozen_copy_to_the_end_of_training(tmp
     trainer.model.train()
     trainer.state.epoch = 0.0
     rows = batch(trainer, *range(8))
-    draw = trainer.draw(rows)
     with torch.no_grad():
-        bounds = trainer._bounds(frozen, rows, draw).view(2, -1).T
-        assert not torch.allclose(trainer._bounds(trainer.lm, rows, draw).view(2, -1).T, stored[0], atol=1e-2)
+        bounds, trained = (trainer._bounds(rows, trainer.score_views(lm, rows)).view(2, -1).T for lm in (frozen, trainer.lm))
+    assert not torch.allclose(trained, stored[0], atol=1e-2)
     torch.testing.assert_close(stored[0], bounds, atol=1e-5, rtol=0)
     assert trainer.reference["eval"].shape == (1, 3, 2)
     assert abs(trainer.evaluate()["eval_loss"] - math.log(2)) > 1e-3
@@ -68,8 +67,8 @@ def test_scores_are_kept_for_the_same_weights_rows_and_masks_only(tmp_path, monk
         scored.append(1)
         return original(*arguments, **more)
 
-    original = trainer_module.score
-    monkeypatch.setattr(trainer_module, "score", counting)
+    original = viewwise.score
+    monkeypatch.setattr(viewwise, "score", counting)
 
     def passes(lm: Any = None, **more: Any) -> int:
         scored.clear()

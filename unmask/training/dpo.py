@@ -22,7 +22,8 @@ from unmask.data.rows import Collator, naming, pair_row, require_values
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
 from unmask.objectives.preference import dpo
-from unmask.training.trainer import Batch, DiffusionTrainer, StageConfig, canvas, row_length, steps_per_epoch
+from unmask.training.trainer import Batch, StageConfig, canvas, row_length, steps_per_epoch
+from unmask.training.viewwise import Piece, ViewwiseTrainer
 
 REFERENCE_FILE = "reference_scores.safetensors"
 
@@ -45,12 +46,12 @@ class PairCollator(Collator):
         return batch | {"pair": torch.tensor([row["pair"] for row in rows])}
 
 
-class DPOTrainer(DiffusionTrainer):
+class DPOTrainer(ViewwiseTrainer):
     """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit).
 
     Policy and reference are scored on the same masks of the same response. The reference is the model as given: it is
     scored once, before the first step, for every epoch's masks, and stored in the output directory; training then holds
-    one model. Dropout is off.
+    one model. Dropout is off. One view is gone through at a time.
     """
 
     def __init__(self, model: DiffusionLM | str | Path, args: DPOConfig, *datasets: Any, **rest: Any):
@@ -82,10 +83,15 @@ class DPOTrainer(DiffusionTrainer):
             return all_masked_views(batch["maskable"])
         return exact_count_views(self.groups(batch), draw, views=self.args.samples)
 
-    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
-        draw = self.draw(batch)
-        chosen_P, rejected_P = self._bounds(lm, batch, draw).chunk(2)
-        stored = self.reference["train" if self.model.training else "eval"][draw.iteration].to(chosen_P.device)[batch["pair"]]
+    def views_of(self, batch: Any) -> Views:
+        """Those of the epoch; made once, and kept in the batch."""
+        if "views" not in batch:
+            batch["views"] = self.plan(batch, self.draw(batch))
+        return batch["views"]
+
+    def loss_on(self, batch: Batch, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
+        chosen_P, rejected_P = self._bounds(batch, log_prob_BVT).chunk(2)
+        stored = self.reference["train" if self.model.training else "eval"][self.draw(batch).iteration].to(chosen_P.device)[batch["pair"]]
         loss = dpo(chosen_P, rejected_P, stored[:, 0], stored[:, 1], beta=self.args.beta)
         pairs = len(loss.loss_P)
         self.record("margin", loss.margin_P.mean(), pairs)
@@ -97,10 +103,9 @@ class DPOTrainer(DiffusionTrainer):
     def count_items(self, batch: Batch) -> Tensor:
         return torch.tensor(len(batch["pair"]), device=batch["pair"].device)
 
-    def _bounds(self, lm: DiffusionLM, batch: Batch, draw: Draw) -> Tensor:
+    def _bounds(self, batch: Batch, log_prob_BVT: Tensor) -> Tensor:
         """The estimated log-likelihood bound of every response [B]."""
-        views = self.plan(batch, draw)
-        return (views.weight_BVT * self.scores(lm, batch, views)).sum((1, 2))
+        return (self.views_of(batch).weight_BVT * log_prob_BVT).sum((1, 2))
 
     @torch.no_grad()
     def _reference_scores(self, pairs: Sequence[Mapping[str, Any]], epochs: int, split: str) -> Tensor:
@@ -118,7 +123,8 @@ class DPOTrainer(DiffusionTrainer):
             for start in range(0, len(pairs), size):
                 batch = self._prepare_inputs(self.data_collator(pairs[start : start + size]))
                 for epoch in range(epochs):
-                    bounds = self._bounds(self.lm, batch, Draw(self.args.seed, batch["sample_id"], epoch))
+                    planned = batch | {"views": self.plan(batch, Draw(self.args.seed, batch["sample_id"], epoch))}
+                    bounds = self._bounds(planned, self.score_views(self.lm, planned))
                     scores[epoch, start : start + size] = bounds.view(2, -1).T.cpu()
         if self.args.should_save:
             path.parent.mkdir(parents=True, exist_ok=True)
