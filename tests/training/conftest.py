@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import gc
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,14 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Accelerate collects garbage at the end of a training run; to look through all that was imported takes longer than the run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 class Before(TrainerCallback):

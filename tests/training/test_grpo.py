@@ -14,7 +14,7 @@ import torch
 from tests.training.conftest import PAIRS, equal, make, settings, share_of_a, tiny, weights
 from unmask.config import SamplerConfig
 from unmask.demo import DemoSettings, small_model
-from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.methods import METHODS as REGISTERED
 from unmask.methods.base import policy_gradient
@@ -326,3 +326,72 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
 def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, message):
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(output_dir=str(tmp_path), **setting)
+
+
+def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
+    shape = {"max_steps": 7, "num_iterations": 3, "save_strategy": "steps", "save_steps": 2, "rows": PAIRS[:6], "method": "cj-grpo"}
+    more = {"beta": 0.1, "reference_sync_steps": 3, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}
+    straight = make("grpo", tmp_path, **shape, **more)
+    straight.train()
+    for checkpoint in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
+        resumed = make("grpo", tmp_path, **shape, **more)
+        resumed.train(resume_from_checkpoint=str(tmp_path / checkpoint))
+        assert equal(weights(resumed.lm), weights(straight.lm)), checkpoint
+    assert not equal(weights(straight.reference.lm), weights(tiny()))
+
+
+def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
+    shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make("grpo", tmp_path, **shape).train()
+    (tmp_path / "checkpoint-1" / "rollouts-0.pt").write_bytes(b"torn")
+    with pytest.raises(TrainingError, match=r"checkpoint-1: cannot be gone on from.*Delete this checkpoint"):
+        make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_path):
+    """Prompts with b in them earn nothing whatever is answered; of the others some completion is always better."""
+
+    def reward(prompts: list[str], **_: Any) -> list[float]:
+        return [0.0 if "b" in prompt else float(rank) for rank, prompt in enumerate(prompts)]
+
+    rows = [{"prompt": prompt} for prompt in ("ab", "ba", "bb", "bc", "cb", "ac", "ca", "cc")]
+    trainer = run(tmp_path, reward, rows=rows, dynamic_sampling=4, drop_equal_groups=True, max_steps=3, learning_rate=0.0)
+    for line in trainer.state.log_history[:3]:
+        assert line["groups_kept"] == 1.0
+    used = {prompt for prompt, (_, mean) in trainer.history.seen.items() if mean > 0}
+    assert used == {5, 6, 7}
+    plain = run(tmp_path, reward, rows=rows, drop_equal_groups=True, max_steps=3, learning_rate=0.0)
+    assert min(line["groups_kept"] for line in plain.state.log_history[:3]) < 1
+
+
+def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
+    """Each prompt earns the same whatever is answered: from a to h an eighth more."""
+
+    def reward(prompts: list[str], **_: Any) -> list[float]:
+        return ["abcdefgh".index(prompt[0]) / 7 for prompt in prompts]
+
+    rows = [{"prompt": letter * 2} for letter in "abcdefgh"]
+    trainer = run(tmp_path, reward, rows=rows, curriculum=1.0, max_steps=60, learning_rate=0.0, num_train_epochs=30)
+    counts = [trainer.history.seen[prompt][0] for prompt in range(8)]
+    assert sum(counts[6:]) > 2 * sum(counts[:2]) > 0
+
+
+@pytest.mark.parametrize("change", [{"mask_truncated": True}, {"overlong_buffer": 3}])
+def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
+    lm = tiny()
+    with torch.no_grad():  # half of the completions end
+        lm.model.model.embed_tokens.weight[lm.eos_token_id] *= 2
+    plain, changed = (make("grpo", tmp_path, lm, max_steps=1, learning_rate=0.0, **more) for more in ({}, change))
+    rows = [[plain.train_dataset[index] for index in range(16)]]
+    update, other = plain.experience(rows)[0][0], changed.experience(rows)[0][0]
+    rollout = update.rollout
+    ends_B = (rollout.completion_BT & (rollout.ids_BT == lm.eos_token_id)).any(1)
+    length_B = rollout.completion_BT.sum(1)
+    assert 0 < ends_B.sum() < 16 and torch.equal(rollout.ids_BT, other.rollout.ids_BT)
+    if "mask_truncated" in change:
+        assert torch.equal(other.learnt_BT.any(1), ends_B) and update.learnt_BT.any(1).all()
+    else:
+        generation = plain.sample(rows[0], temperature=1.0, seed=0)
+        total_B = changed.shaped(torch.zeros(16), generation)
+        expected_B = -((length_B + ~ends_B - 1) / 3).clamp(0, 1)
+        torch.testing.assert_close(total_B, expected_B)

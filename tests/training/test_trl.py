@@ -9,9 +9,8 @@ which it never predicts: its rows have no gradient.
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -161,14 +160,6 @@ def distance(mine: dict[str, Tensor], other: dict[str, Tensor]) -> float:
         assert gradient.norm() > 0 and not mine[name][rows:].any()
         gaps.append(float((mine[name][:rows] - gradient).norm() / gradient.norm()))
     return max(gaps)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick() -> Iterator[None]:
-    """Accelerate collects garbage at the end of a training run; to look through all that was imported takes longer than the run."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def check(case: Case, folder: Path, accumulation: int, beta: float) -> None:

@@ -5,12 +5,17 @@ Shapes: B completions, V views, T positions, F reward functions. A rollout batch
 
 from __future__ import annotations
 
+import pickle
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+from accelerate.utils import gather_object
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
@@ -19,15 +24,18 @@ from unmask.data.chat import encode_prompt
 from unmask.data.rows import column, naming
 from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.views import Draw, Views, all_masked_views
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.generation.trace import Generation
 from unmask.methods import Rollout, Scores, get_method
 from unmask.methods.base import learnable
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
+from unmask.models.load import first_line
 from unmask.objectives.policy import advantages, count_items, kept_groups, overlong_penalty, shares
 from unmask.sandbox.outcome import Status
+from unmask.training.checkpoints import steps_done
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.reference import Reference
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.rollouts import GroupSampler, PromptRows, cut_at_end, make_rollout
@@ -91,6 +99,7 @@ class GRPOTrainer(ViewwiseTrainer):
         self.separable = self.method.separable and args.ratio == "token"
         self.reference = Reference(self.lm, moves=args.reference_sync_steps is not None) if args.needs_reference else None
         self.buffer: list[list[Update]] = []
+        self.history = PromptHistory(0 if train_dataset is None else len(train_dataset), args.curriculum)
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Any:
@@ -143,6 +152,38 @@ class GRPOTrainer(ViewwiseTrainer):
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # made on the device
 
+    # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A checkpoint also holds the completions that are still to be learnt from, what prompts gave, and a reference that moved."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            return
+        folder = Path(str(output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.state.global_step % self.args.num_iterations:
+            torch.save(self.buffer, folder / BUFFER_FILE.format(rank=self.args.process_index))
+        if self.args.should_save:
+            self.history.save(folder)
+            if self.args.reference_sync_steps is not None and self.reference is not None:
+                self.reference.save(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        with telling(folder):
+            self.history.load(folder)
+            if self.args.reference_sync_steps is not None and self.reference is not None:
+                self.reference.load(folder)
+            if (steps_done(folder) or 0) % self.args.num_iterations:
+                path = folder / BUFFER_FILE.format(rank=self.args.process_index)
+                if not zipfile.is_zipfile(path):
+                    raise OSError(f"{path.name} is missing or torn")
+                with torch.serialization.safe_globals([Update, Rollout, Views]):
+                    self.buffer = torch.load(path, map_location=self.lm.device)
+
     # Rollouts.
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
@@ -159,23 +200,67 @@ class GRPOTrainer(ViewwiseTrainer):
     @torch.no_grad()
     def experience(self, micro_batches: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Update]]:
         """Sample, reward and score the completions of one optimizer step."""
-        rows = [row for micro_batch in micro_batches for row in micro_batch]
         step = self.state.global_step // self.args.num_iterations
-        generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
-        reward_BF = self.rewards(rows, generation.texts, generation.tokens)
-        self._record_rewards(reward_BF, generation)
-        total_B = self.shaped(self.rewards.total(reward_BF), generation)
-        advantage_B, kept_B = self._advantages(total_B, torch.tensor([row["sample_id"] for row in rows]))
-        kept_B &= ~total_B.isnan()
+        judged = self.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        generation = judged.generation
+        self._record_rewards(judged.reward_BF, generation)
+        advantage_B, kept_B = self._advantages(judged.total_B, judged.group_B)
+        self.record("groups_kept", kept_B.float().mean(), len(kept_B))
+        kept_B &= ~judged.total_B.isnan()
         if self.args.mask_truncated:
             kept_B &= ~self.truncated(generation)
         made, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
             rollout = make_rollout(self.lm, generation, at, self.args.block_size)
-            made.append(self._score_rollout(rows[at], rollout, advantage_B[at], kept_B[at], step))
+            made.append(self._score_rollout(judged.rows[at], rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
         return made
+
+    def collect(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
+        """Completions of the rows' prompts (of a curriculum, of its own), rewarded; where a group teaches nothing those of another
+        prompt, as often as `dynamic_sampling` says."""
+        group = self.args.num_generations
+        used: list[int] = []
+        if self.args.curriculum is not None:
+            rows = self._other_rows(len(rows) // group, step, used)
+        used += [row["sample_id"] for row in rows]
+        judged = self.judge(rows, step)
+        self._note(judged)
+        for number in range(self.args.dynamic_sampling):
+            _, kept_B = self._advantages(judged.total_B, judged.group_B)
+            dull = [at for at in range(0, len(rows), group) if not kept_B[at]]
+            others = self._other_rows(len(dull), step + (number + 1) * 2**20, used)
+            self.record("groups_replaced", len(others) / len(rows))
+            if not any(gather_object([len(others)])):
+                break
+            made = self.judge(others, step) if others else None
+            self._note(made)
+            if made is not None:
+                judged = judged.replaced([at + repeat for at in dull for repeat in range(group)][: len(others)], made)
+        return judged
+
+    def judge(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
+        """Sample and reward."""
+        generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
+        reward_BF = self.rewards(rows, generation.texts, generation.tokens)
+        return Judged(rows, generation, reward_BF, self.shaped(self.rewards.total(reward_BF), generation))
+
+    def _note(self, judged: Judged | None) -> None:
+        """Let every process know what every process' prompts gave."""
+        mine = [] if judged is None else list(zip(judged.group_B.tolist(), judged.total_B.tolist(), strict=True))
+        for prompt, reward in gather_object(mine):
+            self.history.add(prompt, reward)
+
+    def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[Mapping[str, Any]]:
+        """The groups of so many prompts that are not used yet, on no process; these are then used."""
+        wanted = gather_object([prompts])
+        used[:] = sorted(set(gather_object(used)))
+        chosen = self.history.choose(sum(wanted), self.args.seed, step, exclude=used)
+        used += chosen
+        first = sum(wanted[: self.accelerator.process_index])
+        group = self.args.num_generations
+        return [self.train_dataset[prompt * group + repeat] for prompt in chosen[first : first + prompts] for repeat in range(group)]
 
     def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, seed: int) -> Generation:
         """Completions of the rows' prompts. A completion depends on (seed, sample, repeat) alone."""
@@ -234,7 +319,6 @@ class GRPOTrainer(ViewwiseTrainer):
         advantage_B = advantages(reward_B, group_B, self.args.advantage, temperature=self.args.softmax_temperature)
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(reward_B, group_B, low, high, spread=self.args.drop_equal_groups)
-        self.record("groups_kept", kept_B.float().mean())
         return advantage_B[here], kept_B[here]
 
     def evaluate(
@@ -276,6 +360,16 @@ class GRPOTrainer(ViewwiseTrainer):
                 self.record("reward_std", scored_B.std(), len(scored_B))
 
 
+@contextmanager
+def telling(folder: Path) -> Iterator[None]:
+    """Errors about a checkpoint's files then say what to do."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        what = f"cannot be gone on from: {first_line(error)}"
+        raise TrainingError(what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with") from error
+
+
 def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
     """Prompts of an optimizer step, over all ranks.
 
@@ -287,6 +381,10 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
         what = f"{completions} completions a step are not a multiple of {args.num_generations}"
         remedy = "Change per_device_train_batch_size or gradient_accumulation_steps"
         raise ConfigError(what, where="num_generations", remedy=remedy)
+    chooses = args.curriculum is not None or args.dynamic_sampling
+    if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
+        what = f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
+        raise ConfigError(what, where="per_device_train_batch_size", remedy="Use a multiple, or leave out curriculum and dynamic_sampling")
     prompts = completions // args.num_generations
     if dataset is not None and len(dataset) < prompts:
         what = f"{len(dataset)} prompts, but a step needs {prompts}"

@@ -89,6 +89,12 @@ class GRPOConfig(StageConfig):
     drop_equal_groups: bool | None = field(
         default=None, metadata={"help": f"Whether groups of equal rewards count for nothing, also in averages{UNSET}, or not."}
     )
+    dynamic_sampling: int = field(
+        default=0, metadata={"help": "How often groups that teach nothing are replaced by those of other prompts (DAPO)."}
+    )
+    curriculum: float | None = field(
+        default=None, metadata={"help": "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn."}
+    )
     mask_truncated: bool = field(default=False, metadata={"help": "Whether completions that do not end teach nothing."})
     overlong_buffer: int | None = field(
         default=None, metadata={"help": "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none."}
@@ -122,7 +128,15 @@ class GRPOConfig(StageConfig):
         for name, known in CHOICES.items():
             if (value := getattr(self, name, None)) is not None and value not in known:
                 raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
-        least = {"num_generations": 2, "num_iterations": 1, "samples": 1, "segments": 1, "shrink": 1, "reference_sync_steps": 1}
+        least = {
+            "num_generations": 2,
+            "num_iterations": 1,
+            "samples": 1,
+            "segments": 1,
+            "shrink": 1,
+            "reference_sync_steps": 1,
+            "dynamic_sampling": 0,
+        }
         for name, bound in least.items():
             if (value := getattr(self, name)) is not None and value < bound:
                 raise ConfigError(f"{value} {name.replace('_', ' ')}", where=name, remedy=f"Give at least {bound}")

@@ -1,0 +1,103 @@
+"""Which prompts come next: what each has given so far, and draws that follow from it.
+
+Shapes: N prompts of the data set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.diffusion.noise import Stream, uniform
+from unmask.generation.trace import Generation
+from unmask.monitor import write_atomic
+
+FILE = "prompts.json"
+
+
+class PromptHistory:
+    """The mean reward of every prompt that was answered, and draws of prompts without replacement.
+
+    Args:
+        count: prompts of the data set.
+        target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread), the spread being the
+            standard deviation of all means. New prompts weigh as much as those at the target. None: all weigh the same.
+    """
+
+    def __init__(self, count: int, target: float | None = None):
+        self.count, self.target = count, target
+        self.seen: dict[int, tuple[int, float]] = {}  # rewards that counted, and their mean
+
+    def add(self, prompt: int, reward: float) -> None:
+        """Count a completion; NaN is none."""
+        if not math.isnan(reward):
+            number, mean = self.seen.get(prompt, (0, 0.0))
+            self.seen[prompt] = number + 1, mean + (reward - mean) / (number + 1)
+
+    def weights(self) -> Tensor:
+        """Of every prompt [N]."""
+        weight_N = torch.ones(self.count, dtype=torch.float64)
+        if self.target is None or len(self.seen) < 2:
+            return weight_N
+        prompts = torch.tensor(list(self.seen))
+        means = torch.tensor([mean for _, mean in self.seen.values()], dtype=torch.float64)
+        weight_N[prompts] = (-(means - self.target).abs() / means.std().clamp_min(1e-6)).exp()
+        return weight_N
+
+    def choose(self, number: int, seed: int, step: int, exclude: Collection[int] = ()) -> list[int]:
+        """At most `number` different prompts, drawn in proportion to their weights: the same for the same history, seed and step
+        (Gumbel's top-k, Kool et al. 2019)."""
+        uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=Stream.ROLLOUT)
+        score_N = self.weights().log() - (-uniform_N.clamp_min(2.0**-53).log()).log()
+        score_N[list(exclude)] = -torch.inf
+        best = score_N.topk(min(number, self.count - len(set(exclude)))).indices
+        return best.tolist()
+
+    def save(self, folder: Path) -> None:
+        """Write what was seen."""
+        write_atomic(folder / FILE, json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())))
+
+    def load(self, folder: Path) -> None:
+        """Read it back."""
+        self.seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / FILE).read_text())}
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Completions and what they earned, one entry per row.
+
+    Attributes:
+        reward_BF: of each function, NaN where it does not apply.
+        total_B: weighted and summed; NaN: unscored.
+    """
+
+    rows: list[Mapping[str, Any]]
+    generation: Generation
+    reward_BF: Tensor
+    total_B: Tensor
+
+    @property
+    def group_B(self) -> Tensor:  # noqa: N802
+        """The prompt of each completion."""
+        return torch.tensor([row["sample_id"] for row in self.rows])
+
+    def replaced(self, at: Sequence[int], other: Judged) -> Judged:
+        """With these rows exchanged."""
+        where = {place: index for index, place in enumerate(at)}
+
+        def merge(mine: Sequence[Any], theirs: Sequence[Any]) -> list[Any]:
+            return [theirs[where[i]] if i in where else value for i, value in enumerate(mine)]
+
+        lists: dict[str, Any] = {
+            name: merge(part, getattr(other.generation, name)) for name, part in vars(self.generation).items() if isinstance(part, list)
+        }
+        reward_BF, total_B = self.reward_BF.clone(), self.total_B.clone()
+        reward_BF[list(at)], total_B[list(at)] = other.reward_BF, other.total_B
+        return Judged(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B)
