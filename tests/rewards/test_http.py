@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import httpx2 as httpx
 import pytest
 
 from unmask.errors import ConfigError
+from unmask.rewards.calls import LateError
 from unmask.rewards.http import HttpJudge
 
 
@@ -51,3 +54,41 @@ def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscore
 def test_an_address_that_is_none_is_told_before_training(url):
     with pytest.raises(ConfigError, match="http"):
         HttpJudge(url)
+
+
+class Slow(BaseHTTPRequestHandler):
+    """Rewards at once, but hangs on `x`, breaks off on `y`, and trickles without end on `z`."""
+
+    end: ClassVar[threading.Event] = threading.Event()
+
+    def do_POST(self):
+        completion = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["completion"]
+        if completion == "y":
+            return
+        if completion == "x":
+            self.end.wait(20)
+        self.send_response(200)
+        self.end_headers()
+        while completion == "z" and not self.end.wait(0.02):
+            self.wfile.write(b" ")
+        self.wfile.write(b'{"reward": 1}')
+
+    def log_message(self, *_):
+        pass
+
+
+def test_answers_that_came_in_time_are_kept():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
+    server.handle_error = lambda *_: None
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = HttpJudge(f"http://127.0.0.1:{server.server_port}/judge")
+    try:
+        started = time.monotonic()
+        found = judge.ask({"prompts": ["p"] * 5, "completions": [*"axyzb"], "trainer_state": object(), "log_extra": print}, 0.7)
+        assert time.monotonic() - started < 5
+        assert [found[0], found[4]] == [1, 1]
+        assert isinstance(found[1], LateError) and isinstance(found[2], httpx.HTTPError) and isinstance(found[3], LateError)
+    finally:
+        Slow.end.set()
+        server.shutdown()
+        server.server_close()

@@ -11,7 +11,7 @@ from unmask.errors import ConfigError
 from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, WorkerTimeoutError, load_function
 
 REWARDS = """
-import os, sys, time
+import asyncio, os, sys, time
 print("imported", flush=True)
 NUMBER = 7
 def length(completions, **_): return [float(len(text)) for text in completions]
@@ -20,6 +20,8 @@ def raises(**_): raise KeyError("no")
 def sleeps(**_): time.sleep(60)
 def ends(**_): os._exit(7)
 def unpicklable(**_): return lambda: 0
+async def loop(**_): return id(asyncio.get_running_loop())
+def columns(**columns): return columns
 """
 
 
@@ -105,4 +107,16 @@ def test_a_worker_that_died_between_calls_is_started_again(path):
     worker._process.kill()
     worker._process.wait()
     assert worker.call(timeout=60, completions=["abc"]) == [3.0]
+    worker.close()
+
+
+def test_an_async_function_is_awaited_on_one_loop(path):
+    worker = Worker(f"{path}:loop")
+    assert worker.call(timeout=60) == worker.call(timeout=60) > 0
+    worker.close()
+
+
+def test_arguments_may_have_any_name(path):
+    worker = Worker(f"{path}:columns")
+    assert worker.apply((), {"timeout": 1, "self": 2}, 60) == {"timeout": 1, "self": 2}
     worker.close()

@@ -186,7 +186,8 @@ def test_rewards_are_asked_as_trl_asks_them(chat, tmp_path):
     prompts = [[{"role": "user", "content": pair["prompt"]}] if chat else pair["prompt"] for pair in PAIRS]
     trainer = run(tmp_path, reward, rows=[{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)], max_steps=1)
     [call] = calls
-    assert call["rest"] == {}
+    assert call["rest"].keys() == {"trainer_state", "log_extra", "log_metric"}
+    assert call["rest"]["trainer_state"] is trainer.state
     assert [prompts[int(answer)] for answer in call["answer"]] == call["prompts"]
     assert call["answer"][0::2] == call["answer"][1::2]
     texts = [trainer.lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in call["ids"]]

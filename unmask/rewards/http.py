@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait
 from typing import Any
 
 import httpx2 as httpx
 
 from unmask.errors import ConfigError
+from unmask.rewards.calls import Arguments, LateError, in_thread
 
 TRIES = 3
 AT_ONCE = 16
+SECONDS = 600.0
+LATE = LateError("no answer in time")
+NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class HttpJudge:
@@ -39,20 +43,38 @@ class HttpJudge:
         self.url, self.timeout = url, timeout
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The judge's reward for each completion; None where it gives none."""
-        columns.pop("completion_ids", None)
-        names = ("prompt", "completion", *columns)
-        bodies = [dict(zip(names, values, strict=True)) for values in zip(prompts, completions, *columns.values(), strict=True)]
-        with httpx.Client(timeout=self.timeout) as client, ThreadPoolExecutor(AT_ONCE) as threads:
-            return list(threads.map(lambda body: self._ask(client, body), bodies))
+        """The judge's reward for each completion; None where it gives none, or does not answer."""
+        found = self.ask({"prompts": prompts, "completions": completions, **columns}, SECONDS)
+        return [None if isinstance(answer, Exception) else answer for answer in found]
 
-    def _ask(self, client: httpx.Client, body: dict[str, Any]) -> float | None:
+    def ask(self, arguments: Arguments, seconds: float) -> list[Any]:
+        """What the judge answers for each completion, or the exception that stands for its answer; all that is there in time."""
+        columns = {name: values for name, values in arguments.items() if name not in ("prompts", "completions", *NOT_SENT)}
+        names = ("prompt", "completion", *columns)
+        columns_of_all = (arguments["prompts"], arguments["completions"], *columns.values())
+        bodies = [dict(zip(names, values, strict=True)) for values in zip(*columns_of_all, strict=True)]
+        found: list[Any] = [LATE] * len(bodies)
+        end, left = time.monotonic() + seconds, iter(range(len(bodies)))
+
+        def work() -> None:
+            for row in left:
+                found[row] = self._ask(client, bodies[row], end)
+
+        with httpx.Client() as client:
+            wait([in_thread(work) for _ in range(min(AT_ONCE, len(bodies)))], timeout=seconds)
+            return list(found)
+
+    def _ask(self, client: httpx.Client, body: dict[str, Any], end: float) -> Any:
+        """The answer, or the exception of the last try."""
+        failed: Exception = LATE
         for _ in range(TRIES):
+            left = end - time.monotonic()
+            if left <= 0:
+                return LATE
             try:
-                answer = client.post(self.url, json=body)
+                answer = client.post(self.url, json=body, timeout=min(self.timeout, left))
                 answer.raise_for_status()
-                reward = answer.json()["reward"]
-                return None if reward is None or not math.isfinite(reward) else float(reward)
-            except (httpx.HTTPError, ArithmeticError, KeyError, RecursionError, TypeError, ValueError):
-                continue
-        return None
+                return answer.json()["reward"]
+            except (httpx.HTTPError, KeyError, RecursionError, TypeError, ValueError) as error:
+                failed = error
+        return failed

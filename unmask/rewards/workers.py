@@ -5,13 +5,15 @@ They are new interpreters, never forks: they inherit no CUDA context and no lock
 
 from __future__ import annotations
 
+import asyncio
 import faulthandler
 import importlib
+import inspect
 import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from traceback import format_exception_only
 from typing import Any
 
 from unmask.errors import ConfigError, UnmaskError
+from unmask.rewards.calls import LateError, awaited
 
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
@@ -38,7 +41,7 @@ class WorkerDeathError(WorkerCallError):
     """A call ended its worker's process."""
 
 
-class WorkerTimeoutError(WorkerCallError):
+class WorkerTimeoutError(WorkerCallError, LateError):
     """A call took longer than it may; its worker is no more."""
 
 
@@ -85,9 +88,14 @@ class Worker:
         self._lock = threading.Lock()
 
     def call(self, *args: Any, timeout: float, **kwargs: Any) -> Any:
+        """What the function returns: see `apply`."""
+        return self.apply(args, kwargs, timeout)
+
+    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float) -> Any:
         """What the function returns. One call at a time; others wait.
 
         Args:
+            args, kwargs: of the function.
             timeout: seconds from when the process is there and idle.
 
         Raises:
@@ -159,6 +167,7 @@ def serve(pipe: Connection, target: str) -> None:
         pipe.send((True, error.what))
         return
     pipe.send((False, None))
+    runner = asyncio.Runner()  # of async functions; one, so that their clients and locks outlive a call
     while True:
         try:
             timeout, args, kwargs = pipe.recv()
@@ -167,7 +176,8 @@ def serve(pipe: Connection, target: str) -> None:
         # Ends this process, whatever it is busy with, where the one that would have killed it is no more.
         faulthandler.dump_traceback_later(timeout + GRACE_SECONDS, exit=True)
         try:
-            pipe.send((False, function(*args, **kwargs)))
+            value = function(*args, **kwargs)
+            pipe.send((False, runner.run(awaited(value)) if inspect.isawaitable(value) else value))
         except Exception as error:  # user code, and what it returns may not be picklable
             pipe.send((True, f"raised {told(error)}"))
         faulthandler.cancel_dump_traceback_later()

@@ -37,7 +37,7 @@ from unmask.training.checkpoints import steps_done
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.reference import Reference
-from unmask.training.rewards import RewardFunction, Rewards
+from unmask.training.rewards import RewardFunction, Rewards, Scored
 from unmask.training.rollouts import GroupSampler, PromptRows, cut_at_end, make_rollout
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 
@@ -90,7 +90,9 @@ class GRPOTrainer(ViewwiseTrainer):
         **rest: Any,
     ):
         args = args or GRPOConfig()
-        self.rewards = Rewards(reward_funcs, args.reward_weights, args.reward_workers)
+        self.rewards = Rewards(
+            reward_funcs, args.reward_weights, args.reward_workers, seconds=args.reward_timeout, errors=args.reward_errors
+        )
         self.method = get_method(args.method)
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
@@ -203,7 +205,7 @@ class GRPOTrainer(ViewwiseTrainer):
         step = self.state.global_step // self.args.num_iterations
         judged = self.collect([row for micro_batch in micro_batches for row in micro_batch], step)
         generation = judged.generation
-        self._record_rewards(judged.reward_BF, generation)
+        self._record_rewards(judged)
         advantage_B, kept_B = self._advantages(judged.total_B, judged.group_B)
         self.record("groups_kept", kept_B.float().mean(), len(kept_B))
         kept_B &= ~judged.total_B.isnan()
@@ -243,8 +245,9 @@ class GRPOTrainer(ViewwiseTrainer):
     def judge(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
         """Sample and reward."""
         generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
-        reward_BF = self.rewards(rows, generation.texts, generation.tokens)
-        return Judged(rows, generation, reward_BF, self.shaped(self.rewards.total(reward_BF), generation))
+        scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
+        self._record_calls(len(rows))
+        return Judged(rows, generation, scored.value_BF, self.shaped(self.rewards.total(scored), generation))
 
     def _note(self, judged: Judged | None) -> None:
         """Let every process know what every process' prompts gave."""
@@ -328,7 +331,7 @@ class GRPOTrainer(ViewwiseTrainer):
         prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
         rows = [prompts[i] for i in range(0, len(prompts), self.args.num_generations)]
         generation = self.sample(rows, temperature=0.0, seed=self.args.seed)
-        total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens))
+        total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens, self.state))
         metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -343,19 +346,28 @@ class GRPOTrainer(ViewwiseTrainer):
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
         )
 
-    def _record_rewards(self, reward_BF: Tensor, generation: Generation) -> None:
-        total_B = self.rewards.total(reward_BF)
+    def _record_calls(self, count: int) -> None:
+        """What came of the last calls of the reward functions."""
+        for name in self.rewards.names:
+            for status in get_args(Status) if name in self.rewards.statuses else ():
+                self.record(f"rewards/{name}/{status}", self.rewards.statuses[name][status] / count, count)
+            for kind, number in self.rewards.failures[name].items():
+                self.record(f"rewards/{name}/{kind}", number / count, count)
+        for metric, values in self.rewards.logged.items():
+            for value in values:
+                self.record(metric, value)
+
+    def _record_rewards(self, judged: Judged) -> None:
+        generation, total_B, count = judged.generation, judged.total_B, len(judged.rows)
         lengths = [len(tokens) for tokens in generation.tokens]
-        self.record("unscored", total_B.isnan().float().mean(), len(total_B))
-        self.record("completion_length", sum(lengths) / len(lengths), len(lengths))
-        columns = [("reward", total_B), *zip([f"rewards/{name}" for name in self.rewards.names], reward_BF.unbind(1), strict=True)]
+        self.record("unscored", total_B.isnan().float().mean(), count)
+        self.record("truncated", self.truncated(generation).float().mean(), count)
+        self.record("completion_length", sum(lengths) / count, count)
+        columns = [("reward", total_B), *zip([f"rewards/{name}" for name in self.rewards.names], judged.reward_BF.unbind(1), strict=True)]
         for name, reward_B in columns:
             scored_B = reward_B[~reward_B.isnan()]
             if len(scored_B) > 0:
                 self.record(name, scored_B.mean(), len(scored_B))
-            if counts := self.rewards.statuses.get(name.removeprefix("rewards/")):
-                for status in get_args(Status):
-                    self.record(f"{name}/{status}", counts[status] / len(reward_B), len(reward_B))
             if name == "reward" and len(scored_B) > 1:
                 self.record("reward_std", scored_B.std(), len(scored_B))
 

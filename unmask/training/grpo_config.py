@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self, get_args
+from typing import Any, Literal, Self, get_args
 
 from unmask.config import SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
@@ -113,6 +113,10 @@ class GRPOConfig(StageConfig):
     reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward function; unset: all 1."})
     reward_workers: int = field(
         default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
+    )
+    reward_timeout: float = field(default=600.0, metadata={"help": "Seconds that each reward function may take for a batch of completions."})
+    reward_errors: Literal["unscored", "raise"] = field(
+        default="unscored", metadata={"help": "What a reward function that fails does: leave the completion unscored, or stop the run."}
     )
 
     def __post_init__(self) -> None:

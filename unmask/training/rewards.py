@@ -1,33 +1,50 @@
-"""Calling reward functions as TRL calls them."""
+"""Calling reward functions as TRL calls them, so that none of them can stop or hang a run.
+
+Shapes: B completions, F reward functions.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import inspect
+import logging
 import math
 import numbers
-from collections import Counter
+import re
+import threading
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from unmask.data.chat import is_conversational
-from unmask.errors import ConfigError, TrainingError
+from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.rewards.calls import EVENT_LOOP, Arguments, LateError, answers, in_thread, limited, part
 from unmask.rewards.http import HttpJudge
-from unmask.rewards.workers import Worker, load_function, told
+from unmask.rewards.verdict import Verdict
+from unmask.rewards.workers import Worker, WorkerError, load_function, told
+from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward, get_rewards
 from unmask.training.reward_model import RewardModel
 
 RewardFunction = Callable[..., Any]
-CALL_SECONDS = 600.0
-"""How long a reward function in a process of its own may take."""
+Judge = Callable[[Arguments, float], list[Any]]
+"""Gives an answer for each completion, or the exception that stands for it, within that many seconds."""
+Errors = Literal["unscored", "raise"]
+FailureKind = Literal["raised", "timeout", "invalid"]
+MAX_SECONDS = 1e6
+LARGEST = torch.finfo(torch.float32).max
+THREAD = re.compile("only works in main thread|no current event loop in thread|only be used in that same thread")
+"""What is said where a function cannot be called in another thread: by signals, asyncio and sqlite3."""
+logger = logging.getLogger(__name__)
 
 
 class WorkerReward:
-    """A reward function that runs in processes of its own, each judging a part of the completions.
+    """A reward function that runs in processes of its own, each judging a part of the completions, and killed where it is late.
 
     Args:
         target: `package.module:function` or `path/to/file.py:function`; it must judge every completion for itself.
@@ -37,23 +54,79 @@ class WorkerReward:
     def __init__(self, target: str, workers: int):
         self.__name__ = target.rpartition(":")[2]
         self.workers = [Worker(target) for _ in range(workers)]
-        self._threads = ThreadPoolExecutor(workers)
-        list(self._threads.map(Worker.start, self.workers))
+        for start in [in_thread(worker.start) for worker in self.workers]:
+            start.result()
 
-    def __call__(self, completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """What the function gives for each completion."""
-        arguments = {"completions": completions, **columns}
-        size = math.ceil(len(completions) / len(self.workers))
-        parts = [{name: values[at : at + size] for name, values in arguments.items()} for at in range(0, len(completions), size)]
-        calls = [self._threads.submit(worker.call, timeout=CALL_SECONDS, **part) for worker, part in zip(self.workers, parts, strict=False)]
-        answers = [call.result() for call in calls]
-        for answer, part in zip(answers, parts, strict=True):
-            if len(answer) != len(part["completions"]):
-                raise ValueError(f"returned {len(answer)} values for {len(part['completions'])} completions")
-        return [value for answer in answers for value in answer]
+    def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
+        """As `answers`, for each part; of the trainer's state with the attributes alone, and without ways to log."""
+        sent = {key: value for key, value in arguments.items() if key not in ("log_extra", "log_metric")}
+        if "trainer_state" in sent:
+            sent["trainer_state"] = SimpleNamespace(**vars(sent["trainer_state"]))  # so that no worker needs to import transformers
+        count = len(sent["completions"])
+        size = math.ceil(count / len(self.workers))
+        calls = []
+        for worker, start in zip(self.workers, range(0, count, size), strict=False):
+            call = functools.partial(self._call, worker)
+            given = part(sent, slice(start, start + size))
+            calls.append(in_thread(functools.partial(answers, call, given, seconds, name=self.__name__, alone=alone)))
+        return [answer for call in calls for answer in call.result()]
+
+    @staticmethod
+    def _call(worker: Worker, arguments: Arguments, seconds: float) -> Any:
+        return worker.apply((), arguments, seconds)
 
 
-def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction]:
+class LocalReward:
+    """A reward function in this process: called in a thread, awaited where it is async.
+
+    Where it says that it works in the main thread alone (it uses signals, as math-verify does), it is called there, without a limit.
+    """
+
+    def __init__(self, function: RewardFunction, name: str):
+        self.name = name
+        self.function = function.verdicts if isinstance(function, Reward) else function
+        # What stands in the way of any judgement of a task: columns that are missing, no sandbox.
+        self.fatal: tuple[type[Exception], ...] = (ConfigError, DataError, SandboxError) if isinstance(function, Reward) else ()
+        self.threaded = True
+
+    def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
+        """As `answers`. A function that does not take these arguments, or a task that can judge nothing: TrainingError."""
+        check_signature(self.function, arguments, self.name)
+        return answers(self._call, arguments, seconds, name=self.name, alone=alone)
+
+    def _call(self, arguments: Arguments, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        try:
+            values = self._values(arguments, seconds)
+        except self.fatal as error:
+            raise TrainingError(f"raised {told(error)}", where=f"reward function {self.name}") from error
+        return EVENT_LOOP.run(values, end - time.monotonic()) if inspect.isawaitable(values) else values
+
+    def _values(self, arguments: Arguments, seconds: float) -> Any:
+        work = functools.partial(self._without_grad, arguments, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
+        if self.threaded:
+            try:
+                return limited(in_thread(work), seconds)
+            except Exception as error:  # user code
+                if threading.current_thread() is not threading.main_thread() or not needs_main_thread(error):
+                    raise
+            self.threaded = False
+            logger.warning("reward function %s works in the main thread alone: it is called there, without a time limit", self.name)
+        return work()
+
+    @torch.no_grad()
+    def _without_grad(self, arguments: Arguments, device: int | None) -> Any:
+        if device is not None:  # a thread has one of its own
+            torch.cuda.set_device(device)
+        return self.function(**arguments)
+
+
+def needs_main_thread(error: BaseException | None) -> bool:
+    """Whether an exception, or what caused it, comes of calling something in another thread than the main one."""
+    return error is not None and (THREAD.search(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__))
+
+
+def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction | WorkerReward]:
     """The reward functions that a name stands for.
 
     Args:
@@ -75,24 +148,78 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
     return list(get_rewards(named))
 
 
+def check_signature(function: RewardFunction, arguments: Arguments, name: str) -> None:
+    """Raise a TrainingError where a function does not take the arguments: it would fail on everything."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions written in C
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        remedy = "Name columns that the dataset has, and accept **kwargs for all others"
+        raise TrainingError(f"cannot be called: {error}", where=f"reward function {name}", remedy=remedy) from error
+
+
+def is_async(function: RewardFunction) -> bool:
+    """Whether calling a function gives a coroutine: an async function, an object with an async `__call__`, or a partial of either."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+class Scored(NamedTuple):
+    """What the reward functions gave."""
+
+    value_BF: Tensor
+    """Not weighted yet; NaN where a function does not apply, or failed."""
+    failed_BF: Tensor
+    """Where a function failed; boolean."""
+
+
+class Failure(NamedTuple):
+    kind: FailureKind
+    what: str
+    remedy: str
+
+
 class Rewards:
     """The weighted sum of any number of reward functions.
 
-    A function is called as `f(prompts=..., completions=..., completion_ids=..., <dataset columns>=...)` and returns, or is a
-    coroutine that returns, a float or None for each completion; None means that it does not apply. A completion to which no
-    function applies is unscored: NaN, never zero.
+    A function is called as TRL calls it, `f(prompts=..., completions=..., completion_ids=..., <dataset columns>=..., trainer_state=...,
+    log_extra=..., log_metric=...)`, must accept `**kwargs`, and returns, or is a coroutine that returns, a float or None for each
+    completion; None means that it does not apply. A completion to which no function applies is unscored: NaN, never zero.
+
+    One that any function failed on (which raised, was late, or returned something else than a finite number or None) is unscored as a
+    whole: without a part its sum would be on another scale than those of its group. Where a call raises, the function is called again
+    for each completion alone. A TrainingError that a function raises stops the run, as does a wrong number of values.
+
+    Async functions, worker processes and judges over HTTP run side by side; functions in this process one after another, each in
+    a thread. What is late there cannot be stopped: its thread goes on, and may run beside later calls; one that never gives way
+    to other threads (a regular expression without end) cannot even be given up on. Processes of its own (`workers`) are killed.
 
     Args:
         functions: callables, or names (see `find_rewards`).
         weights: one per function or name; None: all 1.
         workers: processes for each function that is named by its path.
+        seconds: that a function may take for all completions of a call.
+        errors: unscored, or raise: a TrainingError for whatever fails.
 
     Attributes:
         statuses: how often each verdict's status came in the last call, by the name of the function; of those that give verdicts.
+        failures: on how many completions of the last call each function `raised`, was late (`timeout`) or gave no number (`invalid`).
+        logged: by name, what functions of this process passed to `log_metric` in the last call.
+        extras: by name, the columns that they passed to `log_extra`; those with a value for each completion.
     """
 
     def __init__(
-        self, functions: Sequence[RewardFunction | str] | RewardFunction | str, weights: Sequence[float] | None = None, workers: int = 0
+        self,
+        functions: Sequence[RewardFunction | str] | RewardFunction | str,
+        weights: Sequence[float] | None = None,
+        workers: int = 0,
+        *,
+        seconds: float = 600.0,
+        errors: Errors = "unscored",
     ):
         listed = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
         if not listed:
@@ -101,50 +228,110 @@ class Rewards:
         if len(given) != len(listed):
             what = f"{len(given)} weights for {len(listed)} functions"
             raise ConfigError(what, where="reward_weights", remedy="Give one weight per reward function")
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ConfigError(f"{seconds} seconds for a reward", where="seconds", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}")
+        if errors not in get_args(Errors):
+            raise ConfigError(f"unknown {errors!r}", where="errors", remedy=f"Use one of {', '.join(get_args(Errors))}")
         found = [(function, weight) for named, weight in zip(listed, given, strict=True) for function in find_rewards(named, workers)]
         self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
         self.names = [f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions]
+        self.seconds, self.errors = seconds, errors
         self.statuses: dict[str, Counter[str]] = {}
+        self.failures: dict[str, Counter[str]] = {}
+        self.logged: dict[str, list[float]] = {}
+        self.extras: dict[str, list[Any]] = {}
+        self._judges = [self._judge(function, name) for function, name in zip(self.functions, self.names, strict=True)]
+        self._told: set[tuple[str, str]] = set()
 
-    def __call__(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Tensor:
-        """Rewards [B, functions], not weighted yet; NaN where a function does not apply."""
-        columns = {name: [row[name] for row in rows] for name in rows[0] if name not in ("sample_id", "repeat", "completion", "prompt")}
+    def __call__(self, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], ids: Sequence[Sequence[int]], state: Any = None) -> Scored:
+        """What each function gives for each completion.
+
+        Args:
+            rows: of the dataset, one per completion; the first one has all columns.
+            texts, ids: the completions.
+            state: the trainer's; None: functions get none.
+
+        Raises:
+            TrainingError: see the class.
+        """
+        logged: dict[str, list[float]] = defaultdict(list)
+        extras: dict[str, list[Any]] = defaultdict(list)
         chat = is_conversational(rows[0])
-        completions = [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts)
-        arguments = {"prompts": [row["prompt"] for row in rows], "completions": completions, "completion_ids": list(ids), **columns}
-        return torch.tensor([self._call(i, arguments, len(rows)) for i in range(len(self.functions))]).T
+        arguments = {
+            **{name: [row[name] for row in rows] for name in rows[0] if name not in ("sample_id", "repeat", "completion", "prompt")},
+            "prompts": [row["prompt"] for row in rows],
+            "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
+            "completion_ids": list(ids),
+            **({} if state is None else {"trainer_state": state}),
+            "log_extra": lambda column, values: extras[column].extend(values),
+            "log_metric": lambda name, value: logged[name].append(float(value)),
+        }
+        answer_FB = self._answers(arguments)
+        # Copies, as a thread that was given up on may still log.
+        self.logged = {name: list(values) for name, values in list(logged.items())}
+        self.extras = {name: list(values) for name, values in list(extras.items()) if len(values) == len(rows)}
+        self.statuses, self.failures = {}, {name: Counter() for name in self.names}
+        read_FB = [[self._read(name, answer) for answer in answer_B] for name, answer_B in zip(self.names, answer_FB, strict=True)]
+        for name, read_B in zip(self.names, read_FB, strict=True):
+            self._report(name, read_B)
+        failed_BF = torch.tensor([[isinstance(read, Failure) for read in read_B] for read_B in read_FB]).T
+        value_BF = torch.tensor([[math.nan if isinstance(read, Failure) else read for read in read_B] for read_B in read_FB]).T
+        return Scored(value_BF, failed_BF)
 
-    def total(self, reward_BF: Tensor) -> Tensor:
-        """The weighted sum [B] of the functions that apply; NaN where none does."""
-        total_B = (reward_BF.nan_to_num() * torch.tensor(self.weights)).sum(1)
-        return torch.where(reward_BF.isnan().all(1), torch.nan, total_B)
+    def total(self, scored: Scored) -> Tensor:
+        """The weighted sum [B] of the functions that apply; NaN where none does, or where one failed (unless its weight is 0)."""
+        weight_F = torch.tensor(self.weights)
+        total_B = (scored.value_BF.nan_to_num() * weight_F).sum(1)
+        unscored_B = scored.value_BF.isnan().all(1) | (scored.failed_BF & (weight_F != 0)).any(1)
+        return torch.where(unscored_B, torch.nan, total_B)
 
-    def _call(self, index: int, arguments: Mapping[str, Any], count: int) -> list[float]:
-        where = f"reward function {self.names[index]}"
-        try:
-            values = self._judged(index, arguments)
-            if inspect.isawaitable(values):
-                with ThreadPoolExecutor(1) as thread:  # a notebook's own thread already runs an event loop
-                    values = thread.submit(asyncio.run, _wait(values)).result()
-        except Exception as error:  # user code
-            raise TrainingError(f"raised {told(error)}", where=where, remedy="Mend it, or return None") from error
-        if not isinstance(values, Sequence) or len(values) != count:
-            what = f"returned {values!r:.60} for {count} completions"
-            raise TrainingError(what, where=where, remedy="Return one float or None per completion")
-        for row, value in enumerate(values):
-            if value is not None and not (isinstance(value, numbers.Real) and math.isfinite(value)):
-                raise TrainingError(f"returned {value!r:.40}", where=f"{where}, completion {row}", remedy="Return a finite number, or None")
-        return [math.nan if value is None else float(value) for value in values]
+    def _judge(self, function: RewardFunction | WorkerReward, name: str) -> Judge:
+        if isinstance(function, HttpJudge):
+            return function.ask
+        judge = function if isinstance(function, WorkerReward) else LocalReward(function, name)
+        return functools.partial(judge.ask, alone=self.errors == "unscored")
 
-    def _judged(self, index: int, arguments: Mapping[str, Any]) -> Any:
-        """What a function gives; of one that gives verdicts the values, with their statuses counted."""
-        function = self.functions[index]
-        if not isinstance(function, Reward):
-            return function(**arguments)
-        verdicts = function.verdicts(**arguments)
-        self.statuses[self.names[index]] = Counter(verdict.status for verdict in verdicts)
-        return [verdict.value for verdict in verdicts]
+    def _answers(self, arguments: Arguments) -> list[list[Any]]:
+        """What each function answers to each completion [F][B]."""
+        calls = [functools.partial(judge, arguments, self.seconds) for judge in self._judges]
+        aside = {
+            index: in_thread(calls[index])
+            for index, function in enumerate(self.functions)
+            if isinstance(function, WorkerReward | HttpJudge) or is_async(function)
+        }
+        here = {index: call() for index, call in enumerate(calls) if index not in aside}
+        return [aside[index].result() if index in aside else here[index] for index in range(len(calls))]
 
+    def _read(self, name: str, answer: Any) -> float | Failure:
+        """An answer as a number: NaN for None."""
+        if isinstance(answer, Verdict):
+            self.statuses.setdefault(name, Counter())[answer.status] += 1
+            if answer.value is None:
+                return Failure("raised", f"could not judge: {answer.status} {answer.detail}", "See docs/sandbox.md, docs/tasks.md")
+            answer = answer.value
+        if answer is None:
+            return math.nan
+        if isinstance(answer, LateError):
+            return Failure("timeout", f"gave no answer within {self.seconds:g} seconds", "Give it more, or let it answer sooner")
+        if isinstance(answer, BaseException):
+            what = answer.what if isinstance(answer, WorkerError) else f"raised {told(answer)}"
+            return Failure("raised", what, "Mend it, or return None")
+        number = answer.tolist() if hasattr(answer, "tolist") else answer
+        real = isinstance(number, numbers.Real)
+        if real and -LARGEST <= number <= LARGEST:  # not NaN, and finite as a float32
+            return float(number)
+        return Failure("invalid", f"returned {answer!r:.40}", "Return a finite number, or None")
 
-async def _wait(values: Any) -> Any:
-    return await values
+    def _report(self, name: str, read_B: Sequence[float | Failure]) -> None:
+        """Count what a function failed on, and tell of the first one of each kind; or raise it."""
+        failures = {row: read for row, read in enumerate(read_B) if isinstance(read, Failure)}
+        for row, failure in failures.items():
+            on_all = failure.kind != "invalid" and len(failures) == len(read_B)
+            where = f"reward function {name}" + ("" if on_all else f", completion {row}")
+            if self.errors == "raise":
+                raise TrainingError(failure.what, where=where, remedy=failure.remedy)
+            self.failures[name][failure.kind] += 1
+            if (name, failure.kind) not in self._told:
+                self._told.add((name, failure.kind))
+                what = " ".join(failure.what.split())
+                logger.warning("%s: %.400s. What it fails on is unscored; more of this kind is counted only", where, what)

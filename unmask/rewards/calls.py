@@ -1,0 +1,151 @@
+"""Calls of users' functions that end in time, and whose failures are values.
+
+Where a function answers nothing for a completion, the exception that came instead stands for its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from typing import Any, TypeVar
+
+from unmask.errors import TrainingError, UnmaskError
+
+T = TypeVar("T")
+Arguments = Mapping[str, Any]
+"""Of a reward function. Lists have an entry for each completion; anything else is for all of them."""
+Call = Callable[[Arguments, float], Any]
+"""Calls a function with arguments, and raises LateError after so many seconds."""
+PING_SECONDS = 1.0
+
+
+class LateError(UnmaskError):
+    """A call took longer than it may."""
+
+
+def in_thread(work: Callable[[], T]) -> Future[T]:
+    """Begin `work` in a thread of its own, for which the interpreter does not wait as it ends."""
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # user code
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def limited(future: Future[T], seconds: float) -> T:
+    """The result of a future; it is cancelled, as far as it can be, and a LateError raised where there is none in time."""
+    if not wait([future], timeout=seconds).done:
+        future.cancel()
+        raise LateError(f"no answer within {seconds:g} seconds")
+    return future.result()
+
+
+class EventLoop:
+    """The loop of async functions: one for good, as in TRL, so that their clients and locks outlive a call; but for one that blocks it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, awaitable: Awaitable[T], seconds: float) -> T:
+        """What is awaited, which is cancelled after that time (LateError)."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            loop = self._loop
+        try:
+            return limited(asyncio.run_coroutine_threadsafe(awaited(awaitable), loop), seconds)
+        except LateError:
+            self._leave_if_blocked(loop)
+            raise
+
+    def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
+        pong = threading.Event()
+        loop.call_soon_threadsafe(pong.set)
+        if not pong.wait(PING_SECONDS):
+            with self._lock:
+                self._loop = None if self._loop is loop else self._loop
+
+
+async def awaited(awaitable: Awaitable[T]) -> T:
+    """A coroutine of anything that can be awaited."""
+    try:
+        return await awaitable
+    except SystemExit as error:  # user code; it would end the loop
+        raise RuntimeError(f"SystemExit: {error}") from error
+
+
+EVENT_LOOP = EventLoop()
+
+
+def answers(call: Call, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
+    """What a function gives for each completion, or the exception that stands for it.
+
+    Args:
+        call: of the function.
+        arguments: of the function.
+        seconds: for all of this.
+        name: of the function.
+        alone: whether a function that raises is asked for each completion alone, in the time that is left, so that one that it cannot
+            judge does not take the others with it.
+
+    Raises:
+        TrainingError: not one value for each completion; and where the function raises it.
+    """
+    end, count = time.monotonic() + seconds, len(arguments["completions"])
+    try:
+        values = _listed(call(arguments, seconds))
+    except TrainingError:
+        raise
+    except (Exception, SystemExit) as error:  # user code
+        if isinstance(error, LateError) or not alone or count == 1:
+            return [error] * count
+        return [_answer(call, part(arguments, slice(row, row + 1)), end - time.monotonic(), error) for row in range(count)]
+    if not isinstance(values, Sequence) or len(values) != count:
+        found = f"{len(values)} values" if isinstance(values, Sequence) else shown(values)
+        what = f"returned {found} for {count} completions"
+        raise TrainingError(what, where=f"reward function {name}", remedy="Return one float or None per completion")
+    return list(values)
+
+
+def part(arguments: Arguments, at: slice) -> Arguments:
+    """The arguments for some of the completions."""
+    return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
+
+
+def _answer(call: Call, arguments: Arguments, seconds: float, of_all: BaseException) -> Any:
+    """What a function that raised `of_all` gives for one completion alone."""
+    if seconds <= 0:
+        return LateError("no time left")
+    try:
+        values = _listed(call(arguments, seconds))
+    except TrainingError:
+        raise
+    except (Exception, SystemExit) as error:  # user code
+        return error
+    # Only here it was asked for a single one: what it makes of that is not worth a run.
+    return values[0] if isinstance(values, Sequence) and len(values) == 1 else of_all
+
+
+def _listed(values: Any) -> Any:
+    """Arrays and tensors as lists and numbers, also those in a list."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return [value.tolist() if hasattr(value, "tolist") else value for value in values] if isinstance(values, Sequence) else values
+
+
+def shown(value: Any) -> str:
+    """The beginning of a value as text, also of one that cannot be printed."""
+    try:
+        return f"{value!r:.60}"
+    except Exception:  # user code, or an integer of thousands of digits
+        return f"a {type(value).__name__}"
