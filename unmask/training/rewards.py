@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unmask.data.chat import is_conversational
 from unmask.errors import ConfigError, DataError, TrainingError
-from unmask.rewards.calls import EVENT_LOOP, Arguments, LateError, answers, in_thread, limited, part
+from unmask.rewards.calls import EVENT_LOOP, Arguments, LateError, answers, in_thread, limited, part, shown
 from unmask.rewards.http import HttpJudge
 from unmask.rewards.verdict import Verdict
 from unmask.rewards.workers import Worker, WorkerError, load_function, told
@@ -38,8 +38,8 @@ Errors = Literal["unscored", "raise"]
 FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_SECONDS = 1e6
 LARGEST = torch.finfo(torch.float32).max
-THREAD = re.compile("only works in main thread|no current event loop in thread|only be used in that same thread")
-"""What is said where a function cannot be called in another thread: by signals, asyncio and sqlite3."""
+THREAD = re.compile("signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread")
+"""How messages begin that a function cannot be called in this thread."""
 logger = logging.getLogger(__name__)
 
 
@@ -123,7 +123,7 @@ class LocalReward:
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether an exception, or what caused it, comes of calling something in another thread than the main one."""
-    return error is not None and (THREAD.search(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__))
+    return error is not None and (THREAD.match(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__))
 
 
 def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction | WorkerReward]:
@@ -207,9 +207,10 @@ class Rewards:
 
     Attributes:
         statuses: how often each verdict's status came in the last call, by the name of the function; of those that give verdicts.
-        failures: on how many completions of the last call each function `raised`, was late (`timeout`) or gave no number (`invalid`).
+        failures: on how many completions of the last call each function `raised` (or gave a verdict without a value), was late
+            (`timeout`) or gave no number (`invalid`), by its name. The first of each kind is logged.
         logged: by name, what functions of this process passed to `log_metric` in the last call.
-        extras: by name, the columns that they passed to `log_extra`; those with a value for each completion.
+        extras: by name, the columns that they passed to `log_extra`, a value for each completion; of several of one name the last.
     """
 
     def __init__(
@@ -267,9 +268,9 @@ class Rewards:
             "log_metric": lambda name, value: logged[name].append(float(value)),
         }
         answer_FB = self._answers(arguments)
-        # Copies, as a thread that was given up on may still log.
+        # Copies, as a thread that was given up on may still log; the last values, as a function that raised logged twice.
         self.logged = {name: list(values) for name, values in list(logged.items())}
-        self.extras = {name: list(values) for name, values in list(extras.items()) if len(values) == len(rows)}
+        self.extras = {name: values[-len(rows) :] for name, values in list(extras.items()) if len(values) >= len(rows)}
         self.statuses, self.failures = {}, {name: Counter() for name in self.names}
         read_FB = [[self._read(name, answer) for answer in answer_B] for name, answer_B in zip(self.names, answer_FB, strict=True)]
         for name, read_B in zip(self.names, read_FB, strict=True):
@@ -316,11 +317,10 @@ class Rewards:
         if isinstance(answer, BaseException):
             what = answer.what if isinstance(answer, WorkerError) else f"raised {told(answer)}"
             return Failure("raised", what, "Mend it, or return None")
-        number = answer.tolist() if hasattr(answer, "tolist") else answer
-        real = isinstance(number, numbers.Real)
-        if real and -LARGEST <= number <= LARGEST:  # not NaN, and finite as a float32
-            return float(number)
-        return Failure("invalid", f"returned {answer!r:.40}", "Return a finite number, or None")
+        real = isinstance(answer, numbers.Real)
+        if real and -LARGEST <= answer <= LARGEST:  # not NaN, and finite as a float32
+            return float(answer)
+        return Failure("invalid", f"returned {shown(answer)}", "Return a finite number, or None")
 
     def _report(self, name: str, read_B: Sequence[float | Failure]) -> None:
         """Count what a function failed on, and tell of the first one of each kind; or raise it."""
