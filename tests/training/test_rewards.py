@@ -395,7 +395,7 @@ def test_async_functions_may_keep_what_belongs_to_a_loop():
             await asyncio.sleep(0.01)
         return [1.0] * 3
 
-    rewards = Rewards([gated, gated])
+    rewards = Rewards([gated, gated], seconds=20)
     for _ in range(2):
         assert_equal(values(rewards), [[1.0, 1.0]] * 3)
 
