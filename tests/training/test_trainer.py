@@ -214,7 +214,7 @@ def make_history(folder: Path, **more: Any) -> list[dict[str, float]]:
 
 
 def test_metrics_are_kept_beside_the_checkpoints(tmp_path):
-    history = make_history(tmp_path / "kept", save_strategy="steps", log_memory=True)
+    history = make_history(tmp_path / "kept", save_strategy="steps", log_memory_usage=True)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "training_logs.json").read_text().splitlines()]
     assert [(line["step"], line.get("loss")) for line in lines] == [(line["step"], line.get("loss")) for line in history]
     assert all(0.05 < line["memory_gb"] < 64 for line in lines)

@@ -27,7 +27,7 @@ class PretrainTrainer(DiffusionTrainer):
 
     The data set has a text column, and may be a stream (see `corpus_rows`); every document begins with BOS and ends with EOS. Mixed
     precision (`bf16`, `fp16`), `dataloader_num_workers`, `dataloader_pin_memory` and all else are those of TrainingArguments;
-    `log_memory` logs memory.
+    `log_memory_usage` logs memory.
 
     Raises:
         ModelError: the model is not causal.

@@ -54,7 +54,7 @@ class StageConfig(TrainingArguments):
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
     score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
-    log_memory: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
+    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
@@ -362,7 +362,7 @@ class DiffusionTrainer(Trainer):
             total, count = map(sum, zip(*(sums[name] for sums in ranks if name in sums), strict=True))
             if count > 0:
                 logs[name] = total / count
-        if self.args.log_memory:
+        if self.args.log_memory_usage:
             logs["memory_gb"] = peak_memory_bytes() / 1e9
         super().log(logs, start_time)
         if "train_runtime" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
