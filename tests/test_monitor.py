@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 
 from unmask import monitor
 from unmask.errors import DataError
-from unmask.monitor import MetricsLog, Progress, format_duration, peak_memory_bytes, run_manifest, write_atomic, write_manifest
+from unmask.monitor import (
+    MetricsLog,
+    Progress,
+    format_duration,
+    peak_memory_bytes,
+    run_manifest,
+    take_peak_memory,
+    write_atomic,
+    write_manifest,
+)
 
 
 class Clock:
@@ -152,6 +161,7 @@ def test_durations_read_as_clock_time(seconds, shown):
 @pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
 def test_peak_memory_knows_the_unit_of_the_system(system, unit, monkeypatch):
     monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(monitor, "_peak_taken", 0)
     monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5_000 if who == resource.RUSAGE_SELF else 0))
     assert peak_memory_bytes() == 5_000 * unit
 
@@ -162,6 +172,16 @@ def test_peak_memory_agrees_with_the_kernel():
     high_water_mark = int(status["VmHWM"].split()[0]) * 1024
     # At least the mark of this program; a little of the one that started it may count too.
     assert 0.8 * high_water_mark < peak_memory_bytes() < 100 * high_water_mark
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_peak_that_cannot_be_begun_anew_is_not_told(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    assert take_peak_memory() is not None
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert take_peak_memory() is None
 
 
 def test_metrics_come_back_and_each_line_is_there_at_once(tmp_path):

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from transformers import TrainerCallback
 
 from unmask.monitor import MetricsLog, write_atomic
+from unmask.training.phases import Phases
 
 LOG_NAME = "training_logs.json"
 
@@ -65,10 +66,10 @@ class RunLog:
 
 
 class RunCallback(TrainerCallback):
-    """Keeps the log of the run and the progress display."""
+    """Keeps the log of the run and the progress display, and ends the steps of the phases."""
 
-    def __init__(self, progress: Progress | None, log: RunLog):
-        self.progress, self.log = progress, log
+    def __init__(self, progress: Progress | None, log: RunLog, phases: Phases):
+        self.progress, self.log, self.phases = progress, log, phases
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -78,5 +79,6 @@ class RunCallback(TrainerCallback):
             self.progress.update(state.global_step / max(state.max_steps, 1), **shown)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.phases.end_step()
         if self.progress is not None:
             self.progress.update(state.global_step / max(state.max_steps, 1))

@@ -23,6 +23,13 @@ AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_ac
 GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
+def amp_works(bf16: bool) -> bool:
+    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that has it, or a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported() if bf16 else True
+    return bf16
+
+
 def zero_preset(stage: int) -> dict[str, Any]:
     """A DeepSpeed config: ZeRO 1 shares out the optimizer's state, 2 the gradients too, 3 the weights too.
 

@@ -33,7 +33,8 @@ from unmask.training.adapters import merged, quantised, with_adapters
 from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
-from unmask.training.switches import check_optimizer, check_sharding, deepspeed_config
+from unmask.training.phases import Phases
+from unmask.training.switches import amp_works, check_optimizer, check_sharding, deepspeed_config
 
 if TYPE_CHECKING:
     import peft
@@ -111,13 +112,6 @@ def rows_per_step(args: TrainingArguments) -> int:
     return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
-def amp_works(bf16: bool) -> bool:
-    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that has it, or a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported() if bf16 else True
-    return bf16
-
-
 class DiffusionTrainer(Trainer):
     """transformers.Trainer whose loss is a plan of views over a DiffusionLM.
 
@@ -132,6 +126,7 @@ class DiffusionTrainer(Trainer):
         peft_config: train adapters instead of the weights.
         progress: a stage of a progress display to keep up to date.
         log: where the metrics go; None: `training_logs.json` in the output directory.
+        phases: what takes the time and memory of the parts of a step; None: one of its own.
         data_collator, callbacks, optimizers: as in transformers.Trainer.
 
     Raises:
@@ -149,6 +144,7 @@ class DiffusionTrainer(Trainer):
         peft_config: peft.PeftConfig | None = None,
         progress: Progress | None = None,
         log: RunLog | None = None,
+        phases: Phases | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
         callbacks: list[TrainerCallback] | None = None,
         **trainer_arguments: Any,
@@ -173,6 +169,7 @@ class DiffusionTrainer(Trainer):
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self.metrics = log or RunLog(folder=Path(str(args.output_dir)))
+        self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
         self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
         super().__init__(
             model=self.lm.model,
@@ -181,7 +178,7 @@ class DiffusionTrainer(Trainer):
             eval_dataset=eval_rows,
             processing_class=lm.tokenizer,
             data_collator=data_collator or Collator(lm.pad_token_id),
-            callbacks=[*(callbacks or []), RunCallback(progress, self.metrics)],
+            callbacks=[*(callbacks or []), RunCallback(progress, self.metrics, self.phases)],
             **trainer_arguments,
         )
         for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
@@ -273,8 +270,12 @@ class DiffusionTrainer(Trainer):
         if checkpoint is not None and not self.sharded:
             check_whole(checkpoint)
         if self.is_world_process_zero():
-            self.metrics.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
+            self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after this step, which will be logged again."""
+        self.metrics.rewind(step)
 
     @property
     def sharded(self) -> bool:
@@ -294,12 +295,21 @@ class DiffusionTrainer(Trainer):
         entry = stage_entry(self.args, self.told_settings(), state.log_history, **done)
         setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
 
+    def get_performance_stats(self) -> dict[str, Any]:
+        """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
+        return self.phases.performance_stats()
+
     # What transformers.Trainer calls.
+
+    def training_step(self, *arguments: Any, **rest: Any) -> Tensor:
+        with self.phases("backward"):  # the forward pass within is a phase of its own
+            return super().training_step(*arguments, **rest)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | tuple[Tensor, None]:
-        loss = self.micro_loss(self.lm.bind(model), inputs)
+        with self.phases("forward"):
+            loss = self.micro_loss(self.lm.bind(model), inputs)
         if num_items_in_batch is None:  # evaluation: every batch by itself
             items = self.count_items(inputs)
             loss = loss / items.clamp_min(1)
@@ -311,6 +321,7 @@ class DiffusionTrainer(Trainer):
         return (loss, None) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
+        self.phases.begin_step()
         batches, _ = super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
         batches = self.prepared([batch | {"order": self._order(batch, index)} for index, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
