@@ -81,7 +81,7 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
     for name in ("checkpoint-10", "stage-2", "stage-photos", "checkpoint-of-mine", "my-stage-2", "stage-2-old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
-    for name in ("stage-plan.md", "stage-3", "training_logs.json"):
+    for name in ("stage-plan.md", "stage-3", "training_logs.json", "completions.jsonl"):
         (tmp_path / name).write_text("x")
     forget_earlier_run(tmp_path)
     left = ["checkpoint-of-mine", "my-stage-2", "stage-2-old", "stage-3", "stage-photos", "stage-plan.md"]

@@ -31,6 +31,7 @@ from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.log import LOG_NAME
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
+from unmask.training.samples import SAMPLES_NAME
 from unmask.training.sft import SFTConfig, SFTTrainer
 from unmask.training.text import TextConfig
 from unmask.training.trainer import StageConfig
@@ -172,11 +173,12 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
 
 
 def forget_earlier_run(output: Path) -> None:
-    """Remove the checkpoints and metrics of an earlier run that is overwritten: a later resume must not find them."""
+    """Remove the checkpoints, metrics and samples of an earlier run that is overwritten: a later resume must not find them."""
     for path in output.glob("*-*"):
         if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)
-    (output / LOG_NAME).unlink(missing_ok=True)
+    for name in (LOG_NAME, SAMPLES_NAME):
+        (output / name).unlink(missing_ok=True)
 
 
 def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, Rows | None]:
