@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect as introspection
 import json
 import os
 import sys
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,8 +14,9 @@ import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
-from unmask.config import Config, DataConfig, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
+from unmask.config import DataConfig, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
 from unmask.config_files import ACCEPT_UNSANDBOXED, read_layers
+from unmask.config_options import spread_configs
 from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.sandbox.cli import app as sandbox
 from unmask.tables import show_table
@@ -88,7 +86,8 @@ TRAINING_EPILOG = (
     "Later settings win: recipes, then files, then UNMASK_* variables (UNMASK_TRAINING__LEARNING_RATE=1e-4), then the command line. "
     "`training` takes every field of transformers.TrainingArguments. --print-config shows what all of it comes to."
 )
-
+PROFILE = "unmask.profile"
+"""What `profile` leaves in the context for the verb: the steps to record, and where to."""
 
 Unsandboxed = Annotated[
     bool, typer.Option("--i-accept-unsandboxed-code", help="Run programs that models write even where nothing isolates them.")
@@ -133,11 +132,25 @@ def train(
         ctx.find_root().obj = True  # shows tracebacks
         watch_for_anomalies()
     settings = resolve(layers)
+    profiling = ctx.meta.get(PROFILE)
+    if profiling and (resume or dry_run):
+        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
     if print_config:
         from unmask.training.run import resolved, training_arguments
 
         with layers.naming_sources():
             typer.echo(to_yaml(resolved(settings, training_arguments(str(ctx.info_name), settings))), nl=False)
+        return
+    if profiling:
+        from unmask.training.profiling import profile_run
+
+        steps, trace = profiling
+        trace = trace or Path(settings.output_dir, "trace.json")
+        with layers.naming_sources():
+            tables = profile_run(str(ctx.info_name), settings, trace, steps)
+        for title, lines in tables.items():
+            show_table([line.values() for line in lines], f"{ctx.info_name}: {title}", head=lines[0])
+        typer.echo(f"{trace}: open it in https://ui.perfetto.dev")
         return
     if dry_run:
         from unmask.training.rehearsal import rehearse
@@ -168,51 +181,25 @@ for _verb, _help in VERBS.items():
     app.command(_verb, help=_help, epilog=TRAINING_EPILOG)(train)
 
 
-def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each parameter of a command that is a `Config` by one option per field, with the field's own default and documentation."""
-    hints = typing.get_type_hints(command, include_extras=True)
-    configs = {name: hint for name, hint in hints.items() if isinstance(hint, type) and issubclass(hint, Config)}
-    signature = introspection.signature(command)
-    others = [p.replace(annotation=hints[p.name]) for p in signature.parameters.values() if p.name not in configs]
-    spread = {name: {_option_name(name, field): field for field in config.model_fields} for name, config in configs.items()}
-
-    @functools.wraps(command)
-    def wrapper(**values: Any) -> None:
-        built = {name: configs[name](**{field: values.pop(option) for option, field in fields.items()}) for name, fields in spread.items()}
-        command(**built, **values)
-
-    parameters = [_parameter(option, configs[name], field) for name, fields in spread.items() for option, field in fields.items()]
-    wrapper.__signature__ = signature.replace(parameters=[*others, *parameters])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in (*others, *parameters)}
-    return wrapper
-
-
-def _option_name(section: str, field: str) -> str:
-    """`block_size` alone is the sampler's decoding block."""
-    return {("model", "path"): "model", ("model", "block_size"): "attention_block_size"}.get((section, field), field)
-
-
-def _parameter(option: str, config: type[Config], field_name: str) -> introspection.Parameter:
-    field = config.model_fields[field_name]
-    text = " ".join((field.description or "").split())
-    if field.is_required():
-        info: Any = typer.Argument(help=text, show_default=False)
-        return introspection.Parameter(option, introspection.Parameter.KEYWORD_ONLY, annotation=Annotated[field.annotation, info])
-    choices = [choice for kind in (field.annotation, *typing.get_args(field.annotation)) for choice in _choices(kind)]
-    names = [f"--{option.replace('_', '-')}"] if field.default is False else []  # without them Typer adds a --no- form
-    info = typer.Option(
-        *names,
-        help=f"{text} One of: {', '.join(choices)}." if choices else text,
-        metavar="NAME" if choices else None,
-        rich_help_panel=(config.__doc__ or " ").splitlines()[0].rstrip("."),
-    )
-    return introspection.Parameter(
-        option, introspection.Parameter.KEYWORD_ONLY, default=field.default, annotation=Annotated[field.annotation, info]
-    )
-
-
-def _choices(kind: Any) -> tuple[str, ...]:
-    return typing.get_args(kind) if typing.get_origin(kind) is Literal else ()
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog="Example: unmask profile sft --model runs/convert/model --task sudoku --output runs/profile --steps 5 training.max_length=64",
+)
+def profile(
+    ctx: typer.Context,
+    verb: Annotated[str, typer.Argument(metavar="VERB", help=f"{', '.join(VERBS)}; its own options follow.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one to warm up; of grpo: rollouts with their updates.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the trace goes; unset: trace.json in the output folder.")
+    ] = None,
+) -> None:
+    """Record a few steps of a training verb: a trace for Perfetto, and what takes the time."""
+    if verb not in VERBS:
+        raise ConfigError(f"{verb} is no training verb", where="profile", remedy=f"Begin with one of {', '.join(VERBS)}.")
+    ctx.meta[PROFILE] = steps, trace
+    command = typing.cast(TyperGroup, ctx.find_root().command).commands[verb]
+    with command.make_context(verb, ctx.args, parent=ctx) as inner:
+        command.invoke(inner)
 
 
 def load_model(model: ModelConfig) -> DiffusionLM:

@@ -128,6 +128,11 @@ class Phases:
             "tokens_per_second": self._total.tokens_per_second(),
         }
 
+    def reset(self) -> None:
+        """Forget what passed, as after a warm-up."""
+        self._turn()
+        self._taken, self._total = Tally(), Tally()
+
     def _turn(self) -> None:
         """Book what passed since the last turn on the phase that was running."""
         if self.synchronize and self.device.type == "cuda":

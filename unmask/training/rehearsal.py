@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -63,8 +65,21 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
     """
     args = training_arguments(verb, config)
     plan = plan_run(verb, config, args)
+    watch = Watch()
+    with short_trainer(verb, config, args, STEPS, callbacks=[watch]) as trainer:
+        steps = total_steps(args, trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset)
+        if isinstance(args, ConvertConfig):
+            stage_ends(args.stages, steps)  # those of the run itself
+        trainer.train()
+    return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
+
+
+@contextlib.contextmanager
+def short_trainer(verb: str, config: RunConfig, args: StageConfig, steps: int, **rest: Any) -> Iterator[Any]:
+    """The run's trainer, set to make so many steps of every stage in a folder that is removed again; `rest` goes to it."""
     count = len(args.stages) if isinstance(args, ConvertConfig) else 1
-    short: dict[str, Any] = {"max_steps": STEPS * count, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 1}
+    short: dict[str, Any] = {"max_steps": steps * count, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 1}
+    short["report_to"] = "none"
     if isinstance(args, ConvertConfig):
         short["stages"] = [stage.model_copy(update={"share": 1.0}).model_dump() for stage in args.stages]
     with tempfile.TemporaryDirectory() as folder:
@@ -72,13 +87,7 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
         if "warmup_steps" in training:
             training["warmup_steps"] = 0
         shortened = config.model_copy(update={"training": training, "output_dir": folder})
-        watch = Watch()
-        trainer = make_trainer(verb, shortened, training_arguments(verb, shortened), callbacks=[watch])
-        steps = total_steps(args, trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset)
-        if isinstance(args, ConvertConfig):
-            stage_ends(args.stages, steps)  # those of the run itself
-        trainer.train()
-    return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
+        yield make_trainer(verb, shortened, training_arguments(verb, shortened), **rest)
 
 
 class Watch(TrainerCallback):
