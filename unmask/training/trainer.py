@@ -321,7 +321,8 @@ class DiffusionTrainer(Trainer):
         return (loss, None) if return_outputs else loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
-        self.phases.begin_step()
+        if not self.over:
+            self.phases.begin_step()
         batches, _ = super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
         batches = self.prepared([batch | {"order": self._order(batch, index)} for index, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
