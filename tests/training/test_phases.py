@@ -188,9 +188,9 @@ def test_a_trainer_tells_its_phases(tmp_path):
     assert 0 < stats["total_seconds"] < time.perf_counter() - started and all(seconds > 0 for seconds in stats["seconds"].values())
 
 
-def test_a_run_resumed_at_its_end_makes_no_step(tmp_path):
-    make("sft", tmp_path, save_strategy="steps", save_steps=2).train()
-    trainer = make("sft", tmp_path, save_strategy="steps", save_steps=2)
+def test_a_run_resumed_at_its_end_begins_no_step(tmp_path):
+    make("sft", tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer = make("sft", tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
     trainer.train(resume_from_checkpoint=True)
     stats = trainer.get_performance_stats()
     assert stats["steps"] == 0 and stats["total_seconds"] == 0
