@@ -37,7 +37,7 @@ from unmask.training.checkpoints import steps_done
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.reference import Reference
-from unmask.training.rewards import RewardFunction, Rewards, Scored
+from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.rollouts import GroupSampler, PromptRows, cut_at_end, make_rollout
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 

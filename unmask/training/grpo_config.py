@@ -114,7 +114,9 @@ class GRPOConfig(StageConfig):
     reward_workers: int = field(
         default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
     )
-    reward_timeout: float = field(default=600.0, metadata={"help": "Seconds that each reward function may take for a batch of completions."})
+    reward_timeout: float = field(
+        default=600.0, metadata={"help": "Seconds that each reward function may take for a batch."}
+    )
     reward_errors: Literal["unscored", "raise"] = field(
         default="unscored", metadata={"help": "What a reward function that fails does: leave the completion unscored, or stop the run."}
     )
