@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +118,7 @@ def learnable(rollout: Rollout, views: Views) -> Tensor:
 
 
 Plan = Callable[[Rollout, Draw, Any], Views]
+Weighing = Literal["token", "mean", "bound"]
 
 
 def token_loss(scores: Scores, config: Any) -> Loss:
@@ -183,6 +184,8 @@ class Method:
         separable: whether the loss is the sum over views of losses of each view's scores alone; else it is found from all
             scores before any view is gone through with gradients.
         on_policy: whether a rollout can be learnt from once only.
+        weighs: what the loss takes the weights of a masking strategy's views (`unmask.methods.masking`) to give: a value for each token,
+            the mean over each view's tokens, or a bound on the likelihood.
         defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
     """
 
@@ -191,4 +194,5 @@ class Method:
     loss: Callable[[Scores, Any], Loss] = token_loss
     separable: bool = False
     on_policy: bool = False
+    weighs: Weighing = "token"
     defaults: Mapping[str, Any] = field(default_factory=dict)

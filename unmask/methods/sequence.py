@@ -96,6 +96,7 @@ ESPO = Method(
     "espo",
     coupled_counts,
     loss=mean_ratio,
+    weighs="bound",
     defaults={
         "samples": 1,
         "epsilon": 0.2,
@@ -106,10 +107,11 @@ ESPO = Method(
         "stop_at_eos": False,
     },
 )
-GDPO = Method("gdpo", quadrature, loss=whole_ratio, defaults={"samples": 3, "aggregation": "sequence"})
+GDPO = Method("gdpo", quadrature, loss=whole_ratio, weighs="bound", defaults={"samples": 3, "aggregation": "sequence"})
 BGPO = Method(
     "bgpo",
     low_discrepancy,
     loss=linear_bound,
+    weighs="bound",
     defaults={"samples": 16, "dual_clip": 3.0, "advantage": "z-score", "aggregation": "sequence"},
 )

@@ -29,6 +29,7 @@ from unmask.generation.sampler import generate
 from unmask.generation.trace import Generation
 from unmask.methods import Rollout, Scores, get_method
 from unmask.methods.base import learnable
+from unmask.methods.masking import MaskingStrategy, find_masking
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.models.load import first_line
 from unmask.objectives.policy import advantages, count_items, kept_groups, overlong_penalty, shares
@@ -74,6 +75,7 @@ class GRPOTrainer(ViewwiseTrainer):
         args: the config.
         train_dataset: rows with `prompt`; all other columns go to the reward functions.
         eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
+        masking: a strategy that plans the views in the method's place; None: the one that the config names, if any.
         rest: as in DiffusionTrainer.
 
     Masks are planned once per rollout and inner iteration, and the same masks score the policy, the old policy and the
@@ -87,6 +89,8 @@ class GRPOTrainer(ViewwiseTrainer):
         args: GRPOConfig | None = None,
         train_dataset: Sequence[Mapping[str, Any]] | None = None,
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        masking: MaskingStrategy | None = None,
         **rest: Any,
     ):
         args = args or GRPOConfig()
@@ -97,6 +101,7 @@ class GRPOTrainer(ViewwiseTrainer):
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
         disable_dropout(self.lm.model)
+        self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         self.temperature = args.temperature
         self.separable = self.method.separable and args.ratio == "token"
         self.reference = Reference(self.lm, moves=args.reference_sync_steps is not None) if args.needs_reference else None
@@ -217,6 +222,8 @@ class GRPOTrainer(ViewwiseTrainer):
             rollout = make_rollout(self.lm, generation, at, self.args.block_size)
             made.append(self._score_rollout(judged.rows[at], rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
+        if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
+            self.record("masks/reuse_rate", stats["rate"])
         return made
 
     def collect(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
@@ -284,11 +291,18 @@ class GRPOTrainer(ViewwiseTrainer):
         return total_B + overlong_penalty(length_B, limit, self.args.overlong_buffer)
 
     def views_for(self, rollout: Rollout, draw: Draw) -> Views:
-        """The method's views. Of a causal model all are one: what it predicts does not depend on what is hidden, so that its likelihood
-        is exact."""
+        """The views of the method, or of a masking strategy. Of a causal model all are one: what it predicts does not depend on what is
+        hidden, so that its likelihood is exact."""
         if self.lm.autoregressive:
             return all_masked_views(rollout.completion_BT)
-        return self.method.plan(rollout, draw, self.args)
+        if self.masking is None:
+            return self.method.plan(rollout, draw, self.args)
+        sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
+        return self.masking.plan(rollout, draw, self.args, sampled / max(self.state.max_steps, 1))
+
+    def get_cache_stats(self) -> dict[str, float]:
+        """How often the masking strategy reuses what it made: see there."""
+        return (self.masking or MaskingStrategy()).get_cache_stats()
 
     def _score_rollout(
         self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int

@@ -9,6 +9,7 @@ from unmask.config import SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
 from unmask.errors import ConfigError
 from unmask.methods import get_method
+from unmask.methods.masking import find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
 from unmask.training.trainer import StageConfig
 
@@ -76,6 +77,13 @@ class GRPOConfig(StageConfig):
     )
     reference_sync_share: float = field(default=0.6, metadata={"help": "How far the reference is moved: 1 is all the way."})
 
+    masking: str | None = field(
+        default=None, metadata={"help": f"What is hidden: diffusion, adaptive or block (in `samples` views), coupled, optimized{UNSET}."}
+    )
+    mask_rate: list[float] | None = field(
+        default=None, metadata={"help": "masking adaptive: the mask rate at the first step and towards the last; unset: 0.3 and 0.9."}
+    )
+    adaptive_loss: bool = field(default=False, metadata={"help": "masking adaptive: whether hidden tokens weigh 1 / the mask rate."})
     samples: int | None = field(default=None, metadata={"help": f"spg, espo, gdpo, bgpo, agrpo: views (of espo: pairs of views){UNSET}."})
     prompt_mask_rate: float = field(default=0.15, metadata={"help": "diffu-grpo, wd1: share of the prompt's tokens that are hidden."})
     segments: int = field(default=4, metadata={"help": "step-merge: views into which the steps are merged."})
@@ -128,6 +136,7 @@ class GRPOConfig(StageConfig):
             if getattr(self, name) is None:
                 setattr(self, name, value)
         self._check(method.on_policy)
+        find_masking(self)  # raises for a strategy that is not for the method
         self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
 
     def _check(self, on_policy: bool) -> None:

@@ -1,0 +1,248 @@
+"""Masking strategies plan in a method's place: by the same rules, with the weights that the method's loss is made for."""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+
+import pytest
+import torch
+
+from tests.generation.conftest import every_pattern
+from tests.methods.rollouts import keys, rollout_of, stopping
+from tests.training.conftest import PAIRS, equal, settings, tiny, weights
+from unmask.diffusion.noise import Stream
+from unmask.diffusion.views import Draw, Views
+from unmask.errors import ConfigError
+from unmask.methods import METHODS, get_method, masking
+from unmask.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
+from unmask.training.grpo import GRPOTrainer
+from unmask.training.grpo_config import GRPOConfig
+
+PARTS = ("hidden_BVT", "scored_BVT", "weight_BVT")
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
+
+
+def config(**more):
+    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True, "prompt_mask_rate": 0.0, "samples": 3} | more)
+
+
+def same(one: Views, other: Views) -> bool:
+    return all(torch.equal(getattr(one, part), getattr(other, part)) for part in PARTS)
+
+
+@cache
+def sampled(attention="bidirectional", block_size=None):
+    return rollout_of(stopping(attention, block_size), block_size=2 if attention == "bidirectional" else None)[1]
+
+
+@every_strategy
+@every_pattern
+def test_only_the_completion_is_scored_where_it_is_hidden_and_all_behind_it_is_hidden(name, attention, block_size):
+    rollout = sampled(attention, block_size)
+    assert rollout.beyond_BT.any()
+    settings = config(masking=name, method="coupled-grpo")
+    views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
+    assert views.scored_BVT.any((1, 2)).all() and (views.weight_BVT > 0).equal(views.scored_BVT)
+    assert not (views.scored_BVT & ~rollout.completion_BT[:, None]).any()
+    assert torch.equal(views.hidden_BVT, views.scored_BVT | rollout.beyond_BT[:, None])
+
+
+@every_strategy
+def test_plans_follow_from_the_completion_and_its_key_alone(name):
+    rollout, settings = sampled(), config(masking=name, method="coupled-grpo")
+    strategy, key_B = find_masking(settings), keys(rollout) * 1000
+    torch.manual_seed(3)
+    states = torch.get_rng_state(), random.getstate()
+    views = strategy.plan(rollout, Draw(0, key_B), settings, 0.5)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert same(views, strategy.plan(rollout, Draw(0, key_B), settings, 0.5))
+    for row in range(len(key_B)):  # by itself, by a strategy that has seen nothing yet
+        at = slice(row, row + 1)
+        alone = find_masking(settings).plan(rollout.rows(at), Draw(0, key_B[at]), settings, 0.5)
+        assert same(alone, views.piece(at))
+    others = {str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BVT.tolist()) for iteration in range(3)}
+    assert len(others) == 3
+
+
+@pytest.mark.parametrize(("name", "method"), [("diffusion", "bgpo"), ("block", "spg"), ("coupled", "coupled-grpo"), ("optimized", "espo")])
+@every_pattern
+def test_a_strategy_is_the_plan_of_the_method_that_it_is_named_after(name, method, attention, block_size):
+    rollout, settings = sampled(attention, block_size), config(masking=name, method=method)
+    draw = Draw(3, keys(rollout), 1)  # below the number of patterns
+    assert same(find_masking(settings).plan(rollout, draw, settings, 0.5), get_method(method).plan(rollout, draw, settings))
+
+
+@every_pattern
+def test_tokens_weigh_what_the_loss_takes_them_to_weigh(attention, block_size):
+    rollout = sampled(attention, block_size)
+    for method in REPLACEABLE:
+        settings = config(method=method)
+        views = Diffusion().plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
+        assert views.count == 3
+        if get_method(method).weighs == "token":
+            torch.testing.assert_close(views.weight_BVT.sum(1), views.scored_BVT.any(1).float())
+            assert (
+                (views.weight_BVT.amax(1) == views.weight_BVT.where(views.scored_BVT, 1.0).amin(1))
+                .logical_or(~views.scored_BVT.any(1))
+                .all()
+            )
+        elif get_method(method).weighs == "mean":
+            torch.testing.assert_close(views.weight_BVT.sum(2), torch.ones(len(rollout.ids_BT), 3))
+        else:  # every view of k of L tokens adds up to L: to the completion, whatever is hidden of each group
+            length_BV = rollout.completion_BT.sum(1, keepdim=True).expand(-1, 3)
+            torch.testing.assert_close(views.weight_BVT.sum(2) * 3, length_BV.float())
+
+
+@every_pattern
+@pytest.mark.parametrize("progress", [0.0, 0.25, 1.0])
+def test_the_mask_rate_follows_progress(attention, block_size, progress):
+    rollout = sampled(attention, block_size)
+    settings = config(masking="adaptive", mask_rate=[0.2, 1.0])
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, progress)
+    weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(rollout, Draw(0, keys(rollout)), settings, progress)
+    assert torch.equal(views.scored_BVT, weighted.scored_BVT)
+    for row, group_T in enumerate(group_BT):
+        for group in group_T.unique()[group_T.unique() >= 0]:
+            size = int((group_T == group).sum())
+            count = max(1, round((0.2 + 0.8 * progress) * size))
+            assert views.scored_BVT[row, :, group_T == group].sum(1).tolist() == [count] * 3
+            scored_VT = weighted.scored_BVT[row] & (group_T == group)
+            assert weighted.weight_BVT[row][scored_VT].tolist() == pytest.approx([size / count / 3] * 3 * count)
+
+
+@pytest.mark.parametrize("method", REPLACEABLE)
+def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkeypatch):
+    """Bit for bit, whatever was asked before: the table is nothing but memory."""
+    settings = config(method=method, prompt_mask_rate=0.5, num_iterations=2)
+    calls, drawn = [], masking.drawn
+    monkeypatch.setattr(masking, "drawn", lambda *place: calls.append(place) or drawn(*place))
+    strategy = Optimized(patterns=4)
+    short, long = sampled(), rollout_of(stopping("bidirectional"), max_new_tokens=32)[1]
+    for rollout in (short, long, short.rows(slice(2, 4)), long):
+        key_B = torch.arange(len(rollout.ids_BT)) + 10**12
+        for iteration in (0, 1):
+            views = strategy.plan(rollout, Draw(7, key_B, iteration), settings, 0.5)
+            assert same(views, get_method(method).plan(rollout, Draw(7, key_B % 4, iteration), settings))
+    stats = strategy.get_cache_stats()
+    assert len(set(calls)) == len(calls) == stats["misses"] == stats["size"] > 0
+    assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hits"] / (stats["hits"] + stats["misses"])
+
+
+def test_optimized_wraps_other_strategies():
+    rollout, settings = sampled(), config()
+    draw = Draw(0, keys(rollout) + 64)
+    for inner in (Diffusion(), Adaptive(0.2, 0.6)):
+        strategy = Optimized(inner)
+        wanted = inner.plan(rollout, Draw(0, keys(rollout)), settings, 0.3)
+        assert same(strategy.plan(rollout, draw, settings, 0.3), wanted) and strategy.get_cache_stats()["hits"] == 0
+        assert same(strategy.plan(rollout, draw, settings, 0.3), wanted) and strategy.get_cache_stats()["rate"] == 0.5
+
+
+def test_the_table_is_bounded(monkeypatch):
+    monkeypatch.setattr(masking, "TABLES", 3)
+    rollout, strategy = sampled(), Optimized(Diffusion())
+    for iteration in range(5):
+        strategy.plan(rollout, Draw(0, keys(rollout), iteration), config(), 0.0)
+    assert strategy.get_cache_stats() == {"hits": 0, "misses": 10, "rate": 0.0, "size": 3}
+
+
+@every_strategy
+def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name):
+    for method in METHODS:
+        separable, weighs = get_method(method).separable, get_method(method).weighs
+        if not separable and weighs in STRATEGIES[name].serves:
+            assert isinstance(find_masking(config(method=method, masking=name)), STRATEGIES[name])
+            continue
+        reason = f"the views of {method} are" if separable else f"{method} compares bounds .* Use one of diffusion, optimized"
+        with pytest.raises(ConfigError, match=rf"masking: {reason}"):
+            config(method=method, masking=name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"masking": "difusion"}, r"masking: unknown strategy 'difusion'.*diffusion"),
+        ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: 1 rates"),
+        ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: rates of 0.0 and 0.5"),
+        ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: only the strategy adaptive"),
+        ({"adaptive_loss": True}, "adaptive_loss: only the strategy adaptive"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
+
+
+class Halves(MaskingStrategy):
+    """A user's own: each token in one of two views."""
+
+    def __init__(self):
+        self.calls, self.planned = [], []
+
+    def plan(self, rollout, draw, config, progress):
+        position_BT = torch.arange(rollout.ids_BT.shape[1]).expand_as(rollout.ids_BT)
+        first_B1T = (draw.uniform(position_BT, 1, Stream.MASK) < 0.5) & rollout.completion_BT[:, None]
+        self.calls.append((draw.iteration, progress))
+        self.planned.append(weighed(rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config))
+        return self.planned[-1]
+
+    def get_cache_stats(self):
+        return {"hits": 3 * len(self.calls), "misses": len(self.calls), "rate": 0.75, "size": 0}
+
+
+def ranks(completions, **_):
+    return [float(rank) for rank in range(len(completions))]
+
+
+def trainer(folder, strategy=None, lm=None, **more):
+    shape = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
+    return GRPOTrainer(lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy)
+
+
+def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path, monkeypatch):
+    strategy, used = Halves(), []
+    made = trainer(tmp_path, strategy, max_steps=4, num_iterations=2)
+    micro_loss = made.loss_on
+    monkeypatch.setattr(made, "loss_on", lambda batch, *rest: used.append(batch.views) or micro_loss(batch, *rest))
+    before = weights(made.lm)
+    made.train()
+    assert strategy.calls == [(0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)]
+    assert [id(views) for views in used] == [id(views) for views in strategy.planned]
+    assert not equal(weights(made.lm), before)
+    assert made.get_cache_stats()["hits"] == 12
+    assert made.state.log_history[0]["masks/reuse_rate"] == 0.75
+
+
+def test_without_a_strategy_nothing_is_kept(tmp_path):
+    made = trainer(tmp_path, max_steps=1)
+    made.train()
+    assert made.get_cache_stats() == {"hits": 0, "misses": 0, "rate": 0.0, "size": 0}
+    assert "masks/reuse_rate" not in made.state.log_history[0]
+
+
+@every_strategy
+def test_the_first_update_has_a_ratio_of_one_and_a_run_resumes_bit_for_bit(name, tmp_path):
+    shape = {"masking": name, "num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    straight = trainer(tmp_path, **shape)
+    straight.train()
+    ratios = [line["ratio"] for line in straight.state.log_history if "ratio" in line]
+    assert ratios[0] == ratios[2] == 1 and ratios[1] != 1
+    resumed = trainer(tmp_path, **shape)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert equal(weights(resumed.lm), weights(straight.lm))
+    rates = [line["masks/reuse_rate"] for line in straight.state.log_history if "masks/reuse_rate" in line]
+    assert rates == ([0.0, 0.5] if name == "optimized" else [])  # of each inner iteration the numbers are drawn once
+
+
+def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="masking: a causal model's likelihood is exact"):
+        trainer(tmp_path, masking="diffusion", lm=tiny("causal"))
+    with pytest.raises(ConfigError, match="masking: the views of cj-grpo are"):
+        trainer(tmp_path, Halves(), method="cj-grpo")
+    with pytest.raises(ConfigError, match=r"masking: espo compares bounds .* Adaptive"):
+        trainer(tmp_path, Adaptive(), method="espo")
+    with pytest.raises(ConfigError, match="masking: 'block', but a strategy was given too"):
+        trainer(tmp_path, Halves(), masking="block")
