@@ -2,76 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
 import socket
-import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import unmask
-from tests.helpers import shared_path
+from tests.generation.servers import Server, echo, free_port, serving, write_model
 from unmask.config import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation.remote import RemoteError, RemoteLM
 
 TOKENIZER = character_tokenizer("abcdef")
-Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def serving(answer: Answer) -> Iterator[str]:
-    """A server of faults: what vLLM itself cannot be made to do on demand."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.reply(200, {"data": [{"id": "m"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
-            self.reply(*answer(self.path, body))
-
-        def reply(self, status: int, content: Any) -> None:
-            data = json.dumps(content).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_: Any) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def echo(path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Completes every prompt with its own last id."""
-    return 200, {"choices": [{"token_ids": body["prompt"][-1:], "logprobs": {"token_logprobs": [-0.5]}}]}
 
 
 def test_an_absent_server_is_waited_for_no_longer_than_told():
@@ -223,51 +169,12 @@ def test_noise_is_seeded_by_prompt_and_seed():
     assert seen[:2] == seen[2:4] and len({*seen}) == 4
 
 
-def write_model(path: Path, seed: int) -> None:
-    """A Llama with random weights and the tokenizer of stories260K, whose own heads are narrower than vLLM's kernels for a CPU take."""
-    tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**sizes, initializer_range=0.3, max_position_embeddings=256))
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-
-
-class Server:
-    """A real vLLM; UNMASK_VLLM_PYTHON is the Python of an environment that has it."""
-
-    def __init__(self, model: Path, log: Path):
-        self.python = os.environ.get("UNMASK_VLLM_PYTHON")
-        if not self.python:
-            pytest.skip("UNMASK_VLLM_PYTHON is not set")
-        self.model, self.log, self.port = model, log, free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.start()
-
-    def start(self) -> None:
-        environment = os.environ | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
-        options = ["--model", str(self.model), "--port", str(self.port), "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
-        options += ["--weight-transfer-config", '{"backend": "nccl"}'] if torch.cuda.device_count() > 1 else []
-        with self.log.open("a") as out:
-            command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", *options]
-            self.process = subprocess.Popen(command, env=environment, stdout=out, stderr=out, start_new_session=True)
-
-    def kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = tmp_path_factory.mktemp("model")
     write_model(model, seed=0)
-    server = Server(model, tmp_path_factory.mktemp("vllm") / "log.txt")
-    try:
-        RemoteLM(server.url, str(model), patience=300).close()
+    with Server(model, tmp_path_factory.mktemp("vllm") / "log.txt") as server:
         yield server
-    finally:
-        server.kill()
 
 
 @pytest.mark.slow
@@ -285,6 +192,15 @@ def test_vllm_gives_the_tokens_of_the_engine(vllm):
     assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
     for got, expected in zip(there.log_probs, here.log_probs, strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_refuses_tokens_that_its_model_lacks(vllm):
+    tokenizer = unmask.load(vllm.model).tokenizer  # has a mask token, which must not be produced
+    with RemoteLM(vllm.url, tokenizer) as remote, pytest.raises(RemoteError, match="vocab") as caught:
+        remote.generate(["Once upon a time"])
+    assert caught.value.status == 400
 
 
 @pytest.mark.slow

@@ -5,41 +5,26 @@ The server is started by its own means (`vllm serve MODEL`, with VLLM_SERVER_DEV
 
 from __future__ import annotations
 
-import json
-import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-import httpx2 as httpx
 from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
 from unmask.diffusion.noise import sequence_key
 from unmask.errors import GenerationError
+from unmask.generation.http import HttpClient
+from unmask.generation.http import RemoteError as RemoteError
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.generation.trace import Generation
 from unmask.generation.weights import nccl_sender
 
 MEANT = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
 MEANT |= {"seed", "batch_size"}
-BUSY = {429, 500, 502, 503, 504}  # 500: an engine that died answers so until it is started again
 BANNED = -100.0  # the least bias that a server accepts
-
-
-class RemoteError(GenerationError):
-    """The server failed for good, or refused a request.
-
-    Attributes:
-        completed: what it had given until then, by the number of the prompt: token ids and their log-probabilities.
-    """
-
-    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None):
-        super().__init__(what, where=where, remedy=remedy)
-        self.completed: dict[int, tuple[list[int], list[float]]] = {}
 
 
 class RemoteLM:
@@ -68,12 +53,9 @@ class RemoteLM:
         api_key: str | None = None,
     ):
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
-        self.patience = patience
         self._sender: tuple[nn.Module, Any] | None = None
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None)
-        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
-        models = self._read(self._call("GET", "/v1/models"), lambda answer: [card["id"] for card in answer["data"]])
+        self.http = HttpClient(url, "a vLLM server", timeout=timeout, patience=patience, api_key=api_key)
+        models = self.http.read(self.http.call("GET", "/v1/models"), base_models)
         if model is None and len(models) != 1:
             raise GenerationError(f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}")
         self.model = model or models[0]
@@ -131,16 +113,39 @@ class RemoteLM:
             RemoteError: it stays away or silent.
         """
         if not isinstance(source, nn.Module):
-            self._call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}})
+            self.http.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}})
         else:
             if self._sender is None or self._sender[0] is not source:
-                self._sender = (source, nccl_sender(source, self._call, address))
+                self._sender = (source, nccl_sender(source, self.http.call, address))
             self._sender[1].send_weights()
         self.reset_prefix_cache()
 
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Have the server load adapters in PEFT's layout, in the place of earlier ones of this name; `model = name` completes with them.
+        Takes a server that was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
+
+        Args:
+            folder: that the server can read; new weights need a new one.
+
+        Raises:
+            RemoteError: the server refuses, stays away or silent.
+        """
+        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+        self.http.send("POST", "/v1/load_lora_adapter", json=body)
+        self.reset_prefix_cache()
+
+    @property
+    def weight_version(self) -> str:
+        """What the server's weights were called last; a server that was started again has forgotten it with the weights."""
+        return self.http.read(self.http.call("GET", "/weight_info"), lambda answer: str(answer["weight_version"]))
+
+    @weight_version.setter
+    def weight_version(self, name: str) -> None:
+        self.http.call("POST", "/update_weight_version", json={"new_version": name})
+
     def close(self) -> None:
         """Give the connections back; the server stays as it is."""
-        self._client.close()
+        self.http.close()
 
     def __enter__(self) -> RemoteLM:
         return self
@@ -150,7 +155,7 @@ class RemoteLM:
 
     def reset_prefix_cache(self) -> None:
         """Forget the keys and values of earlier prompts."""
-        self._call("POST", "/reset_prefix_cache")
+        self.http.call("POST", "/reset_prefix_cache")
 
     def _body(self, ids: Sequence[int], config: SamplerConfig, key: int) -> dict[str, Any]:
         banned = {*(config.forbidden_tokens or ()), self.tokenizer.mask_token_id} - {None}
@@ -171,55 +176,12 @@ class RemoteLM:
         }
 
     def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
-        choice = self._read(self._call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
+        choice = self.http.read(self.http.call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
         if choice.get("finish_reason") == "abort":
-            raise self._error("a completion was called off there", "Look at the server")
-        return self._read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
+            raise self.http.error("a completion was called off there", "Look at the server")
+        return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
 
-    def _read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
-        """What is asked of an answer."""
-        try:
-            return pick(answer)
-        except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self._error(f"an answer without what was asked for ({error!r}): {str(answer)[:200]}", "Use a vLLM server") from error
 
-    def _error(self, what: str, remedy: str) -> RemoteError:
-        return RemoteError(what, where=str(self._client.base_url), remedy=remedy)
-
-    def _call(self, method: str, path: str, **content: Any) -> Any:
-        """One exchange: the JSON of the answer, None of an empty one. A server that takes no requests is asked again as long as there is
-        patience."""
-        deadline: float | None = None  # from the first failure on
-        while True:
-            try:
-                status, text = self._exchange(method, path, **content)
-            except httpx.TransportError as error:
-                if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-                    what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or look at the server"
-                    raise self._error(what, remedy) from error
-                deadline = self._wait(deadline, error)
-                continue
-            if status in BUSY:
-                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
-            elif not 200 <= status < 300:
-                raise self._error(f"{path} is refused ({status}): {text[:300]}", "Mend the request")
-            else:
-                return self._read(text, json.loads) if text else None
-
-    def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
-        """Status and text, within the timeout as a whole: httpx's own holds for each read."""
-        started, parts = time.monotonic(), []
-        with self._client.stream(method, path, **content) as response:
-            for part in response.iter_bytes():
-                parts.append(part)
-                if time.monotonic() - started > (self._client.timeout.read or math.inf):
-                    raise httpx.ReadTimeout("the answer does not end")
-        return response.status_code, b"".join(parts).decode(errors="replace")
-
-    def _wait(self, deadline: float | None, error: Exception) -> float:
-        deadline = deadline or time.monotonic() + self.patience
-        if time.monotonic() > deadline:
-            what = f"the server has taken no requests for {self.patience} seconds ({error})"
-            raise self._error(what, "Start it, or correct the address") from error
-        time.sleep(0.5)
-        return deadline
+def base_models(answer: Any) -> list[str]:
+    """The models that a server lists, without the adapters that it was given for them."""
+    return [card["id"] for card in answer["data"] if not card.get("parent")]

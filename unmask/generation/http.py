@@ -1,0 +1,111 @@
+"""Requests to a server that may be absent, slow, or die and come back."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2 as httpx
+
+from unmask.errors import GenerationError
+
+BUSY = {429, 500, 502, 503, 504}  # 500: an engine that died answers so until it is started again
+
+
+class RemoteError(GenerationError):
+    """The server failed for good, or refused a request.
+
+    Attributes:
+        status: of the answer that refused it; None: there was none.
+        completed: what it had given until then, by the number of the prompt: token ids and their log-probabilities.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, status: int | None = None):
+        super().__init__(what, where=where, remedy=remedy)
+        self.status = status
+        self.completed: dict[int, tuple[list[int], list[float]]] = {}
+
+
+class HttpClient:
+    """Exchanges JSON with one server.
+
+    Args:
+        url: of the server.
+        kind: of server that is expected, for errors.
+        timeout: seconds to wait for an answer.
+        patience: seconds to wait for a server that does not take requests, from the first failure on.
+        api_key: sent with every request.
+    """
+
+    def __init__(self, url: str, kind: str, *, timeout: float, patience: float, api_key: str | None = None):
+        self.kind, self.patience = kind, patience
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None)
+        self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
+
+    def call(self, method: str, path: str, **content: Any) -> Any:
+        """One exchange: the JSON of the answer, None of an empty one. Arguments and errors as of `send`."""
+        text = self.send(method, path, **content)
+        return self.read(text, json.loads) if text else None
+
+    def send(self, method: str, path: str, **content: Any) -> str:
+        """One exchange: the text of the answer. A server that takes no requests is asked again as long as there is patience.
+
+        Args:
+            content: as httpx takes it: `json=...`.
+
+        Raises:
+            RemoteError: the server stays away or silent, or refuses.
+        """
+        deadline: float | None = None  # from the first failure on
+        while True:
+            try:
+                status, text = self._exchange(method, path, **content)
+            except httpx.TransportError as error:
+                if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
+                    what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or look at the server"
+                    raise self.error(what, remedy) from error
+                deadline = self._wait(deadline, error)
+                continue
+            if status in BUSY:
+                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
+            elif not 200 <= status < 300:
+                raise self.error(f"{path} is refused ({status}): {text[:300]}", "Mend the request", status)
+            else:
+                return text
+
+    def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
+        """What is asked of an answer; RemoteError where it lacks that."""
+        try:
+            return pick(answer)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise self.error(f"an answer without what was asked for ({error!r}): {str(answer)[:200]}", f"Use {self.kind}") from error
+
+    def error(self, what: str, remedy: str, status: int | None = None) -> RemoteError:
+        """An error that names the server."""
+        return RemoteError(what, where=str(self._client.base_url), remedy=remedy, status=status)
+
+    def close(self) -> None:
+        """Give the connections back; the server stays as it is."""
+        self._client.close()
+
+    def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
+        """Status and text, within the timeout as a whole: httpx's own holds for each read."""
+        started, parts = time.monotonic(), []
+        with self._client.stream(method, path, **content) as response:
+            for part in response.iter_bytes():
+                parts.append(part)
+                if time.monotonic() - started > (self._client.timeout.read or math.inf):
+                    raise httpx.ReadTimeout("the answer does not end")
+        return response.status_code, b"".join(parts).decode(errors="replace")
+
+    def _wait(self, deadline: float | None, error: Exception) -> float:
+        deadline = deadline or time.monotonic() + self.patience
+        if time.monotonic() > deadline:
+            what = f"the server has taken no requests for {self.patience} seconds ({error})"
+            raise self.error(what, "Start it, or correct the address") from error
+        time.sleep(0.5)
+        return deadline
