@@ -21,7 +21,7 @@ from unmask.config import ModelConfig, RunConfig, SamplerConfig
 from unmask.config_files import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "demo"]
+ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "serve", "demo"]
 REQUIRED = ["--model", "m", "--output"]
 
 

@@ -362,6 +362,20 @@ def export(
     write(load_model(model), output, layout)
 
 
+@app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. UNMASK_API_KEY is asked of clients, where it is set.")
+@spread_configs
+def serve(
+    model: ModelConfig,
+    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+) -> None:
+    """Sample for reinforcement learning over HTTP (rollout.backend server)."""
+    from unmask.serving.rollouts import open_port, run
+
+    with open_port(host, port) as listener:
+        run(load_model(model), listener)
+
+
 @app.command()
 def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",

@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field, JsonValue
 
 from unmask.config_base import Config, refused
 from unmask.config_files import Layers, did_you_mean, dump_yaml
+from unmask.config_rollout import RolloutConfig as RolloutConfig
 from unmask.config_sampler import SamplerConfig as SamplerConfig
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 

@@ -17,7 +17,9 @@ RECIPES = Path(__file__).parent / "recipes"
 PREFIX = "UNMASK_"
 ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
 """Set to 1, it lets programs that models write run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
-NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED}  # the command line's tracebacks, the tests' data
+API_KEY = "UNMASK_API_KEY"
+"""What `unmask serve` asks of its clients, and what rollouts give to servers; not a setting, so that it is not recorded."""
+NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED, API_KEY}  # the command line's tracebacks, the tests' data
 
 # Plain scalars as in YAML 1.2: `1e-5` is a float and `no` a string, where YAML 1.1 (PyYAML's default) has a string and False.
 CORE_SCHEMA = {
