@@ -1,4 +1,4 @@
-"""Servers to test clients with: one of faults, and a real vLLM."""
+"""Servers to test clients with: one of faults, a fake vLLM and a real one."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from tests.helpers import shared_path
 from unmask.errors import GenerationError
 from unmask.generation.remote import RemoteLM
+from unmask.models.diffusion_lm import DiffusionLM
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
@@ -66,6 +67,41 @@ def serving(answer: Answer) -> Iterator[str]:
 def echo(path: str, body: dict[str, Any]) -> tuple[int, Any]:
     """Completes every prompt with its own last id."""
     return 200, {"choices": [{"token_ids": body["prompt"][-1:], "logprobs": {"token_logprobs": [-0.5]}}]}
+
+
+class FakeVLLM:
+    """What a vLLM answers, so far as a backend asks. Every completion is its prompt's last token twice, and EOS."""
+
+    def __init__(self, lm: DiffusionLM, *, processed: bool):
+        self.lm, self.processed = lm, processed
+        self.version, self.adapter = "default", ""
+        self.asked: list[tuple[str, Any]] = []
+        self.restarts = 0  # still to come, each after a completion
+
+    def __call__(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        self.asked.append((path, body))
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+        if path == "/v1/load_lora_adapter":
+            self.adapter = body["lora_name"]
+        if path != "/v1/completions":
+            return 200, "Success"
+        if str(self.lm.mask_token_id) not in body["logit_bias"] or body["model"] not in ("m", self.adapter):
+            return 404, {}
+        if allowed := body["allowed_token_ids"]:
+            return 200, self.completion(allowed, [0.0 if self.processed else -2.0])
+        if self.restarts:
+            self.restarts, self.version, self.adapter = self.restarts - 1, "default", ""
+        return 200, self.completion([body["prompt"][-1]] * 2 + [self.lm.eos_token_id], [-0.5, -0.25, -1.0])
+
+    @staticmethod
+    def completion(tokens: list[int], log_probs: list[float]) -> dict[str, Any]:
+        return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": log_probs}}]}
+
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
 
 
 def write_model(path: Path, seed: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 import unmask
 from tests.generation.conftest import every_pattern, tiny
-from tests.generation.servers import Server, free_port, serving, write_model
+from tests.generation.servers import FakeVLLM, Server, free_port, serving, write_model
 from tests.helpers import REPOSITORY
 from tests.serving.servers import copied, served
 from unmask.config import LoraSettings, RolloutConfig, SamplerConfig
@@ -147,41 +147,6 @@ def test_a_server_that_was_started_again_is_given_the_weights_again(tmp_path: Pa
         assert server.generate(PROMPTS, CONFIG, KEYS) == expected
         server.close()
     assert expected != LocalBackend(lm).generate(PROMPTS, CONFIG, KEYS)
-
-
-class FakeVLLM:
-    """What a vLLM answers, so far as a backend asks. Every completion is its prompt's last token twice, and EOS."""
-
-    def __init__(self, lm: DiffusionLM, *, processed: bool):
-        self.lm, self.processed = lm, processed
-        self.version, self.adapter = "default", ""
-        self.asked: list[tuple[str, Any]] = []
-        self.restarts = 0  # still to come, each after a completion
-
-    def __call__(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-        self.asked.append((path, body))
-        if path == "/weight_info":
-            return 200, {"weight_version": self.version}
-        if path == "/update_weight_version":
-            self.version = body["new_version"]
-        if path == "/v1/load_lora_adapter":
-            self.adapter = body["lora_name"]
-        if path != "/v1/completions":
-            return 200, "Success"
-        if str(self.lm.mask_token_id) not in body["logit_bias"] or body["model"] not in ("m", self.adapter):
-            return 404, {}
-        if allowed := body["allowed_token_ids"]:
-            return 200, self.completion(allowed, [0.0 if self.processed else -2.0])
-        if self.restarts:
-            self.restarts, self.version, self.adapter = self.restarts - 1, "default", ""
-        return 200, self.completion([body["prompt"][-1]] * 2 + [self.lm.eos_token_id], [-0.5, -0.25, -1.0])
-
-    @staticmethod
-    def completion(tokens: list[int], log_probs: list[float]) -> dict[str, Any]:
-        return {"choices": [{"token_ids": tokens, "logprobs": {"token_logprobs": log_probs}}]}
-
-    def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
 
 
 @pytest.fixture
