@@ -2,7 +2,7 @@
 
     python -m benchmarks.methods starts/            # makes the starts where they are missing, then every method and seed; resumes
 
-The start is the demo's: a small model pre-trained, converted and fine-tuned on demonstrations that hold mistakes. Each run makes the
+The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations that hold mistakes. Each run makes the
 same number of updates from there on as many completions (or, of supervised training, rows); what is compared is the share of held-out
 puzzles solved greedily. Intervals are over the puzzles' solutions, and the spread over seeds of the training.
 """
@@ -38,12 +38,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "espo": {"samples": 2},
 }
 """What differs from a method's own settings."""
-COMPLETIONS, GROUP = 128, 8
+REWARDS = {"sudoku": "strict", "countdown": "partial"}
+LONGER = {"pretrain": 400, "convert": 900, "sft": 140}
+"""Steps of the start's stages."""
+COMPLETIONS, GROUP = 256, 8
 
 
 def make_start(task: str, folder: Path, seed: int = 0) -> None:
     """Pre-train, convert and fine-tune the demo's model."""
-    demo = Demo(as_puzzle(get_task(task)), folder, seed, DemoSettings())
+    demo = Demo(as_puzzle(get_task(task)), folder, seed, DemoSettings(**LONGER))
     with Progress([("pretrain", 70.0), ("convert", 120.0), ("sft", 36.0)]) as progress:
         for name in ("pretrain", "convert", "sft"):
             with progress.stage(name) as stage:
@@ -79,7 +82,7 @@ def train(method: str, lm: DiffusionLM, demo: Demo, folder: Path, updates: int, 
     else:
         own = {"num_generations": GROUP, "max_completion_length": task.max_completion, "steps": 6} | SETTINGS.get(method, {})
         args = GRPOConfig(**arguments, method=method, **own)
-        trainer = GRPOTrainer(lm, task.rewards("partial"), args, demo.train)
+        trainer = GRPOTrainer(lm, task.rewards(REWARDS[task.name]), args, demo.train)
     trainer.train()
     return trainer.state.log_history
 
@@ -120,7 +123,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", default=list(METHODS))
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--updates", type=int, default=40)
+    parser.add_argument("--updates", type=int, default=20)
     parser.add_argument("--rate", type=float, default=5e-5)
     parser.add_argument("--starts", action="store_true", help="make the starts alone")
     options = parser.parse_args()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
-from unmask.config import SamplerConfig, build_training_args
+from unmask.config import RolloutConfig, SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
 from unmask.errors import ConfigError
 from unmask.methods import get_method
@@ -59,7 +59,7 @@ class GRPOConfig(StageConfig):
     dual_clip: float | None = field(default=None, metadata={"help": f"Bound of the ratio where the advantage is negative{UNSET}, or none."})
     log_ratio_clamp: float | None = field(default=None, metadata={"help": f"Bound of the logarithm of the ratio{UNSET}, or none."})
     ratio: str | None = field(default=None, metadata={"help": f"What a ratio is of: token, or sequence (GSPO){UNSET}, or token."})
-    aggregation: str | None = field(
+    aggregation: Aggregation | None = field(
         default=None,
         metadata={"help": f"How tokens count: token (DAPO), sequence (GRPO), step, constant (Dr. GRPO) or sum{UNSET}, or token."},
     )
@@ -68,7 +68,7 @@ class GRPOConfig(StageConfig):
     )
     softmax_temperature: float = field(default=1.0, metadata={"help": "advantage softmax: divides the rewards."})
     beta: float | None = field(default=None, metadata={"help": f"Weight of the KL divergence; 0: no reference is kept{UNSET}, or 0."})
-    kl: str | None = field(default=None, metadata={"help": f"Estimate of the divergence: k1, k2 or k3{UNSET}, or k3."})
+    kl: Divergence | None = field(default=None, metadata={"help": f"Estimate of the divergence: k1, k2 or k3{UNSET}, or k3."})
     kl_to: str | None = field(
         default=None, metadata={"help": f"What the policy is held to: the reference, or the old policy{UNSET}, or the reference."}
     )
@@ -122,9 +122,17 @@ class GRPOConfig(StageConfig):
     reward_workers: int = field(
         default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
     )
-    reward_timeout: float = field(
-        default=600.0, metadata={"help": "Seconds that each reward function may take for a batch."}
+    rollout: dict[str, Any] | None = field(
+        default=None, metadata={"help": "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)."}
     )
+    importance_cap: float | None = field(
+        default=2.0, metadata={"help": "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction."}
+    )
+    log_completions_steps: int = field(default=0, metadata={"help": "Show and keep sample completions every so many steps; 0: never."})
+    log_completions_rows: int = field(default=8, metadata={"help": "Completions in such a sample."})
+    performance_log_interval: int = field(default=0, metadata={"help": "Log time and tokens by phase every so many steps; 0: never."})
+
+    reward_timeout: float = field(default=600.0, metadata={"help": "Seconds that each reward function may take for a batch."})
     reward_errors: Literal["unscored", "raise"] = field(
         default="unscored", metadata={"help": "What a reward function that fails does: leave the completion unscored, or stop the run."}
     )
@@ -137,6 +145,11 @@ class GRPOConfig(StageConfig):
                 setattr(self, name, value)
         self._check(method.on_policy)
         find_masking(self)  # raises for a strategy that is not for the method
+        try:
+            self.rollouts = RolloutConfig(**(self.rollout or {}))
+        except ConfigError as error:
+            where = f"rollout.{error.where}" if error.where else "rollout"
+            raise ConfigError(error.what, where=where, remedy=error.remedy) from error
         self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
 
     def _check(self, on_policy: bool) -> None:

@@ -15,6 +15,7 @@ from torch.utils.data import Dataset, Sampler
 
 from unmask.data.rows import pad_rows
 from unmask.diffusion.score import noise_groups
+from unmask.errors import GenerationError
 from unmask.generation.trace import Generation
 from unmask.methods import Rollout
 from unmask.models.diffusion_lm import DiffusionLM
@@ -26,6 +27,9 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
     Args:
         block_size: the decoding block of a bidirectional model; None: the whole completion.
         sampled: keep the log-probabilities under which tokens were drawn elsewhere.
+
+    Raises:
+        GenerationError: these are not known.
     """
     assert generation.trace is not None
     traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
@@ -37,7 +41,10 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
     canvas_BT = padded([[0] * len(p) + [1] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0).bool()
     documents_BT = padded([[1] * (len(p) + len(t.canvas)) for p, t in zip(prompts, traces, strict=True)], 0)
     group_BT = noise_groups(lm, canvas_BT, documents_BT)
-    drawn = [[0.0] * len(p) + (t.sampled_log_probs or t.log_probs) for p, t in zip(prompts, traces, strict=True)] if sampled else None
+    if sampled and not all(trace.sampled_log_probs for trace in traces):
+        remedy = "Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out importance_cap"
+        raise GenerationError("the server does not tell how likely it drew its tokens", where="rollout", remedy=remedy)
+    drawn = [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)] if sampled else None
     return Rollout(
         ids_BT=padded([p + t.canvas for p, t in zip(prompts, traces, strict=True)], lm.pad_token_id),
         documents_BT=documents_BT,

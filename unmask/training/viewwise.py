@@ -88,6 +88,10 @@ class ViewwiseTrainer(DiffusionTrainer):
         views = self.views_of(inputs)
         if views.hidden_BVT.shape[:2].numel() <= self.chunk(inputs):
             return super().training_step(model, inputs, num_items_in_batch)
+        with self.phases("backward"):
+            return self._pass_by_pass(model, inputs, num_items_in_batch)
+
+    def _pass_by_pass(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         made = self.passes_of(inputs)
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
@@ -103,7 +107,8 @@ class ViewwiseTrainer(DiffusionTrainer):
         for index, piece in enumerate(made):
             with self._accumulating(model, last=index == len(made) - 1):
                 with self.compute_loss_context_manager():
-                    log_prob_BVT = self.score_views(lm, inputs, piece)
+                    with self.phases("forward"):
+                        log_prob_BVT = self.score_views(lm, inputs, piece)
                     if not self.separable:
                         loss = (slope_BVT[piece] * log_prob_BVT).sum()
                     else:
@@ -117,7 +122,7 @@ class ViewwiseTrainer(DiffusionTrainer):
         """The loss, and what it changes by with each score [B, V, T]."""
         known = self.known_scores(batch)
         if known is None:
-            with torch.no_grad(), self.compute_loss_context_manager():
+            with torch.no_grad(), self.compute_loss_context_manager(), self.phases("forward"):
                 known = self.score_views(lm, batch)
         with torch.enable_grad():
             values_BVT = known.detach().clone().requires_grad_()

@@ -1,0 +1,156 @@
+"""Completions from a server are those made here, its loss stops a run where it can go on, and its own numbers are corrected for."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import unmask
+from tests.generation.servers import FakeVLLM, Server, serving, write_model
+from tests.serving.servers import copied, served
+from tests.training.conftest import PAIRS, equal, make, share_of_a, tiny, weights
+from unmask.config import LoraSettings
+from unmask.errors import ConfigError, GenerationError
+from unmask.generation.http import RemoteError
+from unmask.models.load import load
+from unmask.training.grpo import GRPOTrainer
+from unmask.training.grpo_config import GRPOConfig
+
+RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
+    peft = {"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {}
+    here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **RUN, **peft)
+    here.train()
+    with served(copied(tiny("block_causal", 2), tmp_path / "model")) as url:
+        there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **RUN, **peft)
+        there.train()
+    if adapters:  # the server's are merged, which rounds
+        torch.testing.assert_close(weights(there.lm), weights(here.lm), rtol=0, atol=1e-5)
+    else:
+        assert equal(weights(there.lm), weights(here.lm))
+    stats = there.get_performance_stats()
+    assert {"generation", "reward", "scoring", "forward", "backward", "sync"} <= stats["seconds"].keys()
+    assert any("time/sync" in line for line in there.state.log_history)
+
+
+def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_it(tmp_path):
+    def run(url: str, **more: Any) -> GRPOTrainer:
+        rollout = {"backend": "server", "url": url, "patience": 0.5}
+        return make("grpo", tmp_path / "run", rollout=rollout, max_steps=4, rows=PAIRS[:6], **more)  # type: ignore[return-value]
+
+    straight = make("grpo", tmp_path / "straight", max_steps=4, rows=PAIRS[:6])
+    straight.train()
+    with served(copied(tiny(), tmp_path / "model")) as url:
+        trainer = run(url)
+        generate, calls = trainer.backend.generate, []
+
+        def dying(*arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise RemoteError("the server has taken no requests for 0.5 seconds", where=url, remedy="Start it")
+            return generate(*arguments)
+
+        trainer.backend.generate = dying  # type: ignore[method-assign]
+        with pytest.raises(RemoteError, match="taken no requests"):
+            trainer.train()
+        assert (tmp_path / "run" / "checkpoint-2").is_dir()
+        resumed = run(url)
+        resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
+    """The server says that it drew its tokens with log-probabilities of its own: each counts by the ratio, at most the cap."""
+    lm = tiny("causal")
+    with serving(FakeVLLM(lm, processed=True)) as url:
+        settings = {"rollout": {"backend": "vllm", "url": url}, "max_steps": 1, "learning_rate": 0.0, "rows": PAIRS[:4]}
+        trainer = make("grpo", tmp_path, lm, reward=lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), **settings)
+        plain = make("grpo", tmp_path, lm, importance_cap=None, **settings)
+        rows = [[trainer.train_dataset[index] for index in range(4)]]
+        [[update]], [[uncorrected]] = trainer.experience(rows), plain.experience(rows)
+    assert uncorrected.rollout.sampled_BT is None
+    with torch.no_grad():
+        log_prob_BVT = trainer.score_views(trainer.lm, update)
+    scores = trainer.scores_of(update, log_prob_BVT)
+    where_BT = update.rollout.completion_BT
+    expected = (log_prob_BVT[:, 0][where_BT] - torch.tensor([-0.5, -0.25, -1.0]).repeat(4)).exp().clamp_max(2.0)
+    torch.testing.assert_close(scores.importance_BT[where_BT], expected)
+    loss = trainer.method.loss(scores, trainer.args)
+    by_hand = -(expected * update.advantage_BT.expand_as(where_BT)[where_BT]).sum()
+    torch.testing.assert_close(loss.total, by_hand)
+
+
+def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_path):
+    lm = tiny("causal")
+    with serving(FakeVLLM(lm, processed=False)) as url:
+        trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
+        with pytest.raises(GenerationError, match=r"does not tell how likely.*--logprobs-mode processed_logprobs"):
+            trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"backend": "sglang"}, "rollout.backend"),
+        ({"backend": "vllm"}, r"rollout.url: backend 'vllm' needs the address"),
+        ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
+    ],
+)
+def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), rollout=rollout)
+
+
+def test_samples_of_completions_are_kept_and_rewound(tmp_path):
+    shape = {"max_steps": 4, "log_completions_steps": 2, "log_completions_rows": 3, "save_strategy": "steps", "save_steps": 2}
+    make("grpo", tmp_path, **shape).train()
+    read = (tmp_path / "completions.jsonl").read_text
+    assert read().count('"step": 1') == 3 and '"rewards/share_of_a"' in read() and '"advantage"' in read()
+    whole = read()
+    make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(read().splitlines()) == sorted(whole.splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("adapters", [False, True])
+def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
+    """Log-probabilities of server and trainer agree in every rollout, also after updates: the server has the new weights."""
+    write_model(tmp_path / "stock", seed=0)
+    load(tmp_path / "stock").save(tmp_path / "model")
+    options = ["--logprobs-mode", "processed_logprobs"]
+    environment = {}
+    if adapters:
+        options += ["--enable-lora", "--max-lora-rank", "8"]
+        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    with Server(tmp_path / "model", tmp_path / "log.txt", options, **environment) as server:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=8,
+            num_generations=4,
+            num_iterations=2,
+            max_steps=6,
+            max_completion_length=16,
+            temperature=0.8,
+            learning_rate=3e-3,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            rollout={"backend": "vllm", "url": server.url, "sync": "lora" if adapters else "disk", "patience": 300.0},
+        )
+        peft = {"peft_config": LoraSettings(r=8, target_modules=["q_proj", "v_proj"]).to_peft()} if adapters else {}
+        prompts = [{"prompt": text} for text in ("Once upon a time", "The dog", "Lily and her mom went to the", "A")]
+        trainer = GRPOTrainer(unmask.load(tmp_path / "model"), share_of_a, args, prompts, **peft)
+        before = weights(trainer.lm)
+        trainer.train()
+    gaps = [line["server_gap"] for line in trainer.state.log_history if "server_gap" in line]
+    assert not equal(weights(trainer.lm), before)
+    assert len(gaps) == 6 and max(gaps) < 1e-3, gaps
+    assert all(math.isclose(line["importance"], 1.0, abs_tol=1e-2) for line in trainer.state.log_history if "importance" in line)

@@ -1,0 +1,250 @@
+"""From prompts to judged completions: sampled here or by a server, rewarded, and chosen by what they teach.
+
+Shapes: B completions, F reward functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from unmask.data.chat import encode_prompt
+from unmask.data.rows import column, naming
+from unmask.diffusion.noise import sequence_key
+from unmask.errors import ConfigError, DataError
+from unmask.generation.backends import make_backend
+from unmask.generation.http import RemoteError
+from unmask.generation.trace import Generation
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.objectives.policy import advantages, kept_groups, overlong_penalty
+from unmask.sandbox.outcome import Status
+from unmask.training.adapters import merged
+from unmask.training.grpo_config import GRPOConfig
+from unmask.training.prompts import Judged, PromptHistory
+from unmask.training.rewards import RewardFunction, Rewards
+from unmask.training.rollouts import PromptRows, cut_at_end
+from unmask.training.samples import Samples
+from unmask.training.viewwise import ViewwiseTrainer
+
+
+class CollectingTrainer(ViewwiseTrainer):
+    """A trainer that makes its own training data: completions of prompts, judged by reward functions.
+
+    What research varies is a method of its own here: `sample` (partial rollouts, inpainted hints), `judge` (rewards of single steps),
+    `shaped` (what is added to a reward).
+    """
+
+    args: GRPOConfig
+
+    def __init__(
+        self,
+        model: DiffusionLM | PreTrainedModel | str | Path,
+        reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
+        args: GRPOConfig,
+        train_dataset: Sequence[Mapping[str, Any]] | None,
+        eval_dataset: Sequence[Mapping[str, Any]] | None,
+        **rest: Any,
+    ):
+        self.rewards = Rewards(
+            reward_funcs, args.reward_weights, args.reward_workers, seconds=args.reward_timeout, errors=args.reward_errors
+        )
+        self.prompts_per_step = prompts_per_step(args, train_dataset)
+        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
+        self.history = PromptHistory(0 if train_dataset is None else len(train_dataset), args.curriculum)
+        self.backend = make_backend(args.rollouts, self.lm, str(args.output_dir))
+        self.samples = Samples(Path(str(args.output_dir)), every=args.log_completions_steps, rows=args.log_completions_rows)
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Any:
+        for index, prompt in enumerate(column(dataset, "prompt", where)):
+            with naming(f"{where}, row {index}"):
+                tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
+            if tokens > (lm.context_length or tokens):
+                what = f"{tokens} tokens with the completion, but the model's context is {lm.context_length}"
+                raise DataError(what, where=f"{where}, row {index}", remedy="Lower max_completion_length or drop the row")
+        return PromptRows(dataset, args.num_generations)
+
+    def collect(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
+        """Completions of the rows' prompts (of a curriculum, of its own), rewarded; where a group teaches nothing those of another
+        prompt, as often as `dynamic_sampling` says."""
+        group = self.args.num_generations
+        used: list[int] = []
+        if self.args.curriculum is not None:
+            rows = self._other_rows(len(rows) // group, step, used)
+        used += [row["sample_id"] for row in rows]
+        judged = self.judge(rows, step)
+        for number in range(self.args.dynamic_sampling):
+            _, kept_B = self.advantages(judged)
+            dull = [at for at in range(0, len(rows), group) if not kept_B[at]]
+            others = self._other_rows(len(dull), step + (number + 1) * 2**20, used)
+            self.record("groups_replaced", len(others) / len(rows))
+            if not any(gather_object([len(others)])):
+                break
+            judged = judged.replaced([at + repeat for at in dull for repeat in range(group)][: len(others)], self.judge(others, step))
+        return judged
+
+    def judge(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
+        """Sample and reward. Every process does so at the same time, be it with no rows."""
+        generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
+        reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
+        if rows:
+            with self.phases("reward"):
+                scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
+            self._record_calls(len(rows))
+            reward_BF, total_B = scored.value_BF, self.shaped(self.rewards.total(scored), generation)
+        judged = Judged(rows, generation, reward_BF, total_B)
+        for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), total_B.tolist(), strict=True))):
+            self.history.add(prompt, reward)  # the same on every process
+        return judged
+
+    def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, seed: int) -> Generation:
+        """Completions of the rows' prompts. A completion depends on (seed, sample, repeat) alone.
+
+        Raises:
+            RemoteError: the server of one of the processes stays away.
+        """
+        keys = [sequence_key([row["sample_id"]], row["repeat"]) for row in rows]
+        config = self.args.sampler(temperature=temperature, seed=seed)
+        generation, error = Generation([], [], [], [], [], [], trace=[]), None
+        with self.phases("generation"):
+            try:
+                if rows:
+                    generation = self.backend.generate([row["prompt"] for row in rows], config, keys)
+            except RemoteError as raised:
+                error = raised
+        if any(gather_object([error is not None])):
+            raise error or RemoteError("another process has lost its server", where="rollout", remedy="See there")
+        self.phases.count(generated=sum(map(len, generation.tokens)))
+        return cut_at_end(self.lm, generation)
+
+    def sync_weights(self, step: int) -> None:
+        """Give a server the weights as they are, where they are due."""
+        if not self.backend.due(step):
+            return
+        with self.phases("sync"):
+            whole = self.args.rollouts.sync != "lora" and hasattr(self.lm.model, "merge_and_unload")
+            self.backend.sync(merged(self.lm) if whole else self.lm, step)
+            self.accelerator.wait_for_everyone()
+
+    def truncated(self, generation: Generation) -> Tensor:
+        """Which completions [B] fill their canvas without an end."""
+        return torch.tensor([not tokens or tokens[-1] != self.lm.eos_token_id for tokens in generation.tokens], dtype=torch.bool)
+
+    def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
+        """The rewards, less for what is nearly too long."""
+        if self.args.overlong_buffer is None:
+            return total_B
+        limit = self.args.max_completion_length
+        length_B = torch.tensor([float(len(tokens)) for tokens in generation.tokens]) + self.truncated(generation)
+        return total_B + overlong_penalty(length_B, limit, self.args.overlong_buffer)
+
+    def advantages(self, judged: Judged) -> tuple[Tensor, Tensor]:
+        """Advantages [B] of this process's completions, and which of them are of groups that teach. Groups may lie on several processes."""
+        count, device = len(judged.rows), self.accelerator.device
+        here = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
+        reward_B, group_B = (self.accelerator.gather(part.to(device)).cpu() for part in (judged.total_B, judged.group_B))
+        advantage_B = advantages(reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature)
+        low, high = self.args.difficulty or (-torch.inf, torch.inf)
+        kept_B = kept_groups(reward_B, group_B, low, high, spread=bool(self.args.drop_equal_groups))
+        return advantage_B[here], kept_B[here]
+
+    def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[Mapping[str, Any]]:
+        """The groups of so many prompts that are not used yet, on no process; these are then used."""
+        wanted = gather_object([prompts])
+        used[:] = sorted(set(gather_object(used)))
+        chosen = self.history.choose(sum(wanted), self.args.seed, step, exclude=used)
+        used += chosen
+        first = sum(wanted[: self.accelerator.process_index])
+        group = self.args.num_generations
+        return [self.train_dataset[prompt * group + repeat] for prompt in chosen[first : first + prompts] for repeat in range(group)]
+
+    def evaluate(
+        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean reward of greedy completions, one per prompt."""
+        prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
+        rows = [prompts[i] for i in range(0, len(prompts), self.args.num_generations)]
+        self.sync_weights(self.state.global_step)
+        generation = self.sample(rows, temperature=0.0, seed=self.args.seed)
+        total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens, self.state))
+        metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
+        self.log(metrics)
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    # What is told.
+
+    def _record_calls(self, count: int) -> None:
+        """What came of the last calls of the reward functions."""
+        for name in self.rewards.names:
+            for status in get_args(Status) if name in self.rewards.statuses else ():
+                self.record(f"rewards/{name}/{status}", self.rewards.statuses[name][status] / count, count)
+            for kind, number in self.rewards.failures[name].items():
+                self.record(f"rewards/{name}/{kind}", number / count, count)
+        for metric, values in self.rewards.logged.items():
+            for value in values:
+                self.record(metric, value)
+
+    def record_rollout(self, judged: Judged, advantage_B: Tensor) -> None:
+        """Metrics of a rollout batch, and samples of it."""
+        generation, total_B, count = judged.generation, judged.total_B, len(judged.rows)
+        lengths, truncated_B = [len(tokens) for tokens in generation.tokens], self.truncated(generation)
+        self.record("unscored", total_B.isnan().float().mean(), count)
+        self.record("truncated", truncated_B.float().mean(), count)
+        self.record("completion_length", sum(lengths) / count, count)
+        entropies = [e for trace, n in zip(generation.trace or [], lengths, strict=True) for e in trace.entropies[:n]]
+        if entropies:
+            self.record("entropy", sum(entropies) / len(entropies), len(entropies))
+        named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, judged.reward_BF.unbind(1), strict=True)}
+        for name, reward_B in {"reward": total_B, **named}.items():
+            scored_B = reward_B[~reward_B.isnan()]
+            if len(scored_B) > 0:
+                self.record(name, scored_B.mean(), len(scored_B))
+            if name == "reward" and len(scored_B) > 1:
+                self.record("reward_std", scored_B.std(), len(scored_B))
+        step = self.state.global_step + 1
+        if self.is_world_process_zero() and self.samples.due(step):
+            texts = {"prompt": [row["prompt"] for row in judged.rows], "completion": generation.texts}
+            figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
+            self.samples.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.callback_handler.callbacks)
+
+    def rewind(self, step: int) -> None:
+        super().rewind(step)
+        self.samples.rewind(step)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        every = self.args.performance_log_interval
+        if every and "loss" in logs and self.state.global_step // every > self._told // every:
+            self._told = self.state.global_step
+            logs |= self.phases.take()
+        super().log(logs, start_time)
+
+    _told = 0
+
+
+def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
+    """Prompts of an optimizer step, over all ranks.
+
+    Raises:
+        ConfigError: a step cannot hold whole groups, or the prompts do not make one step.
+    """
+    completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if completions % args.num_generations:
+        what = f"{completions} completions a step are not a multiple of {args.num_generations}"
+        remedy = "Change per_device_train_batch_size or gradient_accumulation_steps"
+        raise ConfigError(what, where="num_generations", remedy=remedy)
+    chooses = args.curriculum is not None or args.dynamic_sampling
+    if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
+        what = f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
+        raise ConfigError(what, where="per_device_train_batch_size", remedy="Use a multiple, or leave out curriculum and dynamic_sampling")
+    prompts = completions // args.num_generations
+    if dataset is not None and len(dataset) < prompts:
+        what = f"{len(dataset)} prompts, but a step needs {prompts}"
+        raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
+    return prompts
