@@ -1,6 +1,9 @@
 """A model so small that all its sequences, masks and orders can be listed; and its likelihoods from their definitions, slowly.
 
-A GPT-2, as it computes in float64 throughout. Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it.
+A GPT-2, as it computes in float64 throughout. The expectation of a plan of views is computed exactly: the plan itself runs on a
+list of all the random numbers that matter (`Listed`).
+
+Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it, N listed cases, V views.
 """
 
 from __future__ import annotations
@@ -14,11 +17,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from unmask.data.characters import SPECIAL, character_tokenizer
+from unmask.diffusion.noise import Stream
+from unmask.diffusion.score import noise_groups
+from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
 ALPHABET = "ab"
 VOCABULARY = len(SPECIAL) + len(ALPHABET)
+PROMPT, LENGTH = 2, 5  # of the row whose tables are known
+
+Tables = list[tuple[list[int], Tensor]]
+"""Of each group of tokens that are noised together its positions and its conditionals."""
 
 KINDS = {
     "bidirectional": ("bidirectional", None, False),
@@ -88,3 +98,50 @@ def any_order(table_SL: Tensor) -> float:
         left = [sum(1 << i for i in order[place:]) for place in range(count)]
         orders.append(sum(table_SL[hidden, i] for hidden, i in zip(left, order, strict=True)))
     return (torch.stack(orders).logsumexp(0) - math.log(len(orders))).item()
+
+
+def tables_of(kind: str) -> tuple[Tensor, Tables]:
+    """The groups of a completion under a toy: their row of group numbers, and (positions, conditionals) of each."""
+    lm = toy(kind)
+    row = random_row(PROMPT + LENGTH, seed=3)
+    maskable = (torch.arange(PROMPT + LENGTH) >= PROMPT)[None]
+    tables = [(positions, conditionals(lm, row, positions)) for positions in groups(lm, PROMPT, PROMPT + LENGTH)]
+    return noise_groups(lm, maskable, None), tables
+
+
+def bound_of(tables: Tables) -> float:
+    """Their ELBO."""
+    return sum(lower_bound(table) for _, table in tables)
+
+
+def estimates(views: Views, tables: Tables) -> Tensor:
+    """The weighted score of every view [N, V], by looking the conditionals up."""
+    total = torch.zeros(views.hidden_BVT.shape[:2], dtype=torch.float64)
+    for positions, table in tables:
+        sets = (views.hidden_BVT[..., positions] * 2 ** torch.arange(len(positions))).sum(-1)
+        total += (views.weight_BVT[..., positions].double() * table[sets]).sum(-1)
+    return total
+
+
+class Listed:
+    """A Draw whose numbers are given: one time for all groups and views, and one row of noise."""
+
+    def __init__(self, time_N: Tensor, noise_NT: Tensor):
+        self.time_N, self.noise_NT, self.order_B = time_N, noise_NT, None
+
+    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+        shape = (len(position_BT), views, position_BT.shape[1])
+        return (self.noise_NT[:, None] if stream == Stream.MASK else self.time_N[:, None, None]).expand(shape)
+
+
+def listed_counts(width: int) -> Listed:
+    """Every order of the tokens, at the middles of sixty equal stretches of time: all that plans of exact counts depend on.
+
+    Within the stretches their numbers are constant, for up to six counts at random.
+    """
+    orders = list(itertools.permutations(range(LENGTH)))
+    stretches = math.lcm(1, 2, 3, 4, 5)
+    time_N = torch.tensor([(stretch + 0.5) / stretches for stretch in range(stretches) for _ in orders], dtype=torch.float64)
+    noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
+    noise_NT[:, PROMPT:] = (torch.tensor(orders * stretches) + 0.5) / LENGTH
+    return Listed(time_N, noise_NT)

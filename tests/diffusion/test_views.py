@@ -1,7 +1,5 @@
 """Plans of views: what they hide, and that the weighted scores average to the exact ELBO.
 
-The expectation of a plan is computed exactly: the plan itself runs on a list of all the random numbers that matter (`Listed`).
-
 Shapes: N listed cases, V views, T tokens.
 """
 
@@ -14,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests import toy
-from unmask.diffusion.noise import Stream
+from tests.toy import LENGTH, PROMPT, Listed, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.schedules import SCHEDULES, Noise, get_schedule
-from unmask.diffusion.score import noise_groups
 from unmask.diffusion.views import (
     Draw,
     all_masked_views,
@@ -233,58 +229,10 @@ def test_cart_weighs_by_the_visible_tokens_near(pattern, block_size, p):
 
 # Expectations. A model is known by the tables of its conditionals, one table per group.
 
-PROMPT, LENGTH = 2, 5
-
-
-def tables_of(kind):
-    """The groups of a completion under a toy: their row of group numbers, and (positions, conditionals) of each."""
-    lm = toy.toy(kind)
-    row = toy.random_row(PROMPT + LENGTH, seed=3)
-    maskable = (torch.arange(PROMPT + LENGTH) >= PROMPT)[None]
-    tables = [(positions, toy.conditionals(lm, row, positions)) for positions in toy.groups(lm, PROMPT, PROMPT + LENGTH)]
-    return noise_groups(lm, maskable, None), tables
-
 
 @pytest.fixture(scope="module", params=["bidirectional", "bidirectional with a shift", "blocks of three"])
 def tables(request):
     return tables_of(request.param)
-
-
-def bound_of(tables):
-    return sum(toy.lower_bound(table) for _, table in tables)
-
-
-def estimates(views, tables):
-    """The weighted score of every view [N, V], by looking the conditionals up."""
-    total = torch.zeros(views.hidden_BVT.shape[:2], dtype=torch.float64)
-    for positions, table in tables:
-        sets = (views.hidden_BVT[..., positions] * 2 ** torch.arange(len(positions))).sum(-1)
-        total += (views.weight_BVT[..., positions].double() * table[sets]).sum(-1)
-    return total
-
-
-class Listed:
-    """A Draw whose numbers are given: one time for all groups and views, and one row of noise."""
-
-    def __init__(self, time_N, noise_NT):
-        self.time_N, self.noise_NT, self.order_B = time_N, noise_NT, None
-
-    def uniform(self, position_BT, views, stream):
-        shape = (len(position_BT), views, position_BT.shape[1])
-        return (self.noise_NT[:, None] if stream == Stream.MASK else self.time_N[:, None, None]).expand(shape)
-
-
-def listed_counts(width):
-    """Every order of the tokens, at the middles of twelve equal stretches of time: all that plans of exact counts depend on.
-
-    Their numbers are constant within the stretches for groups of up to four tokens, and of five with four counts at random.
-    """
-    orders = list(itertools.permutations(range(LENGTH)))
-    stretches = math.lcm(1, 2, 3, 4, 5)
-    time_N = torch.tensor([(stretch + 0.5) / stretches for stretch in range(stretches) for _ in orders], dtype=torch.float64)
-    noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
-    noise_NT[:, PROMPT:] = (torch.tensor(orders * stretches) + 0.5) / LENGTH
-    return Listed(time_N, noise_NT)
 
 
 EXACT_PLANS = {
