@@ -1,4 +1,7 @@
-"""Advantages compare a completion with its group alone; the surrogate is exact at the first update and clipped after."""
+"""Advantages compare a completion with its group alone; surrogates, divergences and shares are their formulas.
+
+Shapes: B completions, T tokens, V categories.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,27 @@ from typing import get_args
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from unmask.objectives.policy import AdvantageKind, advantages, clipped_surrogate
+from unmask.objectives.policy import (
+    AdvantageKind,
+    Aggregation,
+    Divergence,
+    advantages,
+    clipped_surrogate,
+    count_items,
+    divergence,
+    kept_groups,
+    overlong_penalty,
+    shares,
+)
 
 KINDS = get_args(AdvantageKind)
 groups = st.lists(st.lists(st.none() | st.integers(-8, 8).map(lambda eighths: eighths / 8), min_size=1, max_size=5), min_size=1, max_size=4)
+
+
+# Advantages.
 
 
 def flat(groups: list[list[float | None]]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -22,12 +39,21 @@ def flat(groups: list[list[float | None]]) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor(rewards), torch.tensor([7 * number - 3 for number, group in enumerate(groups) for _ in group])
 
 
-def by_hand(group: list[float | None], kind: str) -> list[float]:
+def softmax_by_hand(values: list[float], temperature: float) -> list[float]:
+    weights = [math.exp((value - max(values)) / temperature) for value in values]
+    return [weight / sum(weights) for weight in weights]
+
+
+def by_hand(group: list[float | None], kind: str, temperature: float = 1.0) -> list[float]:
     scored = [reward for reward in group if reward is not None]
+    if kind == "softmax":
+        likely, unlikely = (iter(softmax_by_hand([sign * reward for reward in scored], temperature)) for sign in (1, -1))
     out = []
     for reward in group:
         if reward is None or len(scored) == 1:
             out.append(0.0)
+        elif kind == "softmax":
+            out.append(next(likely) - next(unlikely))
         elif kind == "leave-one-out":
             out.append(reward - (sum(scored) - reward) / (len(scored) - 1))
         else:
@@ -37,6 +63,7 @@ def by_hand(group: list[float | None], kind: str) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(groups=groups, order=st.randoms(use_true_random=False))
 def test_advantages_are_those_within_the_group(kind, groups, order):
     reward_B, group_B = flat(groups)
@@ -48,6 +75,7 @@ def test_advantages_are_those_within_the_group(kind, groups, order):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=30)
 @given(groups=groups)
 def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
     reward_B, group_B = flat(groups)
@@ -60,58 +88,125 @@ def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
         assert torch.equal(value_B[scored_B], advantages(reward_B[scored_B], group_B[scored_B], kind))
 
 
-def surrogate(log_prob_BT, old_BT, reference_BT=None, advantage=(1.0, -2.0, 0.5), clip_low=0.2, clip_high=0.3, beta=0.1):
-    advantage_B = torch.tensor(advantage)
-    return clipped_surrogate(log_prob_BT, old_BT, reference_BT, advantage_B, clip_low=clip_low, clip_high=clip_high, beta=beta)
+@settings(max_examples=30)
+@given(groups=groups, low=st.sampled_from([-1.0, 0.0, 0.25]), width=st.sampled_from([0.0, 0.5, 1.0]), spread=st.booleans())
+def test_groups_are_kept_whole_by_their_mean_and_their_spread(groups, low, width, spread):
+    expected = []
+    for group in groups:
+        scored = [reward for reward in group if reward is not None]
+        kept = bool(scored) and low <= statistics.fmean(scored) <= low + width
+        expected += [kept and not (spread and len(set(scored)) == 1)] * len(group)
+    assert kept_groups(*flat(groups), low, low + width, spread=spread).tolist() == expected
 
 
-log_probs = st.integers(0, 10**6).map(lambda seed: -3 * torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)))
+def test_what_is_nearly_too_long_loses_up_to_one():
+    length_B = torch.tensor([0.0, 70.0, 80.0, 85.0, 90.0, 99.0, 100.0, 101.0, 500.0])
+    assert overlong_penalty(length_B, 100, 20).tolist() == pytest.approx([0, 0, 0, -0.25, -0.5, -0.95, -1, -1, -1])
 
 
-@given(log_probs)
+# Surrogates and divergences.
+
+gaps = st.integers(0, 10**6).map(lambda seed: 2 * torch.rand(3, 4, generator=torch.Generator().manual_seed(seed)) - 1)
+ADVANTAGE_B1 = torch.tensor([[1.0], [-2.0], [0.5]])
+
+
+def surrogate(gap_BT, dual_clip=None):
+    return clipped_surrogate(gap_BT, ADVANTAGE_B1, clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)
+
+
+@settings(max_examples=30)
+@given(gaps)
 def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(log_prob_BT):
     """Bit for bit: policy, old policy and reference are then the same function."""
     policy_BT = log_prob_BT.clone().requires_grad_()
-    loss = surrogate(policy_BT, log_prob_BT, log_prob_BT)
-    assert (loss.ratio_BT == 1).all() and (loss.kl_BT == 0).all() and not loss.clipped_BT.any()
-    advantage_BT = torch.tensor([1.0, -2.0, 0.5])[:, None].expand(3, 4)
-    assert torch.equal(loss.loss_BT, -advantage_BT)
-    loss.loss_BT.sum().backward()
-    assert torch.equal(policy_BT.grad, -advantage_BT)  # the policy gradient; the KL has none at its minimum
+    made = surrogate(policy_BT - log_prob_BT)
+    assert (made.ratio == 1).all() and not made.clipped.any()
+    assert torch.equal(made.loss, -ADVANTAGE_B1.expand(3, 4))
+    made.loss.sum().backward()
+    assert torch.equal(policy_BT.grad, -ADVANTAGE_B1.expand(3, 4))  # the policy gradient
+    assert not any((divergence(log_prob_BT - policy_BT, kind) != 0).any() for kind in get_args(Divergence))
 
 
-@given(log_probs, log_probs)
-def test_ratios_are_clipped_where_that_is_the_worse(policy_BT, old_BT):
-    policy_BT = policy_BT.clone().requires_grad_()
-    loss = surrogate(policy_BT, old_BT)
-    loss.loss_BT.sum().backward()
-    for row, advantage in enumerate((1.0, -2.0, 0.5)):
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@settings(max_examples=30)
+@given(gaps)
+def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_bound(dual_clip, gap_BT):
+    gap_BT = gap_BT.clone().requires_grad_()
+    made = surrogate(gap_BT, dual_clip)
+    made.loss.sum().backward()
+    for row, advantage in enumerate(ADVANTAGE_B1.flatten().tolist()):
         for column in range(4):
-            ratio = math.exp(policy_BT[row, column].item() - old_BT[row, column].item())
-            outside = ratio > 1.3 if advantage > 0 else ratio < 0.8
-            bounded = (1.3 if advantage > 0 else 0.8) if outside else ratio
-            assert loss.ratio_BT[row, column].item() == pytest.approx(ratio, rel=1e-5)
-            assert loss.clipped_BT[row, column].item() == outside
-            assert loss.loss_BT[row, column].item() == pytest.approx(-advantage * bounded, rel=1e-5)
-            assert policy_BT.grad[row, column].item() == pytest.approx(0.0 if outside else -advantage * ratio, rel=1e-5)
-    assert not (loss.ratio_BT.requires_grad or loss.kl_BT.requires_grad)
-    assert (loss.kl_BT == 0).all()
+            ratio = math.exp(gap_BT[row, column].item())
+            low, high = (0.0, 1.3) if advantage > 0 else (0.8, dual_clip or math.inf)
+            outside = not low <= ratio <= high
+            assert made.ratio[row, column].item() == pytest.approx(ratio, rel=1e-5)
+            assert made.clipped[row, column].item() == outside
+            assert made.loss[row, column].item() == pytest.approx(-advantage * min(max(ratio, low), high), rel=1e-5)
+            assert gap_BT.grad[row, column].item() == pytest.approx(0.0 if outside else -advantage * ratio, rel=1e-5)
+    assert not made.ratio.requires_grad
 
 
-@given(log_probs, log_probs)
-def test_the_kl_is_added_whatever_is_clipped(policy_BT, reference_BT):
-    plain = surrogate(policy_BT, reference_BT)
-    with_kl = surrogate(policy_BT, reference_BT, reference_BT, beta=0.25)
-    gap_BT = (reference_BT - policy_BT).double()
-    torch.testing.assert_close(with_kl.kl_BT.double(), gap_BT.expm1() - gap_BT, rtol=1e-4, atol=1e-6)
-    assert (with_kl.kl_BT > -1e-6).all()
-    torch.testing.assert_close(with_kl.loss_BT, plain.loss_BT + 0.25 * with_kl.kl_BT)
+def categorical(seed):
+    """A policy of six categories [V] with gradients, and a reference."""
+    logits_2V = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    theta_V = logits_2V[0].requires_grad_()
+    return theta_V, theta_V.log_softmax(0), logits_2V[1].detach().log_softmax(0)
 
 
-def test_the_kl_estimate_is_unbiased():
-    """The mean of k3 over samples of the policy is the KL divergence from the policy to the reference."""
-    logits_2V = torch.randn(2, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    policy_1V, reference_1V = logits_2V.log_softmax(1).split(1)
-    kl_1V = surrogate(policy_1V, policy_1V, reference_1V, advantage=(0.0,)).kl_BT
-    exact = (policy_1V.exp() * (policy_1V - reference_1V)).sum()
-    torch.testing.assert_close((policy_1V.exp() * kl_1V).sum(), exact)
+def mean_over_samples(policy_V, values_V):
+    """The mean over samples of the policy, which is not what is differentiated."""
+    return (policy_V.detach().exp() * values_V).sum()
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+def test_the_mean_of_k1_and_of_k3_is_the_divergence(kind, seed):
+    _, policy_V, reference_V = categorical(seed)
+    exact = (policy_V.exp() * (policy_V - reference_V)).sum()
+    torch.testing.assert_close(mean_over_samples(policy_V, divergence(reference_V - policy_V, kind)), exact)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("kind", ["k1", "k2"])
+def test_the_mean_gradient_of_k1_and_of_k2_is_that_of_the_divergence(kind, seed):
+    theta_V, policy_V, reference_V = categorical(seed)
+    [exact_V] = torch.autograd.grad((policy_V.exp() * (policy_V - reference_V)).sum(), theta_V, retain_graph=True)
+    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, divergence(reference_V - policy_V, kind)), theta_V)
+    torch.testing.assert_close(mean_V, exact_V)
+
+
+def test_the_mean_gradient_of_k3_is_that_of_the_divergence_of_the_reference_from_the_policy():
+    theta_V, policy_V, reference_V = categorical(0)
+    [reverse_V] = torch.autograd.grad((reference_V.exp() * (reference_V - policy_V)).sum(), theta_V, retain_graph=True)
+    [mean_V] = torch.autograd.grad(mean_over_samples(policy_V, divergence(reference_V - policy_V, "k3")), theta_V)
+    torch.testing.assert_close(mean_V, reverse_V)
+
+
+@settings(max_examples=30)
+@given(gaps)
+def test_divergences_are_their_formulas(gap_BT):
+    exact_BT = gap_BT.double()
+    for kind, expected_BT in {"k1": -exact_BT, "k2": exact_BT**2 / 2, "k3": exact_BT.expm1() - exact_BT}.items():
+        torch.testing.assert_close(divergence(gap_BT, kind).double(), expected_BT, rtol=1e-4, atol=1e-6)
+
+
+# Aggregation.
+
+LEARNT = torch.tensor([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 0, 0, 0]]).bool()
+STEPS = torch.tensor([[-1, 0, 0, 2, 2, 2, 5, -1], [7, 7, 0, 3, 0, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7]])
+LIMIT = 10
+BY_HAND = {
+    "token": ([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]], 8),
+    "sequence": ([[0, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], 2),
+    "step": ([[0, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 0, 0], [1 / 4, 1 / 4, 0, 1 / 2, 0, 0, 0, 0]], 2),
+    "constant": ([[0, 0.1, 0.1, 0.1, 0.1, 0.1, 0, 0], [0.1, 0.1, 0, 0.1, 0, 0, 0, 0]], 2),
+    "sum": ([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]], 2),
+}
+
+
+@pytest.mark.parametrize("kind", get_args(Aggregation))
+def test_each_token_has_its_share_and_each_batch_its_items(kind):
+    expected, items = BY_HAND[kind]
+    share_BT = shares(LEARNT, kind, STEPS, LIMIT)
+    torch.testing.assert_close(share_BT, torch.tensor([*expected, [0] * 8], dtype=torch.float32))
+    assert count_items(LEARNT, kind) == items
