@@ -89,6 +89,15 @@ def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
 
 
 @settings(max_examples=30)
+@given(groups=groups, temperature=st.sampled_from([1e-5, 1e-3, 0.1, 3.0, 1e3]))
+def test_a_softmax_has_any_temperature(groups, temperature):
+    """The lower, the more the best and the worst completions count alone."""
+    expected = [value for group in groups for value in by_hand(group, "softmax", temperature)]
+    value_B = advantages(*flat(groups), "softmax", temperature=temperature)
+    assert value_B.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@settings(max_examples=30)
 @given(groups=groups, low=st.sampled_from([-1.0, 0.0, 0.25]), width=st.sampled_from([0.0, 0.5, 1.0]), spread=st.booleans())
 def test_groups_are_kept_whole_by_their_mean_and_their_spread(groups, low, width, spread):
     expected = []

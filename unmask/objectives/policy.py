@@ -48,12 +48,14 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
     elif kind == "leave-one-out":
         centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
     elif kind == "softmax":
-        largest_G = torch.zeros(len(groups), dtype=torch.float64, device=reward_B.device).scatter_reduce(
-            0, index_B, centred_B.abs(), "amax"
-        )
-        above_B, below_B = (torch.exp((sign * centred_B - largest_G[index_B]) / temperature) * scored_B for sign in (1, -1))
-        smallest = torch.finfo(torch.float64).tiny
-        centred_B = above_B / total(above_B).clamp_min(smallest) - below_B / total(below_B).clamp_min(smallest)
+        limits = torch.finfo(torch.float64)
+        weights = []
+        for sign in (1, -1):  # each less its own largest, so that at any temperature something is left of it
+            signed_B = torch.where(scored_B, sign * centred_B / temperature, -torch.inf)
+            largest_G = torch.full_like(groups, limits.min, dtype=torch.float64).scatter_reduce(0, index_B, signed_B, "amax")
+            weight_B = (signed_B - largest_G[index_B]).exp()
+            weights.append(weight_B / total(weight_B).clamp_min(limits.tiny))
+        centred_B = weights[0] - weights[1]
     else:
         assert kind == "r-mean", kind
     return centred_B.float()
