@@ -1,40 +1,331 @@
-"""What holds for every method, and for the rollouts they read."""
+"""What holds for every method, and for the rollouts they read; losses by tokens, against slow code.
+
+Shapes: B completions, V views, T positions.
+"""
 
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.generation.conftest import every_pattern
-from tests.methods.rollouts import PROMPTS, keys, rollout_of, stopping
-from unmask.diffusion.views import Draw
+from tests.methods.rollouts import (
+    LENGTH,
+    PROMPTS,
+    assert_loss,
+    config,
+    keys,
+    made_up,
+    masks,
+    one,
+    padded,
+    plan,
+    rollout_of,
+    states,
+    stopping,
+    usual,
+)
+from unmask.diffusion.score import score
 from unmask.errors import ConfigError
-from unmask.methods import METHODS, get_method
+from unmask.methods import METHODS, Method, get_method, register
+from unmask.methods.base import token_loss
 
-CONFIG = SimpleNamespace(segments=None, prompt_mask_rate=0.15)
+every_method = pytest.mark.parametrize("name", METHODS)
+REPLAYS = ["cj-grpo", "step-merge", "trace-rl", "dipo", "agrpo", "just-grpo"]
+"""The methods whose views follow the sampler."""
+
+# Plans.
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 def test_planning_leaves_the_global_generators_alone_and_repeats(name):
-    _, rollout = rollout_of(stopping("bidirectional"))
+    _, rollout = usual("bidirectional")
     torch.manual_seed(3)
-    states = torch.get_rng_state(), random.getstate()
-    first, second = (get_method(name).plan(rollout, Draw(0, keys(rollout)), CONFIG) for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
-    assert torch.equal(first.hidden_BVT, second.hidden_BVT) and torch.equal(first.scored_BVT, second.scored_BVT)
+    before = torch.get_rng_state(), random.getstate()
+    first, second = (plan(name, rollout) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), before[0]) and random.getstate() == before[1]
+    assert all(torch.equal(*parts) for parts in zip(masks(first), masks(second), strict=True))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@every_method
 @every_pattern
-def test_a_completion_is_scored_in_full_and_nothing_else(name, attention, block_size):
-    _, rollout = rollout_of(stopping(attention, block_size))
-    views = get_method(name).plan(rollout, Draw(0, keys(rollout)), CONFIG)
-    torch.testing.assert_close(views.weight_BVT.sum(1), rollout.completion_BT.float())
-    assert not (views.scored_BVT & ~views.hidden_BVT).any()
-    assert not (views.hidden_BVT & (rollout.documents_BT == 0)[:, None]).any()
+def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention, block_size):
+    _, rollout = usual(attention, block_size)
+    views = plan(name, rollout)
+    hidden_BVT, scored_BVT, weight_BVT = masks(views)
+    assert weight_BVT.dtype == torch.float32 and torch.equal(weight_BVT > 0, scored_BVT)
+    assert not (scored_BVT & ~hidden_BVT).any()
+    assert not (scored_BVT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]).any()
+    clean_BT = rollout.documents_BT == 0 if name in ("diffu-grpo", "wd1") else (rollout.documents_BT == 0) | rollout.prompt_BT
+    assert not (hidden_BVT & clean_BT[:, None]).any()
+    never_BT = rollout.beyond_BT & ~rollout.revealed_BT
+    together_BTT = rollout.group_BT[:, None] == rollout.group_BT[:, :, None]
+    needed_BVT = (scored_BVT[:, :, None] & together_BTT[:, None]).any(3) & never_BT[:, None]
+    assert (hidden_BVT | ~needed_BVT).all()  # as when the text was sampled; other blocks are not seen
+    assert needed_BVT.any() == (attention == "bidirectional")
+
+
+@every_method
+@every_pattern
+def test_the_views_of_a_completion_are_its_own(name, attention, block_size):
+    """Whatever else is in the batch, and wherever in it the completion stands: so also on any number of devices."""
+    _, rollout = usual(attention, block_size)
+    views = plan(name, rollout)
+    order_B = torch.tensor([3, 5, 0, 4, 1, 2])
+    moved = plan(name, rollout.rows(order_B), order_B)
+    for row in range(len(PROMPTS)):
+        own_T = rollout.documents_BT[row] > 0
+        own = states(views, row, own_T)
+        assert own == states(moved, order_B.tolist().index(row), own_T)
+        assert own == states(plan(name, one(rollout, row), torch.tensor([row])), 0, own_T[own_T])
+
+
+@every_method
+def test_only_replays_of_the_sampler_are_the_same_for_any_seed_key_and_iteration(name):
+    _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False)
+    more = {} if get_method(name).on_policy else {"num_iterations": 2}
+    draws = [{}, {"seed": 1}, {"key_B": keys(rollout) + 10}, {"iteration": 1}]
+    plans = {str([part.tolist() for part in masks(plan(name, rollout, **draw, **more))]) for draw in draws}
+    assert len(plans) == (1 if name in REPLAYS and name != "agrpo" else 4)
+
+
+@every_method
+@pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)])
+def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block_size):
+    lm, rollout = usual(attention, block_size)
+    args, views = config(name, beta=0.1), plan(name, rollout)
+    moved, moved_views = padded(lm, rollout, views)
+    if name in REPLAYS:  # others draw by position
+        assert all(torch.equal(*parts) for parts in zip(masks(plan(name, moved)), masks(moved_views), strict=True))
+    with torch.no_grad():
+        here, there = (score(lm, part.ids_BT, part.documents_BT, v, chunk=12) for part, v in ((rollout, views), (moved, moved_views)))
+    torch.testing.assert_close(there[..., 3:], here, rtol=0, atol=1e-10)
+    losses = []
+    for part, its_views, log_prob_BVT in ((rollout, views, here), (moved, moved_views, there)):
+        scores, _ = made_up(part, its_views, args)
+        others = {"old_BVT": 0.9 * log_prob_BVT, "reference_BVT": 1.1 * log_prob_BVT}
+        losses.append(get_method(name).loss(replace(scores, policy_BVT=log_prob_BVT, **others), args).total)
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-8)
+
+
+@every_method
+def test_what_stands_behind_the_end_counts_for_espo_alone(name):
+    lm, rollout = usual("bidirectional", stop_at_eos=name != "espo", block_size=LENGTH)
+    args, views = config(name), plan(name, rollout)
+    scores, _ = made_up(rollout, views, args)
+    tail_BVT = rollout.beyond_BT[:, None] & (rollout.steps_BT >= 0)[:, None]
+    assert tail_BVT.any()
+    changed = replace(scores, policy_BVT=torch.where(tail_BVT, -7.0, scores.policy_BVT))
+    before, after = (get_method(name).loss(part, args).total for part in (scores, changed))
+    assert (before != after) == (name == "espo")
+    assert (scores.share_BT[rollout.beyond_BT] > 0).any() == (name == "espo")
+    if name in REPLAYS or name == "espo":  # the sampler saw what it revealed there, so these do
+        return
+    other_BT = torch.where(rollout.beyond_BT, 4, rollout.ids_BT)
+    with torch.no_grad():
+        here, there = (score(lm, ids_BT, rollout.documents_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
+    assert torch.equal(here, there) and not torch.equal(rollout.ids_BT, other_BT)
+
+
+# The table of methods in the design: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight that only d1's
+# recipes give is 0 here: they come with the recipes of tasks.
+D1 = ("k3", 0.0, "reference")
+TABLE = {
+    "diffu-grpo": ("r-mean", (0.5, 0.5), "token", D1, "token"),
+    "uni-grpo": ("z-score", (0.5, 0.5), "sequence", D1, "sequence"),
+    "coupled-grpo": ("leave-one-out", (0.5, 0.5), "token", ("k3", 0.01, "reference"), "token"),
+    "wd1": ("softmax", None, None, None, "sum"),
+    "spg": ("r-mean", None, None, None, "token"),
+    "espo": ("leave-one-out", (0.2, 0.2), None, ("k2", 1e-3, "reference"), "sequence"),
+    "gdpo": ("r-mean", (0.5, 0.5), None, D1, "sequence"),
+    "bgpo": ("z-score", None, None, None, "sequence"),
+    "cj-grpo": ("r-mean", (0.5, 0.5), "token", D1, "step"),
+    "step-merge": ("r-mean", (0.5, 0.5), "token", D1, "token"),
+    "trace-rl": ("z-score", (0.2, 0.2), "token", ("k3", 0.01, "old"), "sequence"),
+    "dipo": ("z-score", (0.2, 0.28), "token", None, "token"),
+    "agrpo": ("r-mean", None, None, None, "constant"),
+    "just-grpo": ("z-score", None, None, None, "token"),
+}
+OTHERS = {
+    "wd1": {"softmax_temperature": 1.0, "prompt_mask_rate": 0.15},
+    "diffu-grpo": {"prompt_mask_rate": 0.15},
+    "spg": {"samples": 2, "eubo_beta": 1.5, "eubo_share": 0.5},
+    "espo": {"samples": 1, "stop_at_eos": False},
+    "gdpo": {"samples": 3},
+    "bgpo": {"samples": 16, "dual_clip": 3.0},
+    "trace-rl": {"shrink": 1, "difficulty": [0.2, 0.8]},
+    "dipo": {"log_ratio_clamp": 10.0, "drop_equal_groups": True},
+    "agrpo": {"samples": 8},
+}
+SWITCHES = {"dual_clip": None, "log_ratio_clamp": None, "stop_at_eos": True, "difficulty": None, "drop_equal_groups": False}
+
+
+@every_method
+def test_the_settings_of_a_method_are_those_of_the_table(name):
+    advantage, clip, ratio, kl, aggregation = TABLE[name]
+    args = config(name)
+    assert (args.advantage, args.aggregation) == (advantage, aggregation)
+    if clip is not None:
+        assert (args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high) == clip
+    assert ratio is None or args.ratio == ratio
+    assert args.beta == 0 if kl is None else (args.kl, args.beta, args.kl_to) == kl
+    assert args.needs_reference == (name in ("coupled-grpo", "espo"))
+    for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
+        assert getattr(args, setting) == value, setting
+    assert config(name, beta=0.25, epsilon=0.125, advantage="r-mean").beta == 0.25  # what is given is taken
+
+
+@every_method
+def test_a_method_makes_as_many_views_as_the_table_says(name):
+    generation, rollout = rollout_of(stopping("bidirectional"), steps=4)
+    steps = 1 + max(max(steps) for steps in generation.steps)
+    last = 1 + max(max(trace.steps) for trace in generation.trace)
+    tokens = int(rollout.completion_BT.sum(1).max())
+    expected = {"coupled-grpo": 3, "spg": 2, "espo": 2, "gdpo": 3, "bgpo": 16, "just-grpo": tokens, "agrpo": min(8, steps)}
+    expected |= dict.fromkeys(["cj-grpo", "trace-rl", "dipo"], steps)
+    expected["step-merge"] = min(4, last)
+    assert plan(name, rollout).count == expected.get(name, 1)
+
+
+# Losses by tokens.
+
+
+def clipped(ratio, advantage, low, high):
+    bounded = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
+    return -min(ratio * advantage, bounded * advantage)
+
+
+def k3(reference, policy):
+    return (reference - policy).exp() - (reference - policy) - 1
+
+
+def token_terms(completion, low, high, beta=0.0, clamp=100.0):
+    """The surrogate of each token of a completion, and beta times its divergence."""
+    terms = {}
+    for token in completion.tokens:
+        new, old = completion.value(completion.policy, token), completion.value(completion.old, token)
+        terms[token] = clipped((new - old).clamp(-clamp, clamp).exp(), completion.advantage, low, high)
+        if beta:
+            terms[token] = terms[token] + beta * k3(completion.value(completion.reference, token), new)
+    return terms
+
+
+def log_probs(completion):
+    return {token: -completion.advantage * completion.value(completion.policy, token) for token in completion.tokens}
+
+
+def over_tokens(batch, terms):
+    return sum(sum(terms(completion).values()) for completion in batch) / sum(len(completion.tokens) for completion in batch)
+
+
+def over_completions(batch, terms, divisor):
+    return sum(sum(terms(completion).values()) / divisor(completion) for completion in batch) / len(batch)
+
+
+def over_steps(batch, terms):
+    total = 0.0
+    for completion in batch:
+        by_step = {}
+        for token, term in terms(completion).items():
+            by_step.setdefault(completion.steps[token], []).append(term)
+        total = total + sum(sum(step) / len(step) for step in by_step.values()) / len(by_step)
+    return total / len(batch)
+
+
+TOKEN_LOSSES = {
+    "diffu-grpo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.5, 0.5, 0.04)),
+    "coupled-grpo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.5, 0.5, 0.01)),
+    "step-merge": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.5, 0.5, 0.04)),
+    "cj-grpo": lambda batch, args: over_steps(batch, lambda c: token_terms(c, 0.5, 0.5, 0.04)),
+    "trace-rl": lambda batch, args: over_completions(batch, lambda c: token_terms(c, 0.2, 0.2, 0.01), lambda c: len(c.tokens)),
+    "dipo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28, clamp=10.0)),
+    "wd1": lambda batch, args: over_completions(batch, log_probs, lambda c: 1),
+    "agrpo": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
+    "just-grpo": lambda batch, args: over_tokens(batch, log_probs),
+}
+
+
+@pytest.mark.parametrize("name", TOKEN_LOSSES)
+def test_losses_by_tokens_are_their_formulas(name):
+    more = {"beta": 0.04} if name in ("diffu-grpo", "step-merge", "cj-grpo") else {}
+    assert_loss(name, TOKEN_LOSSES[name], **more)
+
+
+def test_dipo_bounds_the_logarithm_of_a_ratio():
+    assert_loss("dipo", TOKEN_LOSSES["dipo"], spread=15.0)
+
+
+def test_dapo_clips_higher_above_than_below():
+    assert_loss("diffu-grpo", lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28)), epsilon=0.2, epsilon_high=0.28)
+
+
+def test_dr_grpo_divides_by_a_constant():
+    by_hand = lambda batch, args: over_completions(batch, lambda c: token_terms(c, 0.5, 0.5), lambda c: LENGTH)  # noqa: E731
+    assert_loss("diffu-grpo", by_hand, aggregation="constant")
+
+
+def test_gspo_has_one_ratio_for_a_completion():
+    def by_hand(batch, args):
+        total = 0.0
+        for completion in batch:
+            gaps = [completion.value(completion.policy, t) - completion.value(completion.old, t) for t in completion.tokens]
+            ratio = (sum(gaps) / len(gaps)).exp()
+            total = total + clipped(ratio, completion.advantage, 0.003, 0.004)
+        return total / len(batch)
+
+    assert_loss("diffu-grpo", by_hand, ratio="sequence", aggregation="sequence", epsilon=0.003, epsilon_high=0.004)
+
+
+def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence():
+    args = config("diffu-grpo", beta=0.5)
+    _, rollout = usual("bidirectional")
+    scores, _ = made_up(rollout, plan("diffu-grpo", rollout), args)
+    weight_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    plain, held = (token_loss(scores, config("diffu-grpo", beta=beta)) for beta in (0.0, 0.5))
+    by_token_BT = torch.stack(
+        [token_loss(replace(scores, share_BT=share_BT), config("diffu-grpo")).total for share_BT in one_by_one(scores)]
+    )
+    expected = (by_token_BT * weight_BT[scores.share_BT > 0]).sum() + held.total - plain.total
+    torch.testing.assert_close(token_loss(replace(scores, importance_BT=weight_BT), args).total, expected)
+
+
+def one_by_one(scores):
+    """Shares of which one at a time is left."""
+    for place in (scores.share_BT > 0).nonzero():
+        share_BT = torch.zeros_like(scores.share_BT)
+        share_BT[tuple(place)] = scores.share_BT[tuple(place)]
+        yield share_BT
+
+
+@every_method
+def test_what_is_logged_is_of_what_counts(name):
+    _, rollout = usual("bidirectional")
+    args = config(name)
+    scores, _ = made_up(rollout, plan(name, rollout), args)
+    loss = get_method(name).loss(scores, args)
+    assert loss.total.dim() == 0 and not (loss.kl.requires_grad or loss.ratio.requires_grad or loss.clipped.requires_grad)
+    sizes = {int((scores.share_BT > 0).sum()), 5, 5 * scores.views.count}  # tokens, completions, or these by view
+    assert len(loss.ratio) == len(loss.clipped) == len(loss.kl) and len(loss.ratio) in sizes
+
+
+# The registry, and the rollout.
+
+
+def test_unknown_methods_are_refused():
+    with pytest.raises(ConfigError, match=r"unknown method 'agrp'. Did you mean 'agrpo'"):
+        get_method("agrp")
+    assert all(get_method(name).name == name for name in METHODS)
+
+
+def test_a_method_of_ones_own_is_named_by_a_config(monkeypatch):
+    monkeypatch.setattr("unmask.methods.METHODS", dict(METHODS))
+    mine = register(Method("mine", get_method("diffu-grpo").plan, defaults={"epsilon": 0.125, "aggregation": "sum"}))
+    assert get_method("mine") is mine
+    args = config("mine", beta=0.5)
+    assert (args.epsilon, args.aggregation, args.beta, args.advantage) == (0.125, "sum", 0.5, "r-mean")
 
 
 @every_pattern
@@ -53,9 +344,3 @@ def test_a_rollout_is_the_canvas_with_its_parts_told_apart(attention, block_size
         assert rollout.ids_BT[row][rollout.completion_BT[row]].tolist() == tokens
         assert rollout.documents_BT[row].tolist() == [1] * length + [0] * (rollout.ids_BT.shape[1] - length)
         assert rollout.steps_BT[row].tolist() == [-1] * len(prompt) + trace.steps + [-1] * (rollout.ids_BT.shape[1] - length)
-
-
-def test_unknown_methods_are_refused():
-    with pytest.raises(ConfigError, match=r"unknown method 'grpo'.*diffu-grpo, cj-grpo"):
-        get_method("grpo")
-    assert all(get_method(name).name == name for name in METHODS)
