@@ -5,6 +5,8 @@ Shapes: B completions, V views, T positions; L tokens of a group, k of them hidd
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -47,6 +49,47 @@ def test_estimates_average_to_the_exact_bound(tables, name, samples):
     assert mean_over_all_masks(name, tables, samples) == pytest.approx(bound_of(tables[1]), rel=1e-6)
 
 
+def scores_by_count(tables):
+    """L/k times the mean over all sets of k hidden tokens of their score, for k = 1..L, of each group."""
+    made = []
+    for positions, table in tables:
+        size = len(positions)
+        sets = [[sum(1 << i for i in chosen) for chosen in itertools.combinations(range(size), k)] for k in range(1, size + 1)]
+        made.append([size / k * table[of_k].sum(1).mean().item() for k, of_k in enumerate(sets, 1)])
+    return made
+
+
+def quadrature_by_hand(tables, nodes):
+    node_V, weight_V = ((np.polynomial.legendre.leggauss(nodes)[part] + shift) / 2 for part, shift in ((0, 1), (1, 0)))
+    total = 0.0
+    for by_count in scores_by_count(tables):
+        counts = [int(np.ceil(node * len(by_count))) for node in node_V]
+        total += sum(weight * by_count[count - 1] for weight, count in zip(weight_V, counts, strict=True))
+    return total
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 5])
+def test_gdpo_averages_to_its_quadrature(tables, nodes):
+    assert mean_over_all_masks("gdpo", tables, nodes) == pytest.approx(quadrature_by_hand(tables[1], nodes), rel=1e-6)
+
+
+def test_the_bias_of_the_quadrature_goes_to_zero_with_the_nodes(tables):
+    exact = bound_of(tables[1])
+    assert exact == pytest.approx(sum(sum(by_count) / len(by_count) for by_count in scores_by_count(tables[1])))
+    bias = {nodes: abs(quadrature_by_hand(tables[1], nodes) / exact - 1) for nodes in (1, 4, 16, 64, 512)}
+    assert 1e-4 < bias[1] < 0.2 and bias[64] < 0.01 and bias[512] < 1e-3
+    assert mean_over_all_masks("gdpo", tables, 64) == pytest.approx(exact, rel=0.01)
+
+
+def test_two_nodes_are_exact_for_two_tokens():
+    """Each count then has its own node, of half the weight."""
+    group_BT = torch.tensor([[-1, 0, 0, -1, 1, 1, 2]]).expand(5, -1)
+    views = plan("gdpo", whole(group_BT), samples=2)
+    assert (views.hidden_BVT[:, :, 1:3].sum(2) == torch.tensor([1, 2])).all() and (views.hidden_BVT[:, :, 6].all())
+    weights = [[1.0, 0.5] if count == 2 else [0.5, 0.5] for count in (2, 1)]
+    assert weights[1] == views.weight_BVT[0, :, 6].tolist() and weights[0] == views.weight_BVT[0].amax(1)[:2].tolist()
+
+
 # What each plan hides.
 
 
@@ -74,10 +117,8 @@ def test_uni_grpo_spreads_its_times_evenly_over_the_inner_iterations(iterations)
 def test_uni_grpo_hides_something_of_every_group():
     _, rollout = usual("block_causal", 3)
     hidden_BT = plan("uni-grpo", rollout).scored_BVT[:, 0]
-    for row, group in {
-        (row, group) for row, column in rollout.completion_BT.nonzero().tolist() for group in [rollout.group_BT[row, column]]
-    }:
-        assert (hidden_BT[row] & (rollout.group_BT[row] == group)).any()
+    for row, token in rollout.completion_BT.nonzero().tolist():
+        assert (hidden_BT[row] & (rollout.group_BT[row] == rollout.group_BT[row, token])).any()
 
 
 @pytest.mark.parametrize("samples", [1, 3])
@@ -166,7 +207,7 @@ def bgpo(batch, args):
         delta = bound(c, c.policy, one) - bound(c, c.old, one)
         return -c.advantage * (1 + delta if c.advantage > 0 else min(delta.exp(), torch.tensor(3.0)))
 
-    return mean([mean([loss(c, view) for view in range(16)]) for c in batch])
+    return mean([mean([loss(c, view) for view in range(args.samples)]) for c in batch])
 
 
 def test_uni_grpo_has_one_ratio_over_the_masked_tokens():
@@ -188,8 +229,8 @@ def test_gdpo_compares_whole_bounds_and_divides_by_the_length():
 
 
 def test_bgpo_is_linear_where_the_advantage_is_positive_and_exponential_up_to_3_where_it_is_negative():
-    assert_loss("bgpo", bgpo)
-    assert_loss("bgpo", bgpo, spread=6.0)  # some ratios above 3
+    assert_loss("bgpo", bgpo, samples=3)
+    assert_loss("bgpo", bgpo, samples=3, spread=6.0)  # some ratios above 3
 
 
 def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():

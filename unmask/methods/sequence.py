@@ -33,13 +33,13 @@ def coupled_counts(rollout: Rollout, draw: Draw, config: Any) -> Views:
 
 
 def quadrature(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """At each of `config.samples` Gauss-Legendre nodes t a view of round(t L) hidden tokens, of the node's weight times L/k
-    (GDPO, Rojas et al. 2025). Biased as the quadrature is."""
+    """At each of `config.samples` Gauss-Legendre nodes t a view of ceil(t L) hidden tokens, of the node's weight times L/k
+    (GDPO, Rojas et al. 2025). Biased as the quadrature is, and no more: each count then has its own L-th part of the times."""
     node_V, weight_V = (torch.from_numpy(part) / 2 for part in np.polynomial.legendre.leggauss(config.samples))
     group_BT = rollout.groups_of(rollout.completion_BT)
     node_1V1, weight_1V1 = (part_V.to(group_BT.device)[None, :, None] for part_V in (node_V + 0.5, weight_V))
     size_B1T = group_sizes(group_BT)[:, None]
-    count_BVT = torch.minimum((node_1V1 * size_B1T).round().long().clamp_min(1), size_B1T)
+    count_BVT = (node_1V1 * size_B1T).ceil().long()
     hidden_BVT = hide(group_BT, draw, count_BVT)
     return _behind_the_end(rollout, Views(hidden_BVT, hidden_BVT, (hidden_BVT * weight_1V1 * size_B1T / count_BVT).float()))
 
