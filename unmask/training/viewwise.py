@@ -99,11 +99,10 @@ class ViewwiseTrainer(DiffusionTrainer):
         inputs = self._prepare_inputs(inputs)
         lm = self.lm.bind(model)
         assert num_items_in_batch is not None
-        scale = self.accelerator.num_processes / num_items_in_batch
         own = len(dict.fromkeys(map(str, made)))
         total = torch.zeros((), device=self.accelerator.device)
         if not self.separable:
-            total, slope_BVT = self._slopes(lm, inputs, scale)
+            total, slope_BVT = self._slopes(lm, inputs, num_items_in_batch)
         for index, piece in enumerate(made):
             with self._accumulating(model, last=index == len(made) - 1):
                 with self.compute_loss_context_manager():
@@ -112,13 +111,13 @@ class ViewwiseTrainer(DiffusionTrainer):
                     if not self.separable:
                         loss = (slope_BVT[piece] * log_prob_BVT).sum()
                     else:
-                        loss = self._finite(self.loss_on(inputs, log_prob_BVT, piece) * scale)
+                        loss = self._shared(self.loss_on(inputs, log_prob_BVT, piece), num_items_in_batch)
                         total = total + loss.detach() * (index < own)
                 deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
                 self.accelerator.backward(loss * (index < own), **({"scale_wrt_gas": False} if deepspeed else {}))
         return total
 
-    def _slopes(self, lm: DiffusionLM, batch: Any, scale: Tensor | float) -> tuple[Tensor, Tensor]:
+    def _slopes(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
         """The loss, and what it changes by with each score [B, V, T]."""
         known = self.known_scores(batch)
         if known is None:
@@ -126,11 +125,13 @@ class ViewwiseTrainer(DiffusionTrainer):
                 known = self.score_views(lm, batch)
         with torch.enable_grad():
             values_BVT = known.detach().clone().requires_grad_()
-            loss = self._finite(self.loss_on(batch, values_BVT) * scale)
+            loss = self._shared(self.loss_on(batch, values_BVT), items)
         [slope_BVT] = torch.autograd.grad(loss, values_BVT)
         return loss.detach(), slope_BVT
 
-    def _finite(self, loss: Tensor) -> Tensor:
+    def _shared(self, loss: Tensor, items: Tensor | int) -> Tensor:
+        """The loss of an item, in the order of operations of `compute_loss`."""
+        loss = loss / items * self.accelerator.num_processes
         if not torch.isfinite(loss):
             raise TrainingError(f"the loss is {loss.item()}", where=f"step {self.state.global_step}", remedy=NOT_FINITE)
         return loss
