@@ -78,6 +78,11 @@ def share_of_a(completions: list[str], **_: Any) -> list[float]:
     return [text.count("a") / max(len(text), 1) for text in completions]
 
 
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs within every group."""
+    return [float(rank) for rank in range(len(completions))]
+
+
 def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
     """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
     taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log") if name in more}

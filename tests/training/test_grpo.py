@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.training.conftest import PAIRS, equal, make, settings, share_of_a, tiny, weights
+from tests.training.conftest import PAIRS, equal, make, ranks, settings, share_of_a, tiny, weights
 from unmask.config import SamplerConfig
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
-from unmask.methods import METHODS as REGISTERED
-from unmask.methods.base import policy_gradient
-from unmask.methods.spg import sandwich
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.tasks import get_task
@@ -27,8 +22,6 @@ from unmask.training.grpo_config import GRPOConfig
 from unmask.training.rollouts import GroupSampler, make_rollout
 
 METHODS = ["diffu-grpo", "cj-grpo"]
-RATIOS = [name for name, method in REGISTERED.items() if method.loss not in (policy_gradient, sandwich)]
-"""The methods that compare the policy with the one that sampled."""
 
 
 def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -> GRPOTrainer:
@@ -37,65 +30,6 @@ def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -
     assert isinstance(trainer, GRPOTrainer)
     trainer.train()
     return trainer
-
-
-def ranks(completions: list[str], **_: Any) -> list[float]:
-    return [float(rank) for rank in range(len(completions))]
-
-
-def spy(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, see: Callable[..., None]) -> None:
-    """Show `see` the result and the arguments of every call."""
-    original = getattr(owner, name)
-
-    def seen(*arguments: Any, **more: Any) -> Any:
-        result = original(*arguments, **more)
-        see(result, *arguments)
-        return result
-
-    monkeypatch.setattr(owner, name, seen)
-
-
-@pytest.mark.parametrize("method", RATIOS)
-@pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
-def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
-    calls: list[tuple[float, float]] = []
-    lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
-    shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1, "kl_to": "reference"}
-    trainer = make("grpo", tmp_path, lm, reward=ranks, method=method, difficulty=[-99.0, 99.0], **shape)
-
-    def loss(scores: Any, config: Any) -> Any:
-        made = method_loss(scores, config)
-        calls.append((float((made.ratio - 1).abs().max()), float(made.kl.abs().max())))
-        return made
-
-    method_loss, trainer.separable = trainer.method.loss, False  # every loss is then seen whole, once
-    trainer.method = replace(trainer.method, loss=loss)
-    trainer.train()
-    ratios, kls = [ratio for ratio, _ in calls], [kl for _, kl in calls]
-    assert len(calls) == 8 and ratios[0:2] == [0, 0] == ratios[4:6]  # both micro-batches of the first update on each rollout
-    assert min(ratios[2:4] + ratios[6:8]) > 0
-    if method != "bgpo":  # whose loss has no reference
-        assert kls[0:2] == [0, 0] and min(kls[2:]) > 0
-
-
-@pytest.mark.parametrize(("accumulation", "iterations"), [(2, 2), (2, 12), (3, 4)])
-def test_every_mask_is_planned_once_and_used_once(accumulation, iterations, tmp_path, monkeypatch):
-    planned: list[Any] = []
-    used: list[Any] = []
-    shape = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations, "max_steps": 2 * iterations}
-    trainer = make("grpo", tmp_path, per_device_train_batch_size=2, rows=PAIRS[:6], prompt_mask_rate=0.5, **shape)
-
-    def plan(*arguments: Any) -> Any:
-        planned.append(method.plan(*arguments))
-        return planned[-1]
-
-    method = trainer.method
-    trainer.method = replace(method, plan=plan)
-    spy(monkeypatch, trainer, "micro_loss", lambda _, lm, batch: used.append(batch.views))
-    trainer.train()
-    assert len(planned) == 2 * accumulation * iterations
-    assert {id(views) for views in planned} == {id(views) for views in used} and len(used) == len(planned)
-    assert len({views.hidden_BVT.numpy().tobytes() for views in planned[:iterations]}) > 1  # of one rollout, by chance
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

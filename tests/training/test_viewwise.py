@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.toy import toy
-from tests.training.conftest import settings
+from tests.training.conftest import ranks, settings
 from unmask.errors import TrainingError
 from unmask.methods import METHODS
 from unmask.training.grpo import GRPOTrainer, Update
@@ -30,16 +30,12 @@ def case_id(name: str, more: dict[str, Any]) -> str:
     return " ".join([name, *map(str, more.values())])
 
 
-def ranks(completions: list[str], **_: Any) -> list[float]:
-    return [float(rank % 3) for rank in range(len(completions))]
-
-
 def trainer_of(
     folder: Path, name: str, attention: tuple[str, int | None, bool] = ("bidirectional", None, False), **more: Any
 ) -> GRPOTrainer:
     """A trainer of a toy in float64, and of a method with a KL; it keeps all groups."""
     shape = {"num_generations": 2, "max_completion_length": 5, "num_iterations": 1 if METHODS[name].on_policy else 2}
-    args = GRPOConfig(**settings(folder, method=name, beta=0.1, difficulty=[-9.0, 9.0], **shape) | more)
+    args = GRPOConfig(**settings(folder, method=name, beta=0.1, difficulty=[-99.0, 99.0], **shape) | more)
     trainer = GRPOTrainer(toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")])
     trainer.model.train()
     return trainer
