@@ -1,0 +1,96 @@
+"""The reference stays what the policy was, or follows it slowly; under adapters it is the base itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from tests.training.conftest import PAIRS, equal, make, ranks, tiny, weights
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.adapters import with_adapters
+from unmask.training.reference import Reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+IDS = torch.tensor([[1, 4, 5, 3, 3, 6]])
+
+
+def adapted() -> DiffusionLM:
+    return with_adapters(tiny(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
+
+
+def scores(lm: DiffusionLM) -> torch.Tensor:
+    with torch.no_grad():
+        return lm.logits(IDS)
+
+
+def train(lm: DiffusionLM) -> None:
+    """Move all that is trained."""
+    with torch.no_grad():
+        for weight in lm.model.parameters():
+            if weight.requires_grad:
+                weight += 0.1
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_frozen_copy_is_the_model_as_it_was(moves):
+    lm = tiny()
+    before = scores(lm)
+    reference = Reference(lm, moves=moves)
+    train(lm)
+    with reference.scoring() as scored:
+        assert torch.equal(scores(scored), before) and not torch.equal(scores(lm), before)
+        assert not any(weight.requires_grad for weight in scored.model.parameters())
+
+
+def test_under_adapters_the_reference_is_the_base_and_no_copy():
+    base, lm = scores(tiny()), adapted()
+    reference = Reference(lm)
+    train(lm)
+    with reference.scoring() as scored:
+        assert scored.model is lm.model
+        torch.testing.assert_close(scores(scored), base)
+    assert not torch.allclose(scores(lm), base, atol=1e-3)  # and after it the adapters are on again
+
+
+def test_a_moving_reference_goes_a_share_of_the_way():
+    for lm in (tiny(), adapted()):
+        reference = Reference(lm, moves=True)
+        start = weights(reference.lm)
+        train(lm)
+        reference.move(0.25)
+        trained = {name for name, weight in lm.model.named_parameters() if weight.requires_grad}
+        assert trained
+        for name, weight in reference.lm.model.named_parameters():
+            assert torch.equal(weight != start[name], torch.full_like(weight, name in trained, dtype=torch.bool))
+            torch.testing.assert_close(weight, start[name] + 0.025 * (name in trained))
+        reference.move(1.0)
+        assert equal(weights(reference.lm), weights(lm))
+
+
+def test_a_moved_reference_is_read_back(tmp_path):
+    lm = adapted()
+    reference = Reference(lm, moves=True)
+    train(lm)
+    reference.move(0.5)
+    reference.save(tmp_path)
+    again = Reference(adapted(), moves=True)
+    assert not torch.equal(scores(again.lm), scores(reference.lm))
+    again.load(tmp_path)
+    assert torch.equal(scores(again.lm), scores(reference.lm))
+
+
+def test_a_reference_is_kept_only_where_the_policy_is_held_to_it(tmp_path):
+    for more, kept in [({}, False), ({"beta": 0.1}, True), ({"beta": 0.1, "kl_to": "old"}, False), ({"method": "espo"}, True)]:
+        assert (make("grpo", tmp_path, **more).reference is not None) == kept
+
+
+def test_the_reference_moves_before_the_first_rollout_that_its_step_comes_before(tmp_path, monkeypatch):
+    moves: list[Any] = []
+    shape = {"num_iterations": 2, "max_steps": 10, "rows": PAIRS[:6], "beta": 0.1}
+    trainer = make("grpo", tmp_path, reward=ranks, reference_sync_steps=3, reference_sync_share=0.25, **shape)
+    monkeypatch.setattr(trainer.reference, "move", lambda share: moves.append((trainer.state.global_step, share)))
+    trainer.train()
+    assert moves == [(4, 0.25), (6, 0.25)]  # steps 3, 6 and 9; the rollouts begin at 0, 2, 4, 6 and 8
