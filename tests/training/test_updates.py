@@ -40,8 +40,8 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
     trainer = make("grpo", tmp_path, lm, reward=ranks, **shape | ({"samples": 4} if method == "bgpo" else {}))
     calls = watched(trainer)
     trainer.model.train()
-    rows = [trainer.train_dataset[index] for index in range(8)]
-    buffer = trainer.experience([rows[:4], rows[4:]])
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    buffer = trainer.experience([rows[:2], rows[2:]])
     for iteration in range(2):
         for updates in buffer:
             trainer.training_step(trainer.model, updates[iteration], trainer.count_items(updates[iteration]))
