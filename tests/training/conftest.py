@@ -117,6 +117,12 @@ QUICK = [
     *("data.max_rows=16", "data.eval_rows=4"),
 ]
 """Settings of a run of the command line that takes a blink."""
+SMALL = [
+    *("model.attention=bidirectional", "data.style=plain", "lora.r=2", "sampler.block_size=null"),
+    *("training.max_completion_length=17", "training.steps=9", "training.block_size=null"),
+    *("training.per_device_train_batch_size=6", "training.gradient_accumulation_steps=1"),
+]
+"""What fits a recipe of reinforcement learning to a model of characters."""
 
 
 def unmask(*args: str | Path) -> Any:
