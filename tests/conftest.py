@@ -17,6 +17,6 @@ hypothesis.settings.load_profile("repeatable")
 @pytest.fixture(autouse=True)
 def no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in os.environ:
-        if name.startswith("UNMASK_") and name != "UNMASK_SHARED":
+        if name.startswith(("UNMASK_", "DIFFU_", "GRPO_", "VLLM_SERVER_")) and name != "UNMASK_SHARED":
             monkeypatch.delenv(name)
     monkeypatch.delenv("RANK", raising=False)

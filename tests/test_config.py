@@ -25,7 +25,7 @@ from unmask.config import (
     resolve,
     to_yaml,
 )
-from unmask.config_files import RECIPES, Layer, Layers, did_you_mean, dump_yaml, parse_yaml, read_layers, recipe_path
+from unmask.config_files import MODES, RECIPES, Layer, Layers, did_you_mean, dump_yaml, parse_yaml, read_layers, recipe_names, recipe_path
 from unmask.errors import ConfigError, TrainingError
 
 RUN = {"model": {"path": "m"}, "output_dir": "out"}
@@ -186,14 +186,21 @@ def test_an_error_in_a_file_names_that_file(tmp_path: Path) -> None:
 # Recipes
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes_are_all_but_the_modes() -> None:
+    modes = {path.stem for path in MODES.glob("*.yaml")}
+    assert modes == {"speed", "memory", "balanced"}
+    assert {path.stem for path in RECIPES.rglob("*.yaml")} == {*recipe_names(), *modes}
+
+
+@pytest.mark.parametrize("path", [recipe_path(name) for name in recipe_names()], ids=lambda path: path.stem)
 def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     from unmask.training.convert import ConvertConfig
+    from unmask.training.grpo_config import GRPOConfig
     from unmask.training.trainer import StageConfig
 
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))
-    kind = ConvertConfig if path.parent.name == "conversion" else StageConfig
+    kind = {"conversion": ConvertConfig, "rl": GRPOConfig}.get(path.parent.name, StageConfig)
     build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)
 

@@ -14,6 +14,8 @@ import yaml
 from unmask.errors import ConfigError
 
 RECIPES = Path(__file__).parent / "recipes"
+MODES = RECIPES / "modes"
+"""Of `--mode`: settings by what they hold for."""
 PREFIX = "UNMASK_"
 ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
 """Set to 1, it lets programs that models write run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
@@ -122,6 +124,10 @@ class Layers(tuple[Layer, ...]):
             return None
         return ", ".join(dict.fromkeys(source for source, _ in found)) if isinstance(found[-1][1], dict) else found[-1][0]
 
+    def value_of(self, key: str) -> Any:
+        """What a dotted key is set to; None if nobody sets it."""
+        return next(iter(_look_up(self.merged(), key)), None)
+
     @contextmanager
     def naming_sources(self) -> Iterator[None]:
         """Let a `ConfigError` raised inside say which source the refused key came from."""
@@ -138,6 +144,7 @@ def read_layers(
     *,
     recipes: Sequence[str] = (),
     config_files: Sequence[str | Path] = (),
+    older: Sequence[Layer] = (),
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
@@ -147,6 +154,7 @@ def read_layers(
     Args:
         recipes: names of files under `unmask/recipes`, without folder and suffix.
         config_files: YAML files.
+        older: variables of other names.
         environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
         flags: values by dotted key, as they are; None where a flag was not given.
         overrides: `dotted.key=value`, the value written in YAML.
@@ -155,25 +163,30 @@ def read_layers(
         ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`.
     """
     layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
-    layers += [Layer(str(path), _read_file(Path(path))) for path in config_files]
+    layers += [Layer(str(path), read_settings(Path(path))) for path in config_files]
+    layers += older
     for name, text in sorted((environ or {}).items()):
         if name.startswith(PREFIX) and name not in NOT_SETTINGS:
             source = f"environment variable {name}"
-            layers.append(Layer(source, _nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source))))
-    layers += [Layer("command line", _nested(key.split("."), value)) for key, value in (flags or {}).items() if value is not None]
+            layers.append(Layer(source, nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source))))
+    layers += [Layer("command line", nested(key.split("."), value)) for key, value in (flags or {}).items() if value is not None]
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise ConfigError(
                 f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4."
             )
-        layers.append(Layer("command line", _nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
+        layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
     return Layers(layers)
 
 
 def recipe_names() -> list[str]:
     """All recipes that come with Unmask."""
-    return sorted(path.stem for path in RECIPES.rglob("*.yaml"))
+    return sorted(_recipes())
+
+
+def _recipes() -> dict[str, Path]:
+    return {path.stem: path for path in RECIPES.glob("*/*.yaml") if path.parent != MODES}
 
 
 def recipe_path(name: str) -> Path:
@@ -182,7 +195,7 @@ def recipe_path(name: str) -> Path:
     Raises:
         ConfigError: there is none of that name; names the nearest.
     """
-    recipes = {path.stem: path for path in RECIPES.rglob("*.yaml")}
+    recipes = _recipes()
     if name not in recipes:
         raise ConfigError(f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes))
     return recipes[name]
@@ -194,10 +207,15 @@ def read_recipe(name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none of that name.
     """
-    return _read_file(recipe_path(name))
+    return read_settings(recipe_path(name))
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a YAML file sets.
+
+    Raises:
+        ConfigError: it is missing or malformed.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -220,7 +238,8 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
+def nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """The mapping in which the value stands under these keys, each within the one before."""
     for key in reversed(keys):
         value = {key: value}
     return value

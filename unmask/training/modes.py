@@ -1,0 +1,32 @@
+"""What `--mode` sets: groups of options for the hardware at hand, from `unmask/recipes/modes`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from unmask.config_files import MODES, Layer, Layers, read_settings
+
+
+def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
+    """The layers with those of a mode behind the first `after`, which are the recipes: what is asked for by files, variables or the
+    command line wins."""
+    holding = {verb} | hardware_here(use_cpu=layers.value_of("training.use_cpu") is True)
+    if layers.value_of("training.fsdp"):
+        holding.add("fsdp")
+    return Layers([*layers[:after], Layer(f"--mode {mode}", mode_settings(mode, holding)), *layers[after:]])
+
+
+def mode_settings(mode: str, holding: Collection[str]) -> dict[str, Any]:
+    """The settings of a mode: of its section `everywhere`, and of those that hold (the hardware, fsdp, a verb)."""
+    sections = read_settings(MODES / f"{mode}.yaml")
+    return Layers(Layer(name, values) for name, values in sections.items() if name in {"everywhere", *holding}).merged()
+
+
+def hardware_here(*, use_cpu: bool = False) -> set[str]:
+    """The sections of this machine: cpu, or gpu and, where that computes in bfloat16 and TF32, ampere."""
+    if use_cpu or not torch.cuda.is_available():
+        return {"cpu"}
+    return {"gpu", "ampere"} if torch.cuda.get_device_capability() >= (8, 0) else {"gpu"}
