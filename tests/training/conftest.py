@@ -29,6 +29,7 @@ ALPHABET = "abcdefgh"
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
 TEXTS = [{"text": text} for text in ("abcab", "ghgh", "aabbccdd", "fe", "hgfedcba", "cafe", "deadbeef", "babe")]
 PAIRS = [{"prompt": text[:2], "completion": text[2:] or "a"} for text in (row["text"] for row in TEXTS)]
+ROLLOUT = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
 PREFERENCES = [{"prompt": p["prompt"], "chosen": p["completion"], "rejected": p["completion"][::-1] + "h"} for p in PAIRS]
 
 
@@ -94,8 +95,7 @@ def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = Non
     if verb == "dpo":
         return DPOTrainer(lm or tiny(), DPOConfig(**settings(folder, samples=2) | more), rows or PREFERENCES, **taken)
     reward = more.pop("reward", share_of_a)
-    rollout = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
-    return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **rollout) | more), rows or PAIRS, **taken)
+    return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken)
 
 
 def batch(trainer: DiffusionTrainer, *rows: int) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""One process of a run that test_sharding.py starts: torchrun ... sharded.py fsdp|fsdp-offload|zero1|zero2|zero3|zero2-offload FOLDER.
+"""One process of a run that test_sharding.py starts: torchrun ... sharded.py sft|grpo MODE FOLDER.
 
 It trains, saves, resumes, and writes down what only it can see.
 """
@@ -14,19 +14,23 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.training.conftest import PAIRS, settings, tiny
+from tests.training.conftest import PAIRS, ROLLOUT, settings, share_of_a, tiny
+from unmask.training.grpo import GRPOTrainer
+from unmask.training.grpo_config import GRPOConfig
 from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.training.trainer import DiffusionTrainer
 
 RUN = {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
 
 
-def trainer(folder: Path, **more: Any) -> SFTTrainer:
+def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     """The same run in all modes, but for what shards it."""
-    args = SFTConfig(**settings(folder, **RUN | more))
+    given = settings(folder, **RUN | more)
+    args = SFTConfig(**given) if verb == "sft" else GRPOConfig(**given | ROLLOUT)
     if args.fsdp:  # accelerate shards across GPUs alone: these processes pass for some, and memory for pinned
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
-    return SFTTrainer(tiny(), args, PAIRS)
+    return SFTTrainer(tiny(), args, PAIRS) if isinstance(args, SFTConfig) else GRPOTrainer(tiny(), share_of_a, args, PAIRS)
 
 
 def switches(mode: str) -> dict[str, Any]:
@@ -42,7 +46,7 @@ def switches(mode: str) -> dict[str, Any]:
     return {"deepspeed": mode if mode in ("zero1", "zero2") else batches | untested | {"zero_optimization": zero}}
 
 
-def seen(run: SFTTrainer, mode: str) -> dict[str, Any]:
+def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
     """How many numbers of weights and of Adam's first moments this process holds, and where its optimizer works."""
     parameters = list(run.model.parameters())
     if mode.startswith("fsdp"):
@@ -64,13 +68,13 @@ def seen(run: SFTTrainer, mode: str) -> dict[str, Any]:
     }
 
 
-def main(mode: str, folder: Path) -> None:
+def main(verb: str, mode: str, folder: Path) -> None:
     shares = {"per_device_train_batch_size": 2} | switches(mode)
-    first = trainer(folder, **shares)
+    first = trainer(verb, folder, **shares)
     first.train()
     report = seen(first, mode)
     first.save_model(str(folder / "model"))
-    resumed = trainer(folder, **shares)
+    resumed = trainer(verb, folder, **shares)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     resumed.save_model(str(folder / "resumed"))
     (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(report))
@@ -79,4 +83,4 @@ def main(mode: str, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]))

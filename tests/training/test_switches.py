@@ -31,6 +31,7 @@ pytestmark = [
 ]
 needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
 ATTENTIONS = [("bidirectional", None), ("block_causal", 2)]  # plain rows, and [x_t ; x_0]
+TRAINERS = ["sft", "grpo"]  # with a loss in one piece, and with rollouts and views
 
 
 def counted(trainer: DiffusionTrainer) -> list[torch.dtype]:
@@ -46,21 +47,31 @@ def losses(trainer: DiffusionTrainer) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    """A reward under which there is always something to learn."""
+    return [float(rank) for rank in range(len(completions))]
+
+
+def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
+    return make(verb, folder, lm, **({"reward": ranks} if verb == "grpo" else {}), **more)
+
+
 # Activation checkpointing
 
 
+@pytest.mark.parametrize("verb", TRAINERS)
 @pytest.mark.parametrize(("attention", "block_size"), ATTENTIONS)
-def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(attention, block_size, tmp_path):
+def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(attention, block_size, verb, tmp_path):
     def run(**more: Any) -> tuple[int, dict[str, torch.Tensor]]:
-        trainer = make("sft", tmp_path, tiny(attention, block_size), optim="sgd", max_steps=3, **more)
+        trainer = prepared(verb, tmp_path, tiny(attention, block_size), optim="sgd", max_steps=3, **more)
         calls = counted(trainer)
         trainer.train()
         return len(calls), weights(trainer.lm)
 
     plain_calls, plain = run()
     calls, checkpointed = run(activation_checkpointing=True)
-    assert (plain_calls, calls) == (3, 6)
-    assert equal(checkpointed, plain)
+    assert calls - plain_calls == 3 and (verb == "grpo" or plain_calls == 3)
+    assert equal(checkpointed, plain) and not equal(plain, weights(tiny(attention, block_size)))
 
 
 def test_the_old_name_of_activation_checkpointing_still_acts(tmp_path):
@@ -81,11 +92,14 @@ def wide() -> DiffusionLM:
 
 @needs_bitsandbytes
 @pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
-@pytest.mark.parametrize("name", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit"])
-def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(name, tmp_path):
+@pytest.mark.parametrize(
+    ("verb", "name"),
+    [*[("sft", name) for name in ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit")], ("grpo", "adamw_bnb_8bit")],
+)
+def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(verb, name, tmp_path):
     lm = wide()
     start = weights(lm)
-    trainer = make("sft", tmp_path, lm, optim=name)
+    trainer = prepared(verb, tmp_path, lm, optim=name)
     trainer.train()
     optimizer = trainer.optimizer.optimizer
     assert type(optimizer).__module__.startswith("bitsandbytes")
@@ -198,7 +212,7 @@ def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None
     """How many graphs a run of eight steps makes; its losses are those of the plain one."""
 
     def run(**more: Any) -> list[float]:
-        return losses(make(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more))
+        return losses(prepared(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more))
 
     plain = run()
     torch._dynamo.reset()
@@ -217,9 +231,9 @@ def dynamo_as_it_was():
 
 
 @pytest.mark.usefixtures("dynamo_as_it_was")
-@pytest.mark.parametrize(("attention", "block_size"), ATTENTIONS)
-def test_compiled_steps_share_a_graph_whatever_is_hidden(attention, block_size, tmp_path):
-    assert 1 <= compiled_run(tmp_path, "sft", attention, block_size, "eager") <= 3  # one, and one for sizes that vary
+@pytest.mark.parametrize(("verb", "attention", "block_size"), [("grpo", *ATTENTIONS[0]), *(("sft", *pattern) for pattern in ATTENTIONS)])
+def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_size, tmp_path):
+    assert 1 <= compiled_run(tmp_path, verb, attention, block_size, "eager") <= 3  # one, and one for sizes that vary
 
 
 @pytest.mark.slow
@@ -232,8 +246,9 @@ def test_compiled_code_trains_as_the_plain_one(backend, tmp_path):
 # Precision
 
 
-def test_bfloat16_computes_in_16_bits_on_weights_in_32(tmp_path):
-    plain, trainer = make("sft", tmp_path), make("sft", tmp_path, bf16=True)
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_bfloat16_computes_in_16_bits_on_weights_in_32(verb, tmp_path):
+    plain, trainer = prepared(verb, tmp_path), prepared(verb, tmp_path, bf16=True)
     expected, found = counted(plain), counted(trainer)
     plain.train()
     trainer.train()
@@ -271,14 +286,22 @@ def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypat
 # Transfer
 
 
-def test_pinned_memory_and_asynchronous_copies_reach_the_loader(tmp_path):
-    trainer = make("sft", tmp_path)
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_pinned_memory_and_asynchronous_copies_reach_the_loader(verb, tmp_path):
+    trainer = make(verb, tmp_path)
     assert not trainer.get_train_dataloader().base_dataloader.pin_memory
     trainer.args.dataloader_pin_memory = True  # as the config sets them where there is a GPU
     trainer.args.accelerator_config.non_blocking = True
     trainer.create_accelerator_and_postprocess()
     loader = trainer.get_train_dataloader()
     assert loader.base_dataloader.pin_memory and loader._non_blocking
+
+
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_rows_are_read_by_as_many_workers_as_asked_for_and_are_the_same(verb, tmp_path):
+    plain, trainer = prepared(verb, tmp_path), prepared(verb, tmp_path, dataloader_num_workers=2)
+    assert losses(trainer) == losses(plain)
+    assert (plain.get_train_dataloader().num_workers, trainer.get_train_dataloader().num_workers) == (0, 2)
 
 
 # Sharding: what is refused in one process
