@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -22,7 +23,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training import switches
 from unmask.training.sft import SFTConfig
-from unmask.training.switches import deepspeed_config
+from unmask.training.switches import check_cudnn, deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
@@ -281,6 +282,20 @@ def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypat
     assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
     make("sft", tmp_path, tf32=False)
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+
+
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_cudnn_tries_its_algorithms_where_asked_to_and_where_it_is(verb, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    make(verb, tmp_path)
+    assert not torch.backends.cudnn.benchmark
+    for available, options in [(False, {"use_cpu": False}), (True, {"use_cpu": True})]:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        with pytest.raises(ConfigError, match=r"cudnn_benchmark: there is no GPU with cuDNN\. Leave it out"):
+            make(verb, tmp_path, cudnn_benchmark=True, **options)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    check_cudnn(SimpleNamespace(cudnn_benchmark=True, use_cpu=False))
+    assert torch.backends.cudnn.benchmark
 
 
 # Transfer

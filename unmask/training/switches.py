@@ -96,6 +96,19 @@ def check_optimizer(args: TrainingArguments) -> None:
         raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
 
 
+def check_cudnn(args: Any) -> None:
+    """Let cuDNN time its algorithms for each new shape and keep the fastest, where `cudnn_benchmark` asks for it.
+
+    Raises:
+        ConfigError: there is none here.
+    """
+    if not args.cudnn_benchmark:
+        return
+    if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
+        raise ConfigError("there is no GPU with cuDNN", where="cudnn_benchmark", remedy="Leave it out")
+    torch.backends.cudnn.benchmark = True
+
+
 def check_sharding(args: Any, lm: DiffusionLM) -> None:
     """Refuse what would shard nothing, or a model that could not be saved whole.
 

@@ -34,7 +34,7 @@ from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoin
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.phases import Phases
-from unmask.training.switches import amp_works, check_optimizer, check_sharding, deepspeed_config
+from unmask.training.switches import amp_works, check_cudnn, check_optimizer, check_sharding, deepspeed_config
 
 if TYPE_CHECKING:
     import peft
@@ -55,6 +55,7 @@ class StageConfig(TrainingArguments):
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
     score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
+    cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
     def __post_init__(self) -> None:
@@ -84,6 +85,7 @@ class StageConfig(TrainingArguments):
         if args.label_smoothing_factor:
             raise ConfigError("a bound on the likelihood knows no smoothing", where="label_smoothing_factor", remedy="Leave it out")
         super().__post_init__()
+        check_cudnn(args)
         check_optimizer(args)
 
 
