@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +17,17 @@ import pytest
 import torch
 from transformers import training_args
 
+from tests.models.test_flash import by_definition
 from tests.training.conftest import PAIRS, equal, make, tiny, weights
 from unmask.config import ModelConfig
 from unmask.errors import ConfigError, ModelError
+from unmask.models import flash
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training import switches
+from unmask.training import trainer as trainer_module
 from unmask.training.sft import SFTConfig
-from unmask.training.switches import check_cudnn, deepspeed_config
+from unmask.training.switches import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
@@ -206,6 +210,45 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
         load(tmp_path, quantization="4bit")
 
 
+# FlashAttention
+
+
+@pytest.mark.parametrize("verb", TRAINERS)
+def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, monkeypatch):
+    plain = prepared(verb, tmp_path, optim="sgd")
+    plain.train()
+    with pytest.raises(ConfigError, match=r"flash_attention: there is no GPU that it runs on"):
+        prepared(verb, tmp_path, flash_attention=True)
+    calls: list[int] = []
+    monkeypatch.setattr(trainer_module, "check_flash_attention", lambda *_: None)
+    monkeypatch.setattr(flash, "usable", lambda query: True)
+    monkeypatch.setattr(flash, "varlen_attn", lambda *given, **more: (calls.append(1), by_definition(*given, **more))[1])
+    trainer = prepared(verb, tmp_path, optim="sgd", flash_attention=True)
+    passes = counted(trainer)
+    trainer.train()
+    torch.testing.assert_close(weights(trainer.lm), weights(plain.lm), rtol=0, atol=1e-6)
+    assert len(calls) == 2 * len(passes) > 0  # of two layers
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "attention", "message"),
+    [
+        ((7, 5), {"bf16": True}, "bidirectional", "no GPU that it runs on"),
+        ((8, 0), {"bf16": True, "use_cpu": True}, "bidirectional", "no GPU that it runs on"),
+        ((8, 0), {}, "bidirectional", r"it computes in 16 bits alone\. Set bf16"),
+        ((8, 0), {"bf16": True}, "block_causal", "it knows no attention by blocks"),
+        ((8, 0), {"bf16": True}, "causal", None),
+    ],
+)
+def test_flash_attention_is_refused_where_it_could_not_act(capability, options, attention, message, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    lm = tiny(attention, 2 if attention == "block_causal" else None)
+    args = SimpleNamespace(**{"flash_attention": True, "use_cpu": False, "bf16": False, "fp16": False} | options)
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        switches.check_flash_attention(args, lm)
+
+
 # torch.compile
 
 
@@ -294,7 +337,7 @@ def test_cudnn_tries_its_algorithms_where_asked_to_and_where_it_is(verb, tmp_pat
         with pytest.raises(ConfigError, match=r"cudnn_benchmark: there is no GPU with cuDNN\. Leave it out"):
             make(verb, tmp_path, cudnn_benchmark=True, **options)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    check_cudnn(SimpleNamespace(cudnn_benchmark=True, use_cpu=False))
+    switches.check_cudnn(SimpleNamespace(cudnn_benchmark=True, use_cpu=False))
     assert torch.backends.cudnn.benchmark
 
 

@@ -21,7 +21,8 @@ from transformers import AttentionInterface
 
 from unmask.config import AttentionName
 from unmask.errors import ConfigError, ModelError
-from unmask.models import flex, tiles
+from unmask.models import flash, flex, tiles
+from unmask.models.flash import Documents
 from unmask.models.tiles import Tiles
 
 Pattern = AttentionName
@@ -78,11 +79,13 @@ class AttentionMask:
         allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
         positions: of the queries and the keys, where the model's own sliding windows still hold (causal pattern only).
         full: whether everything is visible, known beforehand.
+        documents: where FlashAttention is asked for, the documents within which all is visible, or all before a token.
     """
 
     allowed_BQK: Tensor
     positions: tuple[Tensor, Tensor] | None
     full: bool = False
+    documents: Documents | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def within(self, window: int | None) -> AttentionMask:
@@ -235,6 +238,8 @@ def unmask_attention(
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
     mask = unmask_mask.within(sliding_window)
     groups = query_BHQD.shape[1] // key_BHKD.shape[1]
+    if mask.documents is not None and flash.usable(query_BHQD) and dropout == 0 and softcap is None:
+        return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
     if flex.usable(query_BHQD) and dropout == 0:
         out_BHQD = flex.attend(query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap)
         return out_BHQD.transpose(1, 2).contiguous(), None

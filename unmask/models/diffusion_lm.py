@@ -19,7 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from unmask.errors import ModelError
-from unmask.models import head
+from unmask.models import flash, head
 from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
 from unmask.models.card import write_card
 from unmask.models.head import RowSelector, token_log_probs
@@ -64,7 +64,10 @@ class DiffusionLM:
         causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
             was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
         config: of the model itself, whatever wraps it.
+        flash_attention: whether rows without blocks are attended by FlashAttention 2, on a GPU in 16 bits.
     """
+
+    flash_attention = False
 
     def __init__(
         self,
@@ -346,6 +349,9 @@ class DiffusionLM:
             mask = unpadded_mask(self.attention, self.block_size, length, copies, device, self.causal_context)
         else:
             mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=self.causal_context)
+        if self.flash_attention and self.attention != "block_causal":
+            document_BT = layout.document_BT.expand_as(ids_BT)
+            mask = replace(mask, documents=flash.documents(document_BT, causal=self.attention == "causal"))
         return layout, mask if self._seen is None else mask.annealed(*self._seen)
 
     def hidden_share(self, hidden_BT: Tensor, layout: Layout) -> Tensor:

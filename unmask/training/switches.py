@@ -109,6 +109,23 @@ def check_cudnn(args: Any) -> None:
     torch.backends.cudnn.benchmark = True
 
 
+def check_flash_attention(args: Any, lm: DiffusionLM) -> None:
+    """Refuse FlashAttention 2 where it could not act.
+
+    Raises:
+        ConfigError: no GPU that it runs on, weights and computation in 32 bits, or attention by blocks.
+    """
+    if not args.flash_attention:
+        return
+    if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        raise ConfigError("there is no GPU that it runs on (Ampere or later)", where="flash_attention", remedy="Leave it out")
+    if not (args.bf16 or args.fp16 or next(lm.model.parameters()).dtype in (torch.bfloat16, torch.float16)):
+        raise ConfigError("it computes in 16 bits alone", where="flash_attention", remedy="Set bf16, or leave it out")
+    if lm.attention == "block_causal":
+        remedy = "Leave it out: FlexAttention, which does, is used by itself"
+        raise ConfigError("it knows no attention by blocks", where="flash_attention", remedy=remedy)
+
+
 def check_sharding(args: Any, lm: DiffusionLM) -> None:
     """Refuse what would shard nothing, or a model that could not be saved whole.
 

@@ -34,7 +34,14 @@ from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoin
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.phases import Phases
-from unmask.training.switches import amp_works, check_cudnn, check_optimizer, check_sharding, deepspeed_config
+from unmask.training.switches import (
+    amp_works,
+    check_cudnn,
+    check_flash_attention,
+    check_optimizer,
+    check_sharding,
+    deepspeed_config,
+)
 
 if TYPE_CHECKING:
     import peft
@@ -56,6 +63,7 @@ class StageConfig(TrainingArguments):
     score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
     cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
+    flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
     def __post_init__(self) -> None:
@@ -166,6 +174,8 @@ class DiffusionTrainer(Trainer):
         set_seed(args.seed)  # new adapters follow from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         check_sharding(args, self.lm)
+        check_flash_attention(args, self.lm)
+        self.lm.flash_attention = args.flash_attention
         if args.torch_compile:  # the rows asked for hang on the head, and their number is another at each step
             torch._dynamo.config.force_nn_module_property_static_shapes = False
         setattr(lm.config, SETTINGS_KEY, lm.settings)

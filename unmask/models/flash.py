@@ -1,0 +1,59 @@
+"""FlashAttention 2 (Dao 2023, as torch brings it): documents in which every token sees all others, or all before it. A GPU in 16 bits.
+
+Padding is left out and documents are laid end to end, so that nothing is computed of what a mask would hide.
+
+Shapes: B batch, T tokens, N tokens that are no padding, S documents, H heads, D head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+
+class Documents(NamedTuple):
+    """Where the documents of a batch lie.
+
+    Attributes:
+        index_N: flat indices into [B * T] of the tokens that are no padding.
+        bounds_S1: where each document begins among these, and the end of the last.
+        longest: tokens of the longest.
+        causal: whether tokens see only what stands before them.
+    """
+
+    index_N: Tensor
+    bounds_S1: Tensor
+    longest: int
+    causal: bool
+
+
+def documents(document_BT: Tensor, *, causal: bool) -> Documents:
+    """The documents that are numbered from 1, with 0 for padding."""
+    row_BT = torch.arange(len(document_BT), device=document_BT.device)[:, None].expand_as(document_BT)
+    index_N = document_BT.flatten().nonzero().squeeze(1)
+    key_2N = torch.stack([row_BT.flatten(), document_BT.flatten()])[:, index_N]
+    starts_S = (key_2N[:, 1:] != key_2N[:, :-1]).any(0).nonzero().squeeze(1) + 1
+    bounds_S1 = torch.cat([starts_S.new_zeros(1), starts_S, starts_S.new_full((1,), len(index_N))])
+    return Documents(index_N, bounds_S1.int(), int(bounds_S1.diff().max()), causal)
+
+
+def usable(query_BHTD: Tensor) -> bool:
+    """Whether the kernel serves these queries."""
+    width = query_BHTD.shape[3]
+    return query_BHTD.is_cuda and query_BHTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def attend(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, where: Documents, *, scaling: float | None) -> Tensor:
+    """Scaled dot-product attention within the documents, [B, T, H, D], 0 at padding; fewer key heads serve groups of query heads."""
+    batch, heads, length, width = query_BHTD.shape
+    query_NHD, key_NHD, value_NHD = (part.transpose(1, 2).flatten(0, 1)[where.index_N] for part in (query_BHTD, key_BHTD, value_BHTD))
+    out_NHD: Any = varlen_attn(
+        *(query_NHD, key_NHD, value_NHD, where.bounds_S1, where.bounds_S1, where.longest, where.longest),
+        scale=scaling,
+        window_size=(-1, 0 if where.causal else -1),
+        enable_gqa=heads != key_BHTD.shape[1],
+    )
+    return out_NHD.new_zeros(batch * length, heads, width).index_copy(0, where.index_N, out_NHD).unflatten(0, (batch, length))
