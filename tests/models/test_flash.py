@@ -100,8 +100,26 @@ def test_a_model_that_asks_for_it_gives_the_same_logits(attention, kernel):
     assert kernel == [18, 18, 15, 15]  # in both layers
 
 
+def test_what_is_autocast_is_computed_in_16_bits(kernel, monkeypatch):
+    lm, ids, kinds = tiny(), torch.tensor([[4, 5, 6, 7]]), []
+    definition = flash.varlen_attn
+
+    def seen(*parts: Any, **options: Any) -> torch.Tensor:
+        kinds.extend(part.dtype for part in parts[:3])
+        return definition(*parts, **options)
+
+    monkeypatch.setattr(flash, "varlen_attn", seen)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = lm.logits(ids)
+        lm.flash_attention = True
+        torch.testing.assert_close(lm.logits(ids), expected, rtol=0, atol=1e-2)
+    assert kinds == [torch.bfloat16] * 6
+
+
 def test_it_serves_16_bits_on_gpus_alone():
     assert not flash.usable(torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16))
     if torch.cuda.is_available():
         query = torch.zeros(1, 1, 4, 64, dtype=torch.bfloat16, device="cuda")
         assert flash.usable(query) and not flash.usable(query.float()) and not flash.usable(query[..., :4])
+        with torch.autocast("cuda", torch.bfloat16):
+            assert flash.usable(query.float())

@@ -43,13 +43,20 @@ def documents(document_BT: Tensor, *, causal: bool) -> Documents:
 def usable(query_BHTD: Tensor) -> bool:
     """Whether the kernel serves these queries."""
     width = query_BHTD.shape[3]
-    return query_BHTD.is_cuda and query_BHTD.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+    return query_BHTD.is_cuda and _dtype(query_BHTD) in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
+
+
+def _dtype(query_BHTD: Tensor) -> torch.dtype:
+    """What is computed in: rotary embeddings are in 32 bits where all else is autocast."""
+    kind = query_BHTD.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTD.dtype
 
 
 def attend(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, where: Documents, *, scaling: float | None) -> Tensor:
     """Scaled dot-product attention within the documents, [B, T, H, D], 0 at padding; fewer key heads serve groups of query heads."""
     batch, heads, length, width = query_BHTD.shape
-    query_NHD, key_NHD, value_NHD = (part.transpose(1, 2).flatten(0, 1)[where.index_N] for part in (query_BHTD, key_BHTD, value_BHTD))
+    dtype, parts = _dtype(query_BHTD), (query_BHTD, key_BHTD, value_BHTD)
+    query_NHD, key_NHD, value_NHD = (part.to(dtype).transpose(1, 2).flatten(0, 1)[where.index_N] for part in parts)
     out_NHD: Any = varlen_attn(
         *(query_NHD, key_NHD, value_NHD, where.bounds_S1, where.bounds_S1, where.longest, where.longest),
         scale=scaling,
