@@ -2,9 +2,9 @@
 
     python -m benchmarks.methods starts/            # makes the starts where they are missing, then every method and seed; resumes
 
-The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations that hold mistakes. Each run makes the
-same number of updates from there on as many completions (or, of supervised training, rows); what is compared is the share of held-out
-puzzles solved greedily. Intervals are over the puzzles' solutions, and the spread over seeds of the training.
+The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations that hold
+mistakes. Each run makes the same number of updates from there on as many completions (or, of supervised training, rows); what is
+compared is the share of held-out puzzles that are solved greedily.
 """
 
 from __future__ import annotations
