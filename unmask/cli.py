@@ -107,10 +107,7 @@ def train(
     ] = None,
     config: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A YAML file of settings; repeatable, later ones win.")] = None,
     recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
-    mode: Annotated[
-        Literal["speed", "memory", "balanced"] | None,
-        typer.Option(metavar="NAME", help="What to spare: speed, memory or balanced."),
-    ] = None,
+    mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data, or makes its own.")] = None,
@@ -123,23 +120,22 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    accept_unsandboxed_code(accept_unsandboxed)
-    flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
+    from unmask.training.modes import with_mode
     from unmask.training.variables import older_layers
 
-    verb, recipes = str(ctx.info_name), [*(recipe or []), *(["debug"] if debug else [])]
+    accept_unsandboxed_code(accept_unsandboxed)
+    flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
+    recipes = [*(recipe or []), *(["debug"] if debug else [])]
     layers = read_layers(
         recipes=recipes,
         config_files=config or [],
-        older=older_layers(os.environ, verb),
+        older=older_layers(os.environ, str(ctx.info_name)),
         environ=os.environ,
         flags=flags,
         overrides=overrides or [],
     )
     if mode:
-        from unmask.training.modes import with_mode
-
-        layers = with_mode(layers, mode, verb, after=len(recipes))
+        layers = with_mode(layers, mode, str(ctx.info_name), after=len(recipes))
     if debug:
         ctx.find_root().obj = True  # shows tracebacks
         watch_for_anomalies()
@@ -151,7 +147,7 @@ def train(
         from unmask.training.run import resolved, training_arguments
 
         with layers.naming_sources():
-            typer.echo(to_yaml(resolved(settings, training_arguments(verb, settings))), nl=False)
+            typer.echo(to_yaml(resolved(settings, training_arguments(str(ctx.info_name), settings))), nl=False)
         return
     if profiling:
         from unmask.training.profiling import profile_run
@@ -168,16 +164,16 @@ def train(
         from unmask.training.rehearsal import rehearse
 
         with layers.naming_sources():
-            lines = rehearse(verb, settings)
+            lines = rehearse(str(ctx.info_name), settings)
         by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
-        show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
+        show_table(by_stage, f"{ctx.info_name}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
         return
     claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
 
     from unmask.training.run import run_stage
 
     with layers.naming_sources():
-        run_stage(verb, settings, resume)
+        run_stage(str(ctx.info_name), settings, resume)
 
 
 def watch_for_anomalies() -> None:

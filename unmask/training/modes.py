@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-import torch
-
 from unmask.config_files import MODES, Layer, Layers, read_settings
 
 
@@ -27,6 +25,8 @@ def mode_settings(mode: str, holding: Collection[str]) -> dict[str, Any]:
 
 def hardware_here(*, use_cpu: bool = False) -> set[str]:
     """The sections of this machine: cpu, or gpu and, where that computes in bfloat16 and TF32, ampere."""
+    import torch
+
     if use_cpu or not torch.cuda.is_available():
         return {"cpu"}
     return {"gpu", "ampere"} if torch.cuda.get_device_capability() >= (8, 0) else {"gpu"}
