@@ -22,6 +22,7 @@ from unmask.training.grpo_config import GRPOConfig
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
     peft = {"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {}
@@ -30,6 +31,7 @@ def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
     with served(copied(tiny("block_causal", 2), tmp_path / "model")) as url:
         there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **RUN, **peft)
         there.train()
+        there.backend.close()
     if adapters:  # the server's are merged, which rounds
         torch.testing.assert_close(weights(there.lm), weights(here.lm), rtol=0, atol=1e-5)
     else:
@@ -62,6 +64,8 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
         assert (tmp_path / "run" / "checkpoint-2").is_dir()
         resumed = run(url)
         resumed.train(resume_from_checkpoint=True)
+        for each in (trainer, resumed):
+            each.backend.close()
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
@@ -74,6 +78,8 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
         plain = make("grpo", tmp_path, lm, importance_cap=None, **settings)
         rows = [[trainer.train_dataset[index] for index in range(4)]]
         [[update]], [[uncorrected]] = trainer.experience(rows), plain.experience(rows)
+        for each in (trainer, plain):
+            each.backend.close()
     assert uncorrected.rollout.sampled_BT is None
     with torch.no_grad():
         log_prob_BVT = trainer.score_views(trainer.lm, update)
@@ -92,6 +98,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
         trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
         with pytest.raises(GenerationError, match=r"does not tell how likely.*--logprobs-mode processed_logprobs"):
             trainer.train()
+        trainer.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -119,6 +126,7 @@ def test_samples_of_completions_are_kept_and_rewound(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("adapters", [False, True])
 def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
     """Log-probabilities of server and trainer agree in every rollout, also after updates: the server has the new weights."""
@@ -150,6 +158,7 @@ def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
         trainer = GRPOTrainer(unmask.load(tmp_path / "model"), share_of_a, args, prompts, **peft)
         before = weights(trainer.lm)
         trainer.train()
+        trainer.backend.close()
     gaps = [line["server_gap"] for line in trainer.state.log_history if "server_gap" in line]
     assert not equal(weights(trainer.lm), before)
     assert len(gaps) == 6 and max(gaps) < 1e-3, gaps
