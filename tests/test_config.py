@@ -196,7 +196,7 @@ def test_recipes_are_all_but_the_modes() -> None:
 def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     from unmask.training.convert import ConvertConfig
     from unmask.training.grpo_config import GRPOConfig
-    from unmask.training.trainer import StageConfig
+    from unmask.training.stage_config import StageConfig
 
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))

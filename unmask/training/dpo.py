@@ -22,7 +22,8 @@ from unmask.data.rows import Collator, naming, pair_row, require_values
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
 from unmask.objectives.preference import dpo
-from unmask.training.trainer import Batch, StageConfig, canvas, row_length, steps_per_epoch
+from unmask.training.stage_config import StageConfig, canvas, row_length, steps_per_epoch
+from unmask.training.trainer import Batch
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 
 REFERENCE_FILE = "reference_scores.safetensors"

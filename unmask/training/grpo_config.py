@@ -11,7 +11,7 @@ from unmask.errors import ConfigError
 from unmask.methods import get_method
 from unmask.methods.masking import find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
-from unmask.training.trainer import StageConfig
+from unmask.training.stage_config import StageConfig
 
 DEFAULTS: dict[str, Any] = {
     "epsilon": 0.5,

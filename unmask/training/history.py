@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 from unmask.monitor import package_version
 
 if TYPE_CHECKING:
-    from unmask.training.trainer import StageConfig
+    from unmask.training.stage_config import StageConfig
 
 PACKAGES = ("unmask", "torch", "transformers")
 SHAPING = {

@@ -11,7 +11,7 @@ from unmask.diffusion.views import Draw, Views, cart_weights, complementary_pair
 from unmask.errors import ConfigError
 from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import StageConfig
+from unmask.training.stage_config import StageConfig
 
 
 @dataclass(kw_only=True)

@@ -19,8 +19,8 @@ from unmask.monitor import peak_memory_bytes
 from unmask.training.convert import ConvertConfig
 from unmask.training.presets import Planner, Preset
 from unmask.training.run import make_trainer, training_arguments
+from unmask.training.stage_config import StageConfig, total_steps
 from unmask.training.stages import stage_ends
-from unmask.training.trainer import StageConfig, total_steps
 
 STEPS = 2
 PLANNED = ("pretrain", "convert", "sft")

@@ -33,8 +33,8 @@ from unmask.training.log import LOG_NAME
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.samples import SAMPLES_NAME
 from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.training.stage_config import StageConfig
 from unmask.training.text import TextConfig
-from unmask.training.trainer import StageConfig
 
 GENERATED_ROWS = 10_000
 TRAINED_MODEL = "model"

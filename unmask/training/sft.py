@@ -10,7 +10,8 @@ from unmask.data.rows import Row, pair_rows
 from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.noising import NoisingConfig
-from unmask.training.trainer import Batch, DiffusionTrainer, canvas, row_length
+from unmask.training.stage_config import canvas, row_length
+from unmask.training.trainer import Batch, DiffusionTrainer
 
 
 @dataclass(kw_only=True)

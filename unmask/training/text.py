@@ -11,7 +11,7 @@ from unmask.data.corpus import StreamedRows, cached_rows
 from unmask.data.rows import Column, Row, iter_text_rows
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import StageConfig, row_length, rows_per_step
+from unmask.training.stage_config import StageConfig, row_length, rows_per_step
 
 
 @dataclass(kw_only=True)

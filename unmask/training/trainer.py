@@ -6,17 +6,16 @@ Shapes: B batch, V views, T tokens.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -34,13 +33,10 @@ from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoin
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.phases import Phases
+from unmask.training.stage_config import StageConfig
 from unmask.training.switches import (
-    amp_works,
-    check_cudnn,
     check_flash_attention,
-    check_optimizer,
     check_sharding,
-    deepspeed_config,
 )
 
 if TYPE_CHECKING:
@@ -48,78 +44,6 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 NOT_FINITE = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
-
-
-@dataclass(kw_only=True)
-class StageConfig(TrainingArguments):
-    """What all stages share beyond `transformers.TrainingArguments`, whose every field is accepted by its own name."""
-
-    output_dir: str | None = field(default=None, metadata={"help": "Where checkpoints and the trained model go."})
-    learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
-    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
-    report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
-    fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
-    cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
-    flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
-    max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
-    score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
-    data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
-    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
-
-    def __post_init__(self) -> None:
-        args: Any = self  # mypy does not read the fields of TrainingArguments
-        args.remove_unused_columns = False
-        args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
-        if args.accelerator_config is None:
-            # From pinned memory batches are copied while the GPU computes. Each rank reads a stream itself: batches differ in width.
-            args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
-        args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
-        args.label_names = []
-        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
-            wanted = "bf16" if args.bf16 else "fp16"
-            message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-            args.bf16 = args.fp16 = False
-        if args.deepspeed:
-            args.deepspeed = deepspeed_config(args.deepspeed)
-        args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
-        if args.max_length < 2:
-            raise ConfigError(f"{args.max_length} tokens in a row", where="max_length", remedy="max_length must be at least 2")
-        if args.learning_rate < 0:
-            raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
-            if (value := getattr(args, name)) is not None and value < 1:
-                raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
-        if args.label_smoothing_factor:
-            raise ConfigError("a bound on the likelihood knows no smoothing", where="label_smoothing_factor", remedy="Leave it out")
-        super().__post_init__()
-        check_cudnn(args)
-        check_optimizer(args)
-
-
-def row_length(lm: DiffusionLM, args: StageConfig) -> int:
-    """Tokens in a row at most: `max_length`, or the model's context where that is shorter."""
-    return min(args.max_length, lm.context_length or args.max_length)
-
-
-def canvas(lm: DiffusionLM, args: Any) -> int | None:
-    """`canvas_length`; a causal model has no canvas to fill."""
-    return None if lm.autoregressive else args.canvas_length
-
-
-def steps_per_epoch(args: TrainingArguments, rows: Sequence[Any]) -> int:
-    """Optimizer steps that go through the rows once."""
-    return math.ceil(len(rows) / rows_per_step(args))
-
-
-def total_steps(args: TrainingArguments, rows: Any) -> int:
-    """Optimizer steps of a run; a stream of rows needs `max_steps`."""
-    return args.max_steps if args.max_steps > 0 else math.ceil(steps_per_epoch(args, rows) * args.num_train_epochs)
-
-
-def rows_per_step(args: TrainingArguments) -> int:
-    """Rows in an optimizer step, over all ranks."""
-    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
 
 
 class DiffusionTrainer(Trainer):
