@@ -321,10 +321,9 @@ def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypat
     with pytest.raises(ValueError, match="requires Ampere"):
         make("sft", tmp_path, tf32=True)
     monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
-    make("sft", tmp_path, tf32=True)
-    assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == "tf32"
-    make("sft", tmp_path, tf32=False)
-    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    for verb, wanted in [("sft", True), ("grpo", False), ("grpo", True), ("sft", False)]:
+        make(verb, tmp_path, tf32=wanted)
+        assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == ("tf32" if wanted else "ieee")
 
 
 @pytest.mark.parametrize("verb", TRAINERS)
@@ -337,7 +336,7 @@ def test_cudnn_tries_its_algorithms_where_asked_to_and_where_it_is(verb, tmp_pat
         with pytest.raises(ConfigError, match=r"cudnn_benchmark: there is no GPU with cuDNN\. Leave it out"):
             make(verb, tmp_path, cudnn_benchmark=True, **options)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    switches.check_cudnn(SimpleNamespace(cudnn_benchmark=True, use_cpu=False))
+    switches.set_backends(SimpleNamespace(tf32=None, cudnn_benchmark=True, use_cpu=False))
     assert torch.backends.cudnn.benchmark
 
 

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.switches import amp_works, check_cudnn, check_optimizer, deepspeed_config
+from unmask.training.switches import amp_works, check_optimizer, deepspeed_config, set_backends
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class StageConfig(TrainingArguments):
         if args.label_smoothing_factor:
             raise ConfigError("a bound on the likelihood knows no smoothing", where="label_smoothing_factor", remedy="Leave it out")
         super().__post_init__()
-        check_cudnn(args)
+        set_backends(args)
         check_optimizer(args)
 
 

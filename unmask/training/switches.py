@@ -96,17 +96,19 @@ def check_optimizer(args: TrainingArguments) -> None:
         raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
 
 
-def check_cudnn(args: Any) -> None:
-    """Let cuDNN time its algorithms for each new shape and keep the fastest, where `cudnn_benchmark` asks for it.
+def set_backends(args: Any) -> None:
+    """Set TF32 as asked for (transformers does so once in a process), and let cuDNN time its algorithms where `cudnn_benchmark` says so.
 
     Raises:
-        ConfigError: there is none here.
+        ConfigError: there is no cuDNN here.
     """
-    if not args.cudnn_benchmark:
-        return
-    if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
-        raise ConfigError("there is no GPU with cuDNN", where="cudnn_benchmark", remedy="Leave it out")
-    torch.backends.cudnn.benchmark = True
+    if args.tf32 is not None:
+        backends: Any = torch.backends
+        backends.fp32_precision = "tf32" if args.tf32 else "ieee"
+    if args.cudnn_benchmark:
+        if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
+            raise ConfigError("there is no GPU with cuDNN", where="cudnn_benchmark", remedy="Leave it out")
+        torch.backends.cudnn.benchmark = True
 
 
 def check_flash_attention(args: Any, lm: DiffusionLM) -> None:
