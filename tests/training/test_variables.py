@@ -93,6 +93,13 @@ def test_the_command_line_reads_them_above_files_and_names_them_in_errors(tmp_pa
     printed = parse_yaml(result.stdout, "stdout")
     assert printed["model"]["path"] == "m"
     assert [printed["training"][name] for name in ("per_device_train_batch_size", "gradient_accumulation_steps")] == [6, 4]
+    monkeypatch.setenv("VLLM_SERVER_HOST", "gpu7")
+    refused = unmask(*run)
+    where = "training.rollout.url (environment variable VLLM_SERVER_HOST)"
+    assert refused.exit_code == 2 and f"error: {where}: means nothing to backend 'local'" in refused.stderr
+    monkeypatch.setenv("GRPO_USE_VLLM", "true")
+    served = parse_yaml(unmask(*run).stdout, "stdout")["training"]["rollout"]
+    assert (served["backend"], served["url"]) == ("vllm", "http://gpu7:8000")
     monkeypatch.setenv("GRPO_NUM_GENERATIONS", "1")
     refused = unmask(*run)
     assert refused.exit_code == 2
