@@ -9,7 +9,10 @@ import pytest
 import torch
 
 from tests.training.conftest import PAIRS, equal, make, ranks, tiny, weights
+from unmask.demo import DemoSettings, small_model
+from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.tasks import get_task
 from unmask.training.adapters import with_adapters
 from unmask.training.reference import Reference
 
@@ -94,3 +97,23 @@ def test_the_reference_moves_before_the_first_rollout_that_its_step_comes_before
     monkeypatch.setattr(trainer.reference, "move", lambda share: moves.append((trainer.state.global_step, share)))
     trainer.train()
     assert moves == [(4, 0.25), (6, 0.25)]  # steps 3, 6 and 9; the rollouts begin at 0, 2, 4, 6 and 8
+
+
+def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
+    other = tiny()
+    train(other)
+    other.save(tmp_path / "other")
+    trainer = make("grpo", tmp_path / "run", reward=ranks, beta=0.1, reference_model=str(tmp_path / "other"), num_iterations=2)
+    with trainer.reference.scoring() as scored:
+        assert equal(weights(scored), weights(other)) and not any(weight.requires_grad for weight in scored.model.parameters())
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] > 1e-3  # from the first update on
+    assert equal(weights(trainer.reference.lm), weights(other))
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
+    small_model(get_task("sudoku"), DemoSettings(hidden=32, layers=1), 0).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"reference_model .*other: its vocabulary has \d+ tokens, the policy's \d+\. Give a model of"):
+        make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="reference_model: the policy is held to no reference"):
+        make("grpo", tmp_path / "run", reference_model=str(tmp_path / "other"))

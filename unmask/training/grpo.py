@@ -97,7 +97,8 @@ class GRPOTrainer(CollectingTrainer):
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
         self.separable = self.method.separable and args.ratio == "token"
-        self.reference = Reference(self.lm, moves=args.reference_sync_steps is not None) if args.needs_reference else None
+        moves = args.reference_sync_steps is not None
+        self.reference = Reference(self.lm, moves=moves, path=args.reference_model) if args.needs_reference else None
         self.buffer: list[list[Update]] = []
 
     # The loss.

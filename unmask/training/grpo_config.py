@@ -72,6 +72,9 @@ class GRPOConfig(StageConfig):
     kl_to: str | None = field(
         default=None, metadata={"help": f"What the policy is held to: the reference, or the old policy{UNSET}, or the reference."}
     )
+    reference_model: str | None = field(
+        default=None, metadata={"help": "What the policy is held to: a folder or a hub name; unset: the policy as it was given."}
+    )
     reference_sync_steps: int | None = field(
         default=None, metadata={"help": "Move the reference towards the policy every so many steps; unset: never."}
     )
@@ -178,9 +181,11 @@ class GRPOConfig(StageConfig):
         if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
             what = f"{self.overlong_buffer} tokens of {self.max_completion_length}"
             raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
-        if self.reference_sync_steps is not None and not self.needs_reference:
-            remedy = "Leave it out, or set beta, and kl_to reference"
-            raise ConfigError("there is no reference to move", where="reference_sync_steps", remedy=remedy)
+        for name in ("reference_sync_steps", "reference_model"):
+            if getattr(self, name) is not None and not self.needs_reference:
+                raise ConfigError("the policy is held to no reference", where=name, remedy="Leave it out, or set beta, and kl_to reference")
+        if self.reference_sync_steps is not None and self.reference_model is not None:
+            raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
 
     @property
     def needs_reference(self) -> bool:

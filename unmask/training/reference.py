@@ -9,7 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
 
 FILE = "reference.safetensors"
 
@@ -21,12 +23,19 @@ class Reference:
         lm: the policy, not trained yet. Where it has adapters that start at zero the reference is the base itself, with the adapters
             off: no second model is held.
         moves: whether it will be moved, which takes a copy of what is trained.
+        path: another model to hold the policy to, of the same vocabulary; None: the policy as it was given.
+
+    Raises:
+        ConfigError: the other model has another vocabulary.
     """
 
-    def __init__(self, lm: DiffusionLM, *, moves: bool = False):
+    def __init__(self, lm: DiffusionLM, *, moves: bool = False, path: str | None = None):
         self.policy = lm
-        self.base = hasattr(lm.model, "disable_adapter") and not moves
-        self.lm = lm if self.base else lm.frozen_copy()
+        self.base = hasattr(lm.model, "disable_adapter") and not moves and path is None
+        if path is not None:
+            self.lm = same_vocabulary(load(path, device=str(lm.device)), lm, path).frozen_copy()
+        else:
+            self.lm = lm if self.base else lm.frozen_copy()
 
     @contextmanager
     def scoring(self) -> Iterator[DiffusionLM]:
@@ -55,3 +64,19 @@ class Reference:
     def _moving(self) -> dict[str, torch.Tensor]:
         trained = {name for name, weight in self.policy.model.named_parameters() if weight.requires_grad}
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
+
+
+def same_vocabulary(other: DiffusionLM, lm: DiffusionLM, path: str) -> DiffusionLM:
+    """The other model, if its tokens are the policy's.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    sizes = [each.model.get_input_embeddings().num_embeddings for each in (other, lm)]
+    if sizes[0] != sizes[1]:
+        what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
+    elif other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
+        what = "its tokens have other numbers than the policy's"
+    else:
+        return other
+    raise ConfigError(what, where=f"reference_model {path}", remedy="Give a model of the same tokenizer")
