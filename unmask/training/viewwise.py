@@ -85,6 +85,7 @@ class ViewwiseTrainer(DiffusionTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One pass is an ordinary step. Of several each gets the part of the gradient that is its own."""
+        model.train()  # in evaluations masks are others
         views = self.views_of(inputs)
         if views.hidden_BVT.shape[:2].numel() <= self.chunk(inputs):
             return super().training_step(model, inputs, num_items_in_batch)
@@ -93,7 +94,6 @@ class ViewwiseTrainer(DiffusionTrainer):
 
     def _pass_by_pass(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         made = self.passes_of(inputs)
-        model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
         inputs = self._prepare_inputs(inputs)
