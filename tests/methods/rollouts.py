@@ -53,6 +53,14 @@ def one(rollout: Rollout, row: int) -> Rollout:
     return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in vars(rollout).items() if part_BT is not None})
 
 
+def whole(group_BT: torch.Tensor) -> Rollout:
+    """Completions of all maskable tokens, whose ids do not matter."""
+    completion_BT = group_BT >= 0
+    ones_BT = torch.ones_like(group_BT)
+    blocks_BT = torch.where(completion_BT, 0, -1)
+    return Rollout(ones_BT, ones_BT, ~completion_BT, completion_BT, blocks_BT, group_BT, blocks_BT)
+
+
 def padded(lm, rollout: Rollout, views: Views, count: int = 3) -> tuple[Rollout, Views]:
     """The same with padding on the left."""
     fills = {"steps_BT": -1, "block_BT": -1}
@@ -148,6 +156,15 @@ def completions(scores: Scores) -> list[Completion]:
             )
         )
     return made
+
+
+def clipped(ratio, advantage, low, high):
+    bounded = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
+    return -min(ratio * advantage, bounded * advantage)
+
+
+def k3(reference, policy):
+    return (reference - policy).exp() - (reference - policy) - 1
 
 
 def assert_loss(name, by_hand, spread=0.7, **settings):

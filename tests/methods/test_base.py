@@ -16,7 +16,9 @@ from tests.methods.rollouts import (
     LENGTH,
     PROMPTS,
     assert_loss,
+    clipped,
     config,
+    k3,
     keys,
     made_up,
     masks,
@@ -193,15 +195,6 @@ def test_a_method_makes_as_many_views_as_the_table_says(name):
 # Losses by tokens.
 
 
-def clipped(ratio, advantage, low, high):
-    bounded = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
-    return -min(ratio * advantage, bounded * advantage)
-
-
-def k3(reference, policy):
-    return (reference - policy).exp() - (reference - policy) - 1
-
-
 def token_terms(completion, low, high, beta=0.0, clamp=100.0):
     """The surrogate of each token of a completion, and beta times its divergence."""
     terms = {}
@@ -263,7 +256,9 @@ def test_dapo_clips_higher_above_than_below():
 
 
 def test_dr_grpo_divides_by_a_constant():
-    by_hand = lambda batch, args: over_completions(batch, lambda c: token_terms(c, 0.5, 0.5), lambda c: LENGTH)  # noqa: E731
+    def by_hand(batch, args):
+        return over_completions(batch, lambda c: token_terms(c, 0.5, 0.5), lambda c: LENGTH)
+
     assert_loss("diffu-grpo", by_hand, aggregation="constant")
 
 
@@ -285,10 +280,8 @@ def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence(
     scores, _ = made_up(rollout, plan("diffu-grpo", rollout), args)
     weight_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     plain, held = (token_loss(scores, config("diffu-grpo", beta=beta)) for beta in (0.0, 0.5))
-    by_token_BT = torch.stack(
-        [token_loss(replace(scores, share_BT=share_BT), config("diffu-grpo")).total for share_BT in one_by_one(scores)]
-    )
-    expected = (by_token_BT * weight_BT[scores.share_BT > 0]).sum() + held.total - plain.total
+    alone = [token_loss(replace(scores, share_BT=share_BT), config("diffu-grpo")).total for share_BT in one_by_one(scores)]
+    expected = (torch.stack(alone) * weight_BT[scores.share_BT > 0]).sum() + held.total - plain.total
     torch.testing.assert_close(token_loss(replace(scores, importance_BT=weight_BT), args).total, expected)
 
 

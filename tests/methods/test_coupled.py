@@ -10,8 +10,7 @@ import itertools
 import pytest
 import torch
 
-from tests.methods.rollouts import plan, usual
-from tests.methods.test_sequence import whole
+from tests.methods.rollouts import plan, usual, whole
 from tests.toy import LENGTH, PROMPT, Listed, tables_of
 from unmask.methods import get_method
 

@@ -11,20 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.methods.rollouts import LENGTH, assert_loss, config, made_up, plan, rollout_of, stopping, usual
-from tests.methods.test_base import clipped, k3
+from tests.methods.rollouts import LENGTH, assert_loss, clipped, config, k3, made_up, plan, rollout_of, stopping, usual, whole
 from tests.toy import PROMPT, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.views import group_sizes
-from unmask.methods import Rollout, get_method
-
-
-def whole(group_BT: torch.Tensor) -> Rollout:
-    """Completions of all maskable tokens, whose ids do not matter."""
-    completion_BT = group_BT >= 0
-    ones_BT = torch.ones_like(group_BT)
-    blocks_BT = torch.where(completion_BT, 0, -1)
-    return Rollout(ones_BT, ones_BT, ~completion_BT, completion_BT, blocks_BT, group_BT, blocks_BT)
-
+from unmask.methods import get_method
 
 # Expectations over all masks.
 
@@ -203,8 +193,8 @@ def gdpo(batch, args):
 
 def bgpo(batch, args):
     def loss(c, view):
-        one = lambda v, size, k: size / k * (v == view) / len(c.tokens)  # noqa: E731
-        delta = bound(c, c.policy, one) - bound(c, c.old, one)
+        new, old = (bound(c, part, lambda v, size, k: size / k * (v == view)) for part in (c.policy, c.old))
+        delta = (new - old) / len(c.tokens)
         return -c.advantage * (1 + delta if c.advantage > 0 else min(delta.exp(), torch.tensor(3.0)))
 
     return mean([mean([loss(c, view) for view in range(args.samples)]) for c in batch])

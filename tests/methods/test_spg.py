@@ -14,8 +14,7 @@ import torch
 
 from tests import toy
 from tests.generation.conftest import every_pattern
-from tests.methods.rollouts import LENGTH, assert_loss, config, made_up, plan, rollout_of, stopping, usual
-from tests.methods.test_sequence import whole
+from tests.methods.rollouts import LENGTH, assert_loss, config, made_up, plan, rollout_of, stopping, usual, whole
 from unmask.methods import get_method
 from unmask.methods.spg import upper_bound
 
