@@ -104,6 +104,20 @@ def test_accumulated_gradients_are_those_of_one_large_batch(name, more, tmp_path
     torch.testing.assert_close(made[1], made[0], rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["diffu-grpo", "espo", "cj-grpo"])
+def test_the_only_update_on_a_rollout_has_the_gradient_of_the_first_of_two(name, tmp_path):
+    """Though no scores of the policy that sampled are kept for it."""
+    made = []
+    for iterations in (1, 2):
+        trainer = trainer_of(tmp_path, name, num_iterations=iterations)
+        [[update, *_]] = experience(trainer, 4)
+        assert (update.old_BVT is None) == (iterations == 1)
+        trainer.training_step(trainer.model, update, trainer.count_items(update))
+        made.append(gradients(trainer))
+    torch.testing.assert_close(made[1], made[0], rtol=1e-8, atol=1e-10)
+    assert any((gradient != 0).any() for gradient in made[0])
+
+
 def test_a_loss_that_is_no_number_is_refused_in_any_pass(tmp_path):
     for name in ("cj-grpo", "spg"):
         trainer = trainer_of(tmp_path, name, score_chunk=1)
