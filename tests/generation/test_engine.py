@@ -103,6 +103,54 @@ def test_a_prompt_is_read_once_for_all_that_share_it(attention, block_size):
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_what_was_not_read_again_is_counted(attention, block_size):
+    """Of 23 tokens those in whole blocks are shared, also with a request that comes later, as long as one of the group is in work."""
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=4, temperature=1.0)
+    requests = make_requests(lm, [[4, 5, 6, 7, 8] * 4 + [4] * 3] * 9, config)
+    engine, steps = Engine(lm, batch_size=4), 0
+    with Watch(lm) as watch:
+        for late in (requests[:3], requests[3:7], requests[7:]):
+            for request in late:
+                engine.submit(request, config)
+            steps += sum(trace.forward_passes for _, trace in engine.step())
+        steps += sum(trace.forward_passes for _, trace in engine.run())
+    whole = 23 - 23 % (block_size or 1)
+    assert engine.prompt_tokens == 9 * 23
+    assert engine.prompt_tokens_shared == (9 - (watch.rows - steps)) * whole >= 6 * whole
+    assert engine.prompt_reuse == engine.prompt_tokens_shared / engine.prompt_tokens
+
+
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+@settings(max_examples=5)
+@given(data=st.data())
+def test_what_a_group_shares_changes_no_token(logit_shift, attention, block_size, data):
+    """Prompts that agree in their first tokens or in all, beside hidden ones and one of mask tokens; of a group some come when others
+    are ahead, called off, or gone."""
+    parts = {"causal_context": data.draw(st.booleans()), "time_embedding": data.draw(st.booleans())} if block_size else {}
+    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0])), **parts)
+    prompt, engine, expected, found = [4, 5, 6, 7, 8, 9, 4, 5, 6], Engine(lm, batch_size=4), {}, {}
+    pool = [prompt, prompt, prompt[:7], [*prompt[:7], 9, 6], [*prompt[:8], 9], [lm.mask_token_id] * 9]
+    for _ in range(3):
+        guidance = data.draw(st.sampled_from([0.0, 0.0, 0.7])) if block_size else 0.0
+        drafts = data.draw(st.integers(0, 2)) if (block_size or 1) > 1 and not guidance else 0
+        config = SamplerConfig(max_new_tokens=3, temperature=1.0, guidance=guidance, drafts=drafts, trace=True)
+        prompts = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4))
+        requests = make_requests(lm, prompts, config, [data.draw(st.integers(0, 99)) for _ in prompts])
+        tickets = [engine.submit(request, config) for request in requests]
+        expected |= dict(zip(tickets, reference.complete(lm, requests, config).trace, strict=True))
+        for _ in range(data.draw(st.integers(0, 3))):
+            found |= dict(engine.step())
+        if data.draw(st.booleans()):
+            engine.cancel(tickets[0])
+    found |= dict(engine.run())
+    for ticket, trace in found.items():
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        assert trace.log_probs == pytest.approx(expected[ticket].log_probs, abs=1e-10)
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 def test_committing_costs_no_pass_of_its_own(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=24)

@@ -66,6 +66,19 @@ def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, b
 
 
 @every_pattern
+def test_a_prompt_is_read_once_wherever_its_repeats_stand(attention, block_size):
+    """Four sequences are in work at once, of twelve."""
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=4, temperature=1.0, batch_size=4)
+    prompts = [[4] * 7, [5] * 7, [6] * 7] * 4
+    whole = 7 - 7 % (block_size or 1)
+    reuse = None if attention == "bidirectional" else 9 * whole / (12 * 7)
+    assert sampler.generate(lm, prompts, config).prompt_reuse == reuse
+    assert reference.generate(lm, prompts, config).prompt_reuse is None
+    assert sampler.generate(lm, [], config).prompt_reuse is None
+
+
+@every_pattern
 def test_equal_prompts_are_sampled_apart_and_decoded_alike(attention, block_size):
     lm = tiny("gpt2", attention, block_size)
     for temperature, different in ((1.0, 6), (0.0, 1)):

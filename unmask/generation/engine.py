@@ -33,6 +33,11 @@ class Engine:
         max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for guesses included; None: no bound
             but batch_size.
 
+    Attributes:
+        prompt_tokens: what stands before the first hidden token of all sequences so far (with guidance twice); of models with an exact
+            cache only.
+        prompt_tokens_shared: those of them whose keys and values were copied from a sequence with the same prompt, and not read again.
+
     Use: `submit`, then `step` until what you wait for is among the finished. Not from several threads: a model has one pass at a time.
 
     Raises:
@@ -51,8 +56,14 @@ class Engine:
         self.working: list[Job] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # and not given out yet
         self.passes = 0
+        self.prompt_tokens = self.prompt_tokens_shared = 0
         self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # of equals one, so that they are decided together
         self._tickets = 0
+
+    @property
+    def prompt_reuse(self) -> float | None:
+        """The share of prompt tokens that were not read again; None where there is no exact cache, or were no prompts."""
+        return self.prompt_tokens_shared / self.prompt_tokens if self.prompt_tokens else None
 
     def submit(self, request: Request, config: SamplerConfig) -> int:
         """Accept a request; the number that names it.
@@ -209,8 +220,11 @@ class Engine:
             self.passes += 1
         for (source, base), targets in copies.items():
             self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
+            self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # not before it is true
-            sequence.clean = block_start(sequence.request.blocks[0][0], self.lm.block_size)
+            first = sequence.request.blocks[0][0]
+            sequence.clean = block_start(first, self.lm.block_size)
+            self.prompt_tokens += first * sequence.size
 
     def _predict(self) -> Rows:
         """Logits at every hidden position of the blocks in work."""

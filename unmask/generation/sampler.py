@@ -9,7 +9,7 @@ from typing import Any
 from unmask.config import SamplerConfig
 from unmask.generation.engine import Engine
 from unmask.generation.requests import Request, make_infill_requests, make_requests
-from unmask.generation.trace import Generation, Trace, make_generation
+from unmask.generation.trace import Generation, make_generation
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -57,13 +57,12 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
 
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
     """The same for requests that are made already."""
-    made = make_generation(lm, requests, _run(lm, requests, config), config)
+    made = _run(lm, requests, config)
     if config.lossy is None or not config.agreement_prompts or not requests:
         return made
     some = requests[: config.agreement_prompts]
     exact = config.model_copy(update={"cache": "exact", "refresh_interval": None, "early_commit": None})
-    exactly = make_generation(lm, some, _run(lm, some, exact), exact)
-    return replace(made, agreement=agreement(_filled_in(exactly, some), _filled_in(made, some)))
+    return replace(made, agreement=agreement(_filled_in(_run(lm, some, exact), some), _filled_in(made, some)))
 
 
 def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) -> float:
@@ -79,10 +78,12 @@ def _filled_in(made: Generation, requests: Sequence[Request]) -> list[list[int]]
     return [[token for token, hidden in zip(*pair, strict=False) if hidden] for pair in pairs]
 
 
-def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> list[Trace]:
-    """The requests through an engine, those of a length together, the longest first, so that memory is reserved once."""
+def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+    """The requests through an engine, those of a length together, the longest first, so that memory is reserved once; of these those of
+    a prompt, so that it is read once."""
     engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens)
-    order = sorted(range(len(requests)), key=lambda i: -requests[i].length)
+    order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
     index = {engine.submit(requests[i], config): i for i in order}
     traces = {index[ticket]: trace for ticket, trace in engine.run()}
-    return [traces[i] for i in range(len(requests))]
+    made = make_generation(lm, requests, [traces[i] for i in range(len(requests))], config)
+    return replace(made, prompt_reuse=engine.prompt_reuse)

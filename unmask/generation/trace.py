@@ -44,6 +44,8 @@ class Generation:
         forward_passes: how often the model saw each sequence.
         trace: the whole canvases, when the config asks for them.
         agreement: of lossy settings, the share of tokens that the exact sampler gives too, measured on some of the prompts.
+        prompt_reuse: the share of prompt tokens whose keys and values came from another sequence with the same prompt; None without an
+            exact cache, and from vLLM.
     """
 
     prompts: list[list[int]] = field(repr=False)
@@ -54,6 +56,7 @@ class Generation:
     forward_passes: list[int]
     trace: list[Trace] | None = field(default=None, repr=False)
     agreement: float | None = None
+    prompt_reuse: float | None = None
 
 
 def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequence[Trace], config: SamplerConfig) -> Generation:
