@@ -4,7 +4,8 @@
 
 Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 the sequences that are equal are counted
 first (a near-tie may fall otherwise in float32); at others the distributions are the same (`tests/generation/test_parity.py`).
-Block-causal: beside a sampler that reads the whole sequence at every step, with the same tokens.
+Block-causal: beside a sampler that reads the whole sequence at every step, with the same tokens. Group: completions of one prompt, beside
+an engine in which every one reads it by itself, with the same tokens.
 
 Shapes: B batch, P prompt, T positions.
 """
@@ -24,9 +25,11 @@ import unmask
 from benchmarks import published
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
+from unmask.generation.cached import commit
 from unmask.generation.engine import Engine
 from unmask.generation.policies import decide, first_by_priority
-from unmask.generation.requests import Request, make_requests
+from unmask.generation.requests import Request, block_start, make_requests
+from unmask.generation.slots import Window
 from unmask.generation.steps import Job
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
@@ -52,16 +55,15 @@ def random_prompts(lm: DiffusionLM, length: int) -> Tensor:
 
 
 class Ours:
-    """A run of the engine; `lengths` plants where each sequence ends."""
+    """A run of the engine."""
 
-    def __init__(self, lm: DiffusionLM, prompt_BP: Tensor, config: unmask.SamplerConfig, lengths: Sequence[int] | None = None):
-        self.lm, self.config = lm, config
+    def __init__(self, lm: DiffusionLM, prompt_BP: Tensor, config: unmask.SamplerConfig, make: Callable[[DiffusionLM], Engine] = Engine):
+        self.lm, self.config, self.make = lm, config, make
         self.requests = make_requests(lm, prompt_BP.tolist(), config)
-        self.lengths = lengths
-        self.engine = Engine(lm)
+        self.engine = make(lm)
 
     def __call__(self) -> Tensor:
-        self.engine = Engine(self.lm) if self.lengths is None else Planted(self.lm, dict(enumerate(self.lengths)))
+        self.engine = self.make(self.lm)
         for request in self.requests:
             self.engine.submit(request, self.config)
         traces = dict(self.engine.run())
@@ -71,12 +73,21 @@ class Ours:
 class Planted(Engine):
     """Sequences that are told where their EOS stands: random weights do not produce one."""
 
-    def __init__(self, lm: DiffusionLM, lengths: dict[int, int]):
+    def __init__(self, lm: DiffusionLM, lengths: Sequence[int]):
         super().__init__(lm)
         self.lengths = lengths
 
     def _stopped(self, sequences: list[Job]) -> set[Job]:
         return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
+
+
+class Apart(Engine):
+    """Every sequence reads its prompt, also where another has the same."""
+
+    def _prefill(self, entering: set[Job]) -> None:
+        for sequence in entering:
+            sequence.clean = block_start(sequence.request.start, self.lm.block_size)
+        commit(self.lm, self.slots, [Window(s.slots[0], s.clean, s.clean, s.clean) for s in self.working if s in entering])
 
 
 def agree(one_BT: Tensor, other_BT: Tensor) -> str:
@@ -97,7 +108,7 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     contenders: dict[str, Callable[[], Tensor]] = {
         "published, T=0": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0),
         "T=0": Ours(lm, prompt_BP, greedy),
-        "T=0, lengths": Ours(lm, prompt_BP, greedy, lengths),
+        "T=0, lengths": Ours(lm, prompt_BP, greedy, partial(Planted, lengths=lengths)),
         "published, T=0.9": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.9),
         "T=0.9": Ours(lm, prompt_BP, drawn),
         "passes": partial(passes_alone, lm, prompt_BP, steps),
@@ -165,12 +176,25 @@ def block_causal(block: int, prompt: int, tokens: int, bars: tuple[float, float]
     return rows
 
 
+def group(attention: str, block: int | None, tokens: int, rounds: int) -> list[tuple[str, str, str]]:
+    hidden, layers, vocabulary, _ = SHAPES["middle"]
+    lm = random_model(hidden, layers, vocabulary, attention, block)
+    prompt_BP = random_prompts(lm, 512)[:1].expand(BATCH, -1)
+    config = unmask.SamplerConfig(max_new_tokens=64, tokens_per_step=tokens, temperature=1.0, stop_at_eos=False)
+    shared, apart = Ours(lm, prompt_BP, config), Ours(lm, prompt_BP, config, Apart)
+    equal = agree(shared(), apart())
+    seconds = timed({"shared": shared, "apart": apart}, rounds, warm=True)
+    name = f"{f'block {block}' if block else attention}, prompt 512, group of {BATCH}, generation 64, {tokens} a step"
+    figure = f"{seconds['apart']:.2f} s / {seconds['shared']:.2f} s = {seconds['apart'] / seconds['shared']:.3f}"
+    return [(name, figure, f"{equal}; {shared.engine.prompt_reuse:.1%} of the prompts' tokens are not read again")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--only", nargs="+", choices=[*SHAPES, "block"], default=[*SHAPES, "block"])
+    parser.add_argument("--only", nargs="+", choices=[*SHAPES, "block", "group"], default=[*SHAPES, "block", "group"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     for name in SHAPES:
@@ -180,6 +204,9 @@ def main() -> None:
         report("Cached / recomputed", block_causal(4, 128, 1, (7.3, 7.5), options.rounds))
         for tokens in (4, 8):
             report("Cached / recomputed", block_causal(32, 512, tokens, (5.9, 6.8), options.rounds))
+    if "group" in options.only:
+        rows = group("block_causal", 32, 4, options.rounds) + group("causal", None, 1, options.rounds)
+        report("Prompts read apart / once", rows)
 
 
 if __name__ == "__main__":
