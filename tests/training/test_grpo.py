@@ -336,3 +336,9 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
         total_B = changed.shaped(torch.zeros(16), generation)
         expected_B = -((length_B + ~ends_B - 1) / 3).clamp(0, 1)
         torch.testing.assert_close(total_B, expected_B)
+
+
+def test_a_group_reads_its_prompt_once(tmp_path):
+    """Of two completions the second shares all but the block in work: of causal models everything."""
+    trainer = run(tmp_path, ranks, tiny("causal"), rows=[{"prompt": "abcd"}, {"prompt": "efgh"}], max_steps=1)
+    assert trainer.state.log_history[0]["prefix/reuse_rate"] == 0.5

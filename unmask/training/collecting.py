@@ -121,6 +121,8 @@ class CollectingTrainer(ViewwiseTrainer):
         if any(gather_object([error is not None])):
             raise error or RemoteError("another process has lost its server", where="rollout", remedy="See there")
         self.phases.count(generated=sum(map(len, generation.tokens)))
+        if generation.prompt_reuse is not None:
+            self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
         return cut_at_end(self.lm, generation)
 
     def sync_weights(self, step: int) -> None:
