@@ -261,7 +261,7 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"method": "agrpo", "num_iterations": 2}, "agrpo learns from a rollout once"),
         ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower one first"),
         ({"overlong_buffer": 200}, "200 tokens of 128"),
-        ({"reference_sync_steps": 8}, "no reference to move"),
+        ({"reference_sync_steps": 8}, "held to no reference"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, message):
