@@ -75,6 +75,11 @@ def keys(rollout: Rollout) -> torch.Tensor:
     return torch.arange(len(rollout.ids_BT))
 
 
+def held(name: str) -> dict[str, float]:
+    """A divergence, for methods whose loss has one."""
+    return {"beta": 0.1} if "beta" in get_method(name).uses else {}
+
+
 def config(name, **more):
     """The settings of a method, with its defaults as users get them."""
     return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more)

@@ -18,6 +18,7 @@ from tests.methods.rollouts import (
     assert_loss,
     clipped,
     config,
+    held,
     k3,
     keys,
     made_up,
@@ -98,7 +99,7 @@ def test_only_replays_of_the_sampler_are_the_same_for_any_seed_key_and_iteration
 @pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)])
 def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block_size):
     lm, rollout = usual(attention, block_size)
-    args, views = config(name, beta=0.1), plan(name, rollout)
+    args, views = config(name, **held(name)), plan(name, rollout)
     moved, moved_views = padded(lm, rollout, views)
     if name in REPLAYS:  # others draw by position
         assert all(torch.equal(*parts) for parts in zip(masks(plan(name, moved)), masks(moved_views), strict=True))
@@ -156,11 +157,11 @@ OTHERS = {
     "diffu-grpo": {"prompt_mask_rate": 0.15},
     "spg": {"samples": 2, "eubo_beta": 1.5, "eubo_share": 0.5},
     "espo": {"samples": 1, "stop_at_eos": False},
-    "gdpo": {"samples": 3},
     "bgpo": {"samples": 16, "dual_clip": 3.0},
     "trace-rl": {"shrink": 1, "difficulty": [0.2, 0.8]},
     "dipo": {"log_ratio_clamp": 10.0, "drop_equal_groups": True},
     "agrpo": {"samples": 8},
+    "gdpo": {"samples": 3, "log_ratio_clamp": 20.0},
 }
 SWITCHES = {"dual_clip": None, "log_ratio_clamp": None, "stop_at_eos": True, "difficulty": None, "drop_equal_groups": False}
 
@@ -177,7 +178,7 @@ def test_the_settings_of_a_method_are_those_of_the_table(name):
     assert args.needs_reference == (name in ("coupled-grpo", "espo"))
     for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
         assert getattr(args, setting) == value, setting
-    assert config(name, beta=0.25, epsilon=0.125, advantage="r-mean").beta == 0.25  # what is given is taken
+    assert config(name, epsilon=0.125, advantage="r-mean").epsilon == 0.125  # what is given is taken
 
 
 @every_method

@@ -106,12 +106,13 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
     [
         ({"backend": "sglang"}, "rollout.backend"),
         ({"backend": "vllm"}, r"rollout.url: backend 'vllm' needs the address"),
+        ({"backend": "vllm", "url": "http://h:1", "method": "espo"}, r"importance_cap: the loss of espo does not weigh tokens"),
         ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
     ],
 )
 def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
-        GRPOConfig(output_dir=str(tmp_path), rollout=rollout)
+        GRPOConfig(output_dir=str(tmp_path), method=rollout.pop("method", "diffu-grpo"), rollout=rollout)
 
 
 def test_samples_of_completions_are_kept_and_rewound(tmp_path):

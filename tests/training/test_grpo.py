@@ -342,3 +342,9 @@ def test_a_group_reads_its_prompt_once(tmp_path):
     """Of two completions the second shares all but the block in work: of causal models everything."""
     trainer = run(tmp_path, ranks, tiny("causal"), rows=[{"prompt": "abcd"}, {"prompt": "efgh"}], max_steps=1)
     assert trainer.state.log_history[0]["prefix/reuse_rate"] == 0.5
+
+
+@pytest.mark.parametrize("method", ["bgpo", "spg"])
+def test_a_loss_without_a_divergence_takes_no_beta(method, tmp_path):
+    with pytest.raises(ConfigError, match=f"beta: the loss of {method} has no divergence. Set it to 0"):
+        GRPOConfig(output_dir=str(tmp_path), method=method, beta=0.1)

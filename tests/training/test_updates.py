@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.methods.rollouts import held
 from tests.training.conftest import PAIRS, make, ranks, tiny
 from unmask.methods import METHODS
 from unmask.methods.base import policy_gradient
@@ -36,7 +37,7 @@ def watched(trainer: GRPOTrainer) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
 def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
     lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
-    shape = {"method": method, "num_iterations": 2, "beta": 0.1, "kl_to": "reference", "difficulty": [-99.0, 99.0]}
+    shape = {"method": method, "num_iterations": 2, **held(method), "kl_to": "reference", "difficulty": [-99.0, 99.0]}
     trainer = make("grpo", tmp_path, lm, reward=ranks, **shape | ({"samples": 4} if method == "bgpo" else {}))
     calls = watched(trainer)
     trainer.model.train()

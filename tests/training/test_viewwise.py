@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.methods.rollouts import held
 from tests.toy import toy
 from tests.training.conftest import ranks, settings
 from unmask.errors import TrainingError
@@ -34,7 +35,7 @@ def trainer_of(
     folder: Path, name: str, attention: tuple[str, int | None, bool] = ("bidirectional", None, False), **more: Any
 ) -> GRPOTrainer:
     """A trainer of a toy in float64, and of a method with a KL; it keeps all groups."""
-    shape = {"num_generations": 2, "max_completion_length": 5, "beta": 0.1, "difficulty": [-99.0, 99.0]}
+    shape = {"num_generations": 2, "max_completion_length": 5, **held(name), "difficulty": [-99.0, 99.0]}
     args = GRPOConfig(**settings(folder, method=name, **shape) | more)
     trainer = GRPOTrainer(toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")])
     trainer.model.train()

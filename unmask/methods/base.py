@@ -186,6 +186,7 @@ class Method:
         on_policy: whether a rollout can be learnt from once only.
         weighs: what the loss takes the weights of a masking strategy's views (`unmask.methods.masking`) to give: a value for each token,
             the mean over each view's tokens, or a bound on the likelihood.
+        uses: what else its loss reads: the divergence from a reference (`beta`), weights that correct for a server (`importance_cap`).
         defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
     """
 
@@ -194,5 +195,6 @@ class Method:
     loss: Callable[[Scores, Any], Loss] = token_loss
     separable: bool = False
     on_policy: bool = False
+    uses: tuple[str, ...] = ("beta", "importance_cap")
     weighs: Weighing = "token"
     defaults: Mapping[str, Any] = field(default_factory=dict)

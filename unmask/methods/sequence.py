@@ -97,6 +97,7 @@ ESPO = Method(
     coupled_counts,
     loss=mean_ratio,
     weighs="bound",
+    uses=("beta",),
     defaults={
         "samples": 1,
         "epsilon": 0.2,
@@ -107,11 +108,20 @@ ESPO = Method(
         "stop_at_eos": False,
     },
 )
-GDPO = Method("gdpo", quadrature, loss=whole_ratio, weighs="bound", defaults={"samples": 3, "aggregation": "sequence"})
+# The ratio of whole sequences passes the numbers of float32 at a difference of 88 nats.
+GDPO = Method(
+    "gdpo",
+    quadrature,
+    loss=whole_ratio,
+    weighs="bound",
+    uses=("beta",),
+    defaults={"samples": 3, "aggregation": "sequence", "log_ratio_clamp": 20.0},
+)
 BGPO = Method(
     "bgpo",
     low_discrepancy,
     loss=linear_bound,
     weighs="bound",
+    uses=(),
     defaults={"samples": 16, "dual_clip": 3.0, "advantage": "z-score", "aggregation": "sequence"},
 )

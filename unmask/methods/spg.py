@@ -64,4 +64,4 @@ def sandwich(scores: Scores, config: Any) -> Loss:
     return of_elements(-advantage_B1 * value_B1, share_B1, nothing_B1 + 1, nothing_B1 > 0, nothing_B1)
 
 
-SPG = Method("spg", plan, loss=sandwich, weighs="mean", defaults={"samples": 2})
+SPG = Method("spg", plan, loss=sandwich, weighs="mean", uses=(), defaults={"samples": 2})

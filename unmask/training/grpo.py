@@ -230,11 +230,10 @@ class GRPOTrainer(CollectingTrainer):
         kept_B &= ~judged.total_B.isnan()
         if self.args.mask_truncated:
             kept_B &= ~self.truncated(generation)
-        corrected = self.args.rollouts.backend == "vllm" and self.args.importance_cap is not None
         made, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
-            rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=corrected)
+            rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
             with self.phases("scoring"):
                 made.append(self._score_rollout(judged.rows[at], rollout, advantage_B[at], kept_B[at], step))
             start = at.stop

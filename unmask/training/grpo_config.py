@@ -8,7 +8,7 @@ from typing import Any, Literal, Self, get_args
 from unmask.config import RolloutConfig, SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
 from unmask.errors import ConfigError
-from unmask.methods import get_method
+from unmask.methods import Method, get_method
 from unmask.methods.masking import find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
 from unmask.training.stage_config import StageConfig
@@ -146,16 +146,19 @@ class GRPOConfig(StageConfig):
         for name, value in (DEFAULTS | dict(method.defaults)).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        self._check(method.on_policy)
+        self._check(method)
         find_masking(self)  # raises for a strategy that is not for the method
         try:
             self.rollouts = RolloutConfig(**(self.rollout or {}))
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+        if self.corrected and "importance_cap" not in method.uses:
+            what = f"the loss of {self.method} does not weigh tokens by how likely the server drew them"
+            raise ConfigError(what, where="importance_cap", remedy="Set it to null, or use another method")
         self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
 
-    def _check(self, on_policy: bool) -> None:
+    def _check(self, method: Method) -> None:
         for name, known in CHOICES.items():
             if (value := getattr(self, name, None)) is not None and value not in known:
                 raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
@@ -173,9 +176,11 @@ class GRPOConfig(StageConfig):
                 raise ConfigError(f"{value} {name.replace('_', ' ')}", where=name, remedy=f"Give at least {bound}")
         if self.temperature <= 0:
             raise ConfigError(f"temperature {self.temperature}", where="temperature", remedy="Explore with a temperature above 0")
-        if on_policy and self.num_iterations > 1:
+        if method.on_policy and self.num_iterations > 1:
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+        if self.beta and "beta" not in method.uses:
+            raise ConfigError(f"the loss of {self.method} has no divergence", where="beta", remedy="Set it to 0, or use another method")
         if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
             raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower one first")
         if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
@@ -186,6 +191,11 @@ class GRPOConfig(StageConfig):
                 raise ConfigError("the policy is held to no reference", where=name, remedy="Leave it out, or set beta, and kl_to reference")
         if self.reference_sync_steps is not None and self.reference_model is not None:
             raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
+
+    @property
+    def corrected(self) -> bool:
+        """Whether tokens are weighed by how likely a server drew them."""
+        return self.rollouts.backend == "vllm" and self.importance_cap is not None
 
     @property
     def needs_reference(self) -> bool:
