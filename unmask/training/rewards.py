@@ -230,9 +230,11 @@ class Rewards:
             what = f"{len(given)} weights for {len(listed)} functions"
             raise ConfigError(what, where="reward_weights", remedy="Give one weight per reward function")
         if not 0 < seconds <= MAX_SECONDS:
-            raise ConfigError(f"{seconds} seconds for a reward", where="seconds", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}")
+            raise ConfigError(
+                f"{seconds} seconds for a reward", where="reward_timeout", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}"
+            )
         if errors not in get_args(Errors):
-            raise ConfigError(f"unknown {errors!r}", where="errors", remedy=f"Use one of {', '.join(get_args(Errors))}")
+            raise ConfigError(f"unknown {errors!r}", where="reward_errors", remedy=f"Use one of {', '.join(get_args(Errors))}")
         found = [(function, weight) for named, weight in zip(listed, given, strict=True) for function in find_rewards(named, workers)]
         self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
         self.names = [f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions]

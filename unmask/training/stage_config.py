@@ -28,7 +28,9 @@ class StageConfig(TrainingArguments):
     cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
     flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
-    score_chunk: int | None = field(default=None, metadata={"help": "Noised rows per forward pass; unset: the whole micro-batch at once."})
+    score_chunk: int | None = field(
+        default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch, of dpo and grpo as many as it has rows."}
+    )
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
