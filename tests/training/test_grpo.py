@@ -14,6 +14,7 @@ from unmask.config import SamplerConfig
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
+from unmask.methods.spg import lower_bound, upper_bound
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.tasks import get_task
@@ -348,3 +349,55 @@ def test_a_group_reads_its_prompt_once(tmp_path):
 def test_a_loss_without_a_divergence_takes_no_beta(method, tmp_path):
     with pytest.raises(ConfigError, match=f"beta: the loss of {method} has no divergence. Set it to 0"):
         GRPOConfig(output_dir=str(tmp_path), method=method, beta=0.1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"importance_cap": 0.0}, "importance_cap: 0.0 is refused"),
+        ({"epsilon": -1.0}, "epsilon: -1.0 is refused"),
+        ({"difficulty": [float("nan"), 1.0]}, "difficulty: nan is refused"),
+        ({"softmax_temperature": 0.0}, "softmax_temperature: 0.0 is refused"),
+        ({"dynamic_sampling": 3}, "dynamic_sampling: every group teaches"),
+        ({"method": "espo", "ratio": "sequence"}, "ratio: the loss of espo has no ratios of tokens"),
+    ],
+)
+def test_numbers_out_of_range_and_settings_without_effect_are_refused(setting, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), **setting)
+
+
+def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
+    """Its likelihood is exact: there is nothing between the one from below and the one from above."""
+    trainer = make("grpo", tmp_path, tiny("causal"), method="spg", reward=ranks)
+    [[update]] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
+    with torch.no_grad():
+        scores = trainer.scores_of(update, trainer.score_views(trainer.lm, update))
+    above_B1 = upper_bound(scores.policy_BVT, scores.views.scored_BVT, scores.length_B1, 1.5)
+    torch.testing.assert_close(lower_bound(scores), above_B1)
+
+
+def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
+    """With a reference that moves and a history of rewards: what was half done is done once."""
+    shape = {"max_steps": 4, "beta": 0.5, "reference_sync_steps": 2, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}
+    calls: list[int] = []
+
+    def failing(completions: list[str], **_: Any) -> list[float]:
+        calls.append(1)
+        return share_of_a(completions)[: 1 if len(calls) == stop else None]
+
+    stop = -1
+    straight = make("grpo", tmp_path / "straight", reward=failing, **shape)
+    straight.train()
+    for stop in range(3, len(calls) + 1):
+        calls.clear()
+        broken = make("grpo", tmp_path / str(stop), reward=failing, **shape)
+        with pytest.raises(TrainingError, match="returned"):
+            broken.train()
+        if broken.state.global_step == 0:
+            continue
+        calls[:] = [0] * 100
+        resumed = make("grpo", tmp_path / str(stop), reward=failing, **shape)
+        resumed.train(resume_from_checkpoint=True)
+        assert equal(weights(resumed.lm), weights(straight.lm)), stop
+        assert equal(weights(resumed.reference.lm), weights(straight.reference.lm)) and resumed.history.seen == straight.history.seen

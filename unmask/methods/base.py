@@ -168,7 +168,7 @@ def policy_gradient(scores: Scores, config: Any) -> Loss:
         loss_BT = scores.importance_BT * loss_BT
     kl_BT = torch.zeros_like(policy_BT)
     if scores.reference_BVT is not None:
-        kl_BT = divergence(scores.of_tokens(scores.reference_BVT) - policy_BT, config.kl)
+        kl_BT = scores.of_tokens(divergence(scores.reference_BVT - scores.policy_BVT, config.kl))  # weights may be far from 1
     return of_elements(loss_BT + config.beta * kl_BT, scores.share_BT, torch.ones_like(policy_BT), torch.zeros_like(kl_BT) > 0, kl_BT)
 
 

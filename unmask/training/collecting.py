@@ -5,7 +5,8 @@ Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, get_args
 
@@ -17,7 +18,7 @@ from transformers import PreTrainedModel
 from unmask.data.chat import encode_prompt
 from unmask.data.rows import column, naming
 from unmask.diffusion.noise import sequence_key
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.backends import make_backend
 from unmask.generation.http import RemoteError
 from unmask.generation.trace import Generation
@@ -125,6 +126,19 @@ class CollectingTrainer(ViewwiseTrainer):
             self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
         return cut_at_end(self.lm, generation)
 
+    @contextmanager
+    def saved_if_it_fails(self) -> Iterator[None]:
+        """Where a server stays away or a reward function is wrong, leave a checkpoint from which the run goes on when that is mended."""
+        seen = dict(self.history.seen)
+        try:
+            yield
+        except (RemoteError, TrainingError):
+            self.history.seen = seen  # what was half done is done again
+            step = self.state.global_step
+            if self.is_in_train and step and not (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists():
+                self._save_checkpoint(self.model, None)
+            raise
+
     def sync_weights(self, step: int) -> None:
         """Give a server the weights as they are, where they are due."""
         if not self.backend.due(step):
@@ -172,9 +186,10 @@ class CollectingTrainer(ViewwiseTrainer):
         """The mean reward of greedy completions, one per prompt."""
         prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
         rows = [prompts[i] for i in range(0, len(prompts), self.args.num_generations)]
-        self.sync_weights(self.state.global_step)
-        generation = self.sample(rows, temperature=0.0, seed=self.args.seed)
-        total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens, self.state))
+        with self.saved_if_it_fails():
+            self.sync_weights(self.state.global_step // self.args.num_iterations)
+            generation = self.sample(rows, temperature=0.0, seed=self.args.seed)
+            total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens, self.state))
         metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

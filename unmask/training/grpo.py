@@ -20,12 +20,11 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
 from unmask.diffusion.noise import sequence_key
-from unmask.diffusion.views import Draw, Views, all_masked_views
+from unmask.diffusion.views import Draw, Views
 from unmask.errors import TrainingError
-from unmask.generation.http import RemoteError
 from unmask.methods import Rollout, Scores, get_method
 from unmask.methods.base import learnable
-from unmask.methods.masking import MaskingStrategy, find_masking
+from unmask.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.models.load import first_line
 from unmask.objectives.policy import count_items, shares
@@ -188,12 +187,6 @@ class GRPOTrainer(CollectingTrainer):
                 with torch.serialization.safe_globals([Update, Rollout, Views]):
                     self.buffer = torch.load(path, map_location=self.lm.device)
 
-    def _save_before_the_end(self) -> None:
-        """A checkpoint from which the run can go on when its server is back."""
-        step = self.state.global_step
-        if step and not (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists():
-            self._save_checkpoint(self.model, None)
-
     def get_performance_stats(self) -> dict[str, Any]:
         """Time, memory and tokens per second by phase (`Phases.performance_stats`), and how often masks were reused."""
         return super().get_performance_stats() | {"mask_cache": self.get_cache_stats()}
@@ -208,12 +201,8 @@ class GRPOTrainer(CollectingTrainer):
         iteration = self.state.global_step % self.args.num_iterations
         if micro_batches and (iteration == 0 or not self.buffer):
             self.model.train()  # so that the rewards count as training metrics
-            self._move_reference()
-            try:
+            with self.saved_if_it_fails():
                 self.buffer = self.experience(micro_batches)
-            except RemoteError:
-                self._save_before_the_end()
-                raise
         batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
         return batches, self._get_num_items_in_batch(batches, device)
 
@@ -223,6 +212,7 @@ class GRPOTrainer(CollectingTrainer):
         step = self.state.global_step // self.args.num_iterations
         self.sync_weights(step)
         judged = self.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        self._move_reference()
         generation = judged.generation
         advantage_B, kept_B = self.advantages(judged)
         self.record("groups_kept", kept_B.float().mean(), len(kept_B))
@@ -245,7 +235,7 @@ class GRPOTrainer(CollectingTrainer):
         """The views of the method, or of a masking strategy. Of a causal model all are one: what it predicts does not depend on what is
         hidden, so that its likelihood is exact."""
         if self.lm.autoregressive:
-            return all_masked_views(rollout.completion_BT)
+            return weighed(rollout, rollout.completion_BT[:, None], self.args)
         if self.masking is None:
             return self.method.plan(rollout, draw, self.args)
         sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations

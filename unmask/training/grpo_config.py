@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, get_args
 
@@ -9,6 +10,7 @@ from unmask.config import RolloutConfig, SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
 from unmask.errors import ConfigError
 from unmask.methods import Method, get_method
+from unmask.methods.base import token_loss
 from unmask.methods.masking import find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
 from unmask.training.stage_config import StageConfig
@@ -38,6 +40,24 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "ratio": ("token", "sequence"),
     "reward_errors": ("unscored", "raise"),
 }
+RANGES: dict[str, tuple[float, float]] = {
+    "beta": (0, math.inf),
+    "curriculum": (-math.inf, math.inf),
+    "difficulty": (-math.inf, math.inf),
+    "dual_clip": (1, math.inf),
+    "epsilon": (0, 1),
+    "epsilon_high": (0, math.inf),
+    "eubo_beta": (1e-3, math.inf),
+    "eubo_share": (0, 1),
+    "importance_cap": (1e-3, math.inf),
+    "log_completions_steps": (0, math.inf),
+    "log_ratio_clamp": (1e-3, math.inf),
+    "performance_log_interval": (0, math.inf),
+    "prompt_mask_rate": (0, 1),
+    "reference_sync_share": (0, 1),
+    "softmax_temperature": (1e-6, math.inf),
+}
+"""The least and the most of each; NaN is neither."""
 UNSET = "; unset: the method's"
 
 
@@ -171,6 +191,11 @@ class GRPOConfig(StageConfig):
             "reference_sync_steps": 1,
             "dynamic_sampling": 0,
         }
+        for name, (low, high) in RANGES.items():
+            value = getattr(self, name)
+            for number in value if isinstance(value, list) else [value]:
+                if number is not None and not low <= number <= high:
+                    raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {low:g} to {high:g}")
         for name, bound in least.items():
             if (value := getattr(self, name)) is not None and value < bound:
                 raise ConfigError(f"{value} {name.replace('_', ' ')}", where=name, remedy=f"Give at least {bound}")
@@ -179,6 +204,11 @@ class GRPOConfig(StageConfig):
         if method.on_policy and self.num_iterations > 1:
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+        if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
+            remedy = "Set drop_equal_groups, or difficulty"
+            raise ConfigError("every group teaches, so that none is replaced", where="dynamic_sampling", remedy=remedy)
+        if self.ratio == "sequence" and method.loss is not token_loss:
+            raise ConfigError(f"the loss of {self.method} has no ratios of tokens", where="ratio", remedy="Leave it out")
         if self.beta and "beta" not in method.uses:
             raise ConfigError(f"the loss of {self.method} has no divergence", where="beta", remedy="Set it to 0, or use another method")
         if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
