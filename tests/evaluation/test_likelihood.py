@@ -101,8 +101,8 @@ def test_the_seed_and_nothing_else_decides():
     assert torch.equal(torch.get_rng_state(), before)
     torch.rand(7)
     assert torch.equal(log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=0), one)
-    other = log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=1)
-    assert not torch.equal(other, one)
+    others = [log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3, seed=seed) for seed in range(1, 5)]  # of few masks two may be the same
+    assert not all(torch.equal(other, one) for other in others)
     exact = [log_likelihood(lm, PROMPTS, COMPLETIONS, estimator="exact", seed=seed) for seed in (0, 1)]
     assert torch.equal(*exact)
 
