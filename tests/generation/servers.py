@@ -25,6 +25,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
+VLLM_PYTHON = os.environ.get("UNMASK_VLLM_PYTHON")  # read before a test forgets such variables
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -119,7 +121,7 @@ class Server:
     """A real vLLM; UNMASK_VLLM_PYTHON is the Python of an environment that has it."""
 
     def __init__(self, model: Path, log: Path, options: Sequence[str] = (), **environment: str):
-        self.python = os.environ.get("UNMASK_VLLM_PYTHON")
+        self.python = VLLM_PYTHON
         if not self.python:
             pytest.skip("UNMASK_VLLM_PYTHON is not set")
         self.model, self.log, self.options, self.environment, self.port = model, log, options, environment, free_port()
