@@ -1,11 +1,12 @@
 """What one update of reinforcement learning costs beside a plain trainer as published, and what more views cost in memory.
 
-    python -m benchmarks.grpo [--threads 1] [--rounds 2] [--steps 16] [--only update|views]
+    python -m benchmarks.grpo [--threads 1] [--rounds 2] [--steps 64] [--only update|views]
 
 Float32, hidden 512, 8 layers, vocabulary 32k; one group of 8 completions of 128 tokens behind prompts of 128; four inner updates (mu),
 each with masks of its own; a reference. The baseline samples as `benchmarks/published.py` does, computes all logits of all positions, and
-scores old policy and reference for all four masks in one batch. First it is shown that loss and gradients are the same on the same
-rollouts and masks.
+scores old policy and reference for all four masks in one batch. What is compared is a whole update, from rollout to the last of its four
+steps, with half as many denoising steps as tokens (as published, Zhao et al. 2025, d1); memory is that of references, optimizer states,
+gradients and all else beside the weights. First it is shown that loss and gradients are the same on the same rollouts and masks.
 
 Shapes: B completions, T positions, V vocabulary, D parameters.
 """
@@ -149,9 +150,12 @@ def compare_updates(steps: int, rounds: int) -> None:
             fresh.reference = trainer.reference
             fresh.train()
 
-        seconds = timed({"plain": plain.update, "ours": ours}, rounds)
-        plain.steps = trainer.args.steps = 4  # of a rollout every step holds the same memory
-        memory = {"plain": peak_bytes(plain.update), "ours": peak_bytes(lambda: (setattr(trainer.state, "global_step", 0), ours()))}
+        seconds = timed({"plain": plain.update, "ours": ours}, rounds, warm=True)
+        few = 4  # of a rollout every step holds the same memory
+        memory = {
+            "plain": peak_bytes(lambda: Plain(lm, trainer.train_dataset[0]["prompt"], few).update()),
+            "ours": peak_bytes(lambda: trainer_of(lm, folder, few).train()),
+        }
     report(
         f"one update, mu {MU}, {steps} denoising steps: hidden {SHAPE[0]}, {SHAPE[1]} layers, vocabulary {SHAPE[2]:,}, group {GROUP}",
         [
@@ -187,7 +191,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=LENGTH // 2)
     parser.add_argument("--only", choices=["update", "views"])
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

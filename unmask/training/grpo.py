@@ -46,9 +46,8 @@ class Update:
     Attributes:
         advantage_BT: of each completion [B, 1] (or of each token).
         learnt_BT: the tokens that count.
-        old_BVT: the scores of the policy that sampled; None: this is the only update, so the policy itself is that.
+        old_BVT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
         reference_BVT: those of the reference, if the policy is held to one.
-        fresh: whether the weights are still those that sampled.
     """
 
     rollout: Rollout
@@ -57,7 +56,6 @@ class Update:
     learnt_BT: Tensor
     old_BVT: Tensor | None
     reference_BVT: Tensor | None
-    fresh: bool
 
 
 class GRPOTrainer(CollectingTrainer):
@@ -107,9 +105,6 @@ class GRPOTrainer(CollectingTrainer):
 
     def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor]:
         return batch.rollout.ids_BT, batch.rollout.documents_BT
-
-    def known_scores(self, batch: Update) -> Tensor | None:
-        return batch.old_BVT if batch.fresh else None
 
     def loss_on(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
         if piece is None or piece[1].start == 0:
@@ -255,8 +250,8 @@ class GRPOTrainer(CollectingTrainer):
         with evaluating(self.lm), self.accelerator.autocast():
             for iteration in range(self.args.num_iterations):
                 views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
-                update = Update(rollout, views, advantage_B1, learnable(rollout, views) & kept_B1, None, None, fresh=iteration == 0)
-                if self.args.num_iterations > 1:  # of a single update the policy itself is the old policy
+                update = Update(rollout, views, advantage_B1, learnable(rollout, views) & kept_B1, None, None)
+                if iteration > 0:
                     update.old_BVT = self.score_views(self.lm, update)
                 if self.reference is not None:
                     with self.reference.scoring() as lm:

@@ -44,10 +44,6 @@ class ViewwiseTrainer(DiffusionTrainer):
         """The summed loss, from the scores of all views; of a `separable` loss also of a piece of them."""
         raise NotImplementedError
 
-    def known_scores(self, batch: Any) -> Tensor | None:
-        """The scores of all views by the present weights, where these are known already."""
-        return None
-
     separable = False
     """Whether the loss is the sum of the losses of its pieces."""
     temperature = 1.0
@@ -119,12 +115,9 @@ class ViewwiseTrainer(DiffusionTrainer):
 
     def _slopes(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
         """The loss, and what it changes by with each score [B, V, T]."""
-        known = self.known_scores(batch)
-        if known is None:
-            with torch.no_grad(), self.compute_loss_context_manager(), self.phases("forward"):
-                known = self.score_views(lm, batch)
+        with torch.no_grad(), self.compute_loss_context_manager(), self.phases("forward"):
+            values_BVT = self.score_views(lm, batch).detach().requires_grad_()
         with torch.enable_grad():
-            values_BVT = known.detach().clone().requires_grad_()
             loss = self._shared(self.loss_on(batch, values_BVT), items)
         [slope_BVT] = torch.autograd.grad(loss, values_BVT)
         return loss.detach(), slope_BVT
