@@ -22,7 +22,9 @@ from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.monitor import Progress, write_atomic
-from unmask.tasks import as_puzzle, get_task
+from unmask.tasks import Puzzle
+from unmask.tasks.countdown import Countdown
+from unmask.tasks.sudoku import Sudoku
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.sft import SFTConfig, SFTTrainer
@@ -38,15 +40,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "espo": {"samples": 2},
 }
 """What differs from a method's own settings."""
-REWARDS = {"sudoku": "strict", "countdown": "partial"}
-LONGER = {"pretrain": 400, "convert": 900, "sft": 140}
-"""Steps of the start's stages."""
+TASKS: dict[str, Puzzle] = {"sudoku": Sudoku(), "countdown": Countdown(max_number=12, max_target=50)}
+"""Countdown with numbers that so small a model can learn to reckon with."""
+START = {
+    "sudoku": DemoSettings(pretrain=400, convert=900),
+    "countdown": DemoSettings(pretrain=400, convert=900, rows=10_000),
+}
+"""The demo's, trained for longer."""
 COMPLETIONS, GROUP = 256, 8
 
 
 def make_start(task: str, folder: Path, seed: int = 0) -> None:
     """Pre-train, convert and fine-tune the demo's model."""
-    demo = Demo(as_puzzle(get_task(task)), folder, seed, DemoSettings(**LONGER))
+    demo = Demo(TASKS[task], folder, seed, START[task])
     with Progress([("pretrain", 70.0), ("convert", 120.0), ("sft", 36.0)]) as progress:
         for name in ("pretrain", "convert", "sft"):
             with progress.stage(name) as stage:
@@ -82,14 +88,14 @@ def train(method: str, lm: DiffusionLM, demo: Demo, folder: Path, updates: int, 
     else:
         own = {"num_generations": GROUP, "max_completion_length": task.max_completion, "steps": 6} | SETTINGS.get(method, {})
         args = GRPOConfig(**arguments, method=method, **own)
-        trainer = GRPOTrainer(lm, task.rewards(REWARDS[task.name]), args, demo.train)
+        trainer = GRPOTrainer(lm, task.rewards("partial"), args, demo.train)
     trainer.train()
     return trainer.state.log_history
 
 
 def run(task: str, method: str, seed: int, start: Path, updates: int, rate: float) -> dict[str, Any]:
     """Train from the start, and measure."""
-    demo = Demo(as_puzzle(get_task(task)), start, 0, DemoSettings())
+    demo = Demo(TASKS[task], start, 0, START[task])
     lm = load(start / "model")
     began = time.monotonic()
     log = [] if method == "start" else train(method, lm, demo, start / f"{method}-{seed}", updates, seed, rate)
