@@ -1,4 +1,4 @@
-"""One process of a run that test_sharding.py starts: torchrun ... sharded.py sft|grpo MODE FOLDER.
+"""One process of a run that test_sharding.py starts: torchrun ... sharded.py VERB MODE FOLDER.
 
 It trains, saves, resumes, and writes down what only it can see.
 """
@@ -15,6 +15,9 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 
 from tests.training.conftest import PAIRS, ROLLOUT, settings, share_of_a, tiny
+from unmask.generation.backends import LocalBackend
+from unmask.generation.http import RemoteError
+from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.sft import SFTConfig, SFTTrainer
@@ -34,6 +37,8 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
 
 
 def switches(mode: str) -> dict[str, Any]:
+    if mode == "ddp":
+        return {}
     if mode.startswith("fsdp"):
         return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_offload": mode != "fsdp"}}
     zero: dict[str, Any] = {"stage": int(mode[4])}
@@ -68,7 +73,48 @@ def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
     }
 
 
+class LosingServer(LocalBackend):
+    """Sends nothing. The third time the first process says that it cannot."""
+
+    def __init__(self, lm: DiffusionLM):
+        super().__init__(lm)
+        self.syncs = 0
+
+    def due(self, step: int) -> bool:
+        return True
+
+    def sync(self, lm: DiffusionLM, step: int) -> None:
+        self.syncs += 1
+        if self.syncs == 3 and PartialState().process_index == 0:
+            raise RemoteError("the server is gone", where="here", remedy="Start it")
+
+
+def lose_server(mode: str, folder: Path) -> None:
+    """Lose the server amid the run, and go on from the checkpoint that this leaves."""
+    shares = {"per_device_train_batch_size": 2, "save_strategy": "no"} | switches(mode)
+    first = trainer("grpo", folder, **shares)
+    first.backend = LosingServer(first.lm)
+    report: dict[str, Any] = {}
+    try:
+        first.train()
+    except RemoteError as error:
+        report["error"] = str(error)
+    resumed = trainer("grpo", folder, **shares)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    resumed.save_model(str(folder / "resumed"))
+    write(folder, report)
+
+
+def write(folder: Path, report: dict[str, Any]) -> None:
+    """Leave what this process has seen, together with the others."""
+    (folder / f"rank-{PartialState().process_index}.json").write_text(json.dumps(report))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def main(verb: str, mode: str, folder: Path) -> None:
+    if verb == "lose-server":
+        return lose_server(mode, folder)
     shares = {"per_device_train_batch_size": 2} | switches(mode)
     first = trainer(verb, folder, **shares)
     first.train()
@@ -77,9 +123,7 @@ def main(verb: str, mode: str, folder: Path) -> None:
     resumed = trainer(verb, folder, **shares)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
     resumed.save_model(str(folder / "resumed"))
-    (folder / f"rank-{first.args.process_index}.json").write_text(json.dumps(report))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    write(folder, report)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,18 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import unmask
 from tests.generation.servers import FakeVLLM, Server, serving, write_model
 from tests.serving.servers import copied, served
 from tests.training.conftest import PAIRS, equal, make, share_of_a, tiny, weights
 from unmask.config import LoraSettings
-from unmask.errors import ConfigError, GenerationError
+from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.http import RemoteError
 from unmask.models.load import load
+from unmask.training import collecting
+from unmask.training.collecting import failing_together
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 
@@ -67,6 +70,52 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
         for each in (trainer, resumed):
             each.backend.close()
     assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+def test_what_fails_on_one_process_fails_on_all(monkeypatch):
+    """Seen from a process, of which the others are made up."""
+    told: list[Any] = []
+
+    def gather(own: list[Any]) -> list[Any]:
+        told[:] = own
+        return [*others, *own]
+
+    monkeypatch.setattr(collecting, "gather_object", gather)
+    others: list[Any] = []
+    with failing_together():
+        pass
+    assert told == []
+    others = [(RemoteError, "h: it is gone")]
+    with pytest.raises(RemoteError, match=r"another process has failed \(h: it is gone\)"), failing_together():
+        pass
+    with pytest.raises(RemoteError, match="another process"), failing_together():
+        raise GenerationError("NaN")  # all raise the same: some errors leave a checkpoint, which takes every process
+    with pytest.raises(RemoteError, match="mine"), failing_together():
+        raise RemoteError("mine")
+    others = []
+    with pytest.raises(TrainingError, match="mine"), failing_together():
+        raise TrainingError("mine")
+    assert told == [(TrainingError, "mine")]
+
+
+@pytest.mark.parametrize("failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")])
+def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, tmp_path, monkeypatch):
+    with served(copied(tiny(), tmp_path / "model")) as url:
+        trainer = make("grpo", tmp_path / "run", rollout={"backend": "server", "url": url}, max_steps=3)
+        save, calls = type(trainer.lm).save, []
+
+        def full(lm: Any, path: Any) -> None:
+            calls.append(path)
+            if len(calls) == 2:
+                raise failure
+            save(lm, path)
+
+        monkeypatch.setattr(type(trainer.lm), "save", full)
+        error = r"step-1: the weights cannot be written \(.*No space left on device\)\. Make room there, or set rollout\.folder"
+        with pytest.raises(RemoteError, match=error):
+            trainer.train()
+        trainer.backend.close()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
 def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):

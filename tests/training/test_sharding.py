@@ -27,6 +27,16 @@ needs_deepspeed = pytest.mark.skipif(
 MODES: dict[str, Any] = {"fsdp": (), "fsdp-offload": ()} | dict.fromkeys(("zero1", "zero2", "zero3", "zero2-offload"), needs_deepspeed)
 
 
+def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
+    """Have two processes make a run; what each of them has seen."""
+    folder.mkdir()
+    script = REPOSITORY / "tests" / "training" / "sharded.py"
+    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": os.environ["HOME"]}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is beside python
+    subprocess.run([*LAUNCH, str(script), verb, mode, str(folder)], env=environment | {"PATH": path}, check=True, timeout=600)
+    return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "mode"),
@@ -39,18 +49,21 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
     alone = make(verb, tmp_path / "alone", **RUN)
     alone.train()
     folder = tmp_path / mode
-    folder.mkdir()
-    script = REPOSITORY / "tests" / "training" / "sharded.py"
-    environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": os.environ["HOME"]}
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is beside python
-    subprocess.run([*LAUNCH, str(script), verb, mode, str(folder)], env=environment | {"PATH": path}, check=True, timeout=600)
-
     total = sum(weight.numel() for weight in alone.lm.model.parameters())
-    for rank in (0, 1):
-        seen = json.loads((folder / f"rank-{rank}.json").read_text())
+    for seen in launch(verb, mode, folder):
         shared_out = {"moments": seen["moments"]} | ({} if mode.startswith(("zero1", "zero2")) else {"weights": seen["weights"]})
         assert all(0.45 * total < count < 0.55 * total for count in shared_out.values()), (shared_out, total)
         assert seen["offload"] == mode.endswith("offload")
         assert seen["losses"] == pytest.approx([line["loss"] for line in alone.state.log_history if "loss" in line], rel=1e-5, abs=1e-6)
     for name in ("model", "resumed"):
         torch.testing.assert_close(weights(load(folder / name)), weights(alone.lm), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_server_that_one_process_has_lost_stops_all_with_a_checkpoint(tmp_path):
+    alone = make("grpo", tmp_path / "alone", **RUN)
+    alone.train()
+    first, second = launch("lose-server", "ddp", tmp_path / "ddp")
+    assert first["error"] == "here: the server is gone. Start it"
+    assert second["error"].startswith("rollout: another process has failed (here: the server is gone")
+    torch.testing.assert_close(weights(load(tmp_path / "ddp" / "resumed")), weights(alone.lm), rtol=0, atol=1e-5)

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from unmask.generation.sampler import generate
 from unmask.generation.trace import Generation, Trace
 from unmask.generation.wire import OTHER_WEIGHTS, GenerateRequest, UpdateRequest, differences, model_facts, read_generation
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import first_line
 
 BAD_REQUEST, UNKNOWN_MODEL = 400, 404
 TRIES = 3
@@ -122,18 +124,22 @@ class ServedBackend:
         self.send()
         for other in self.folder.glob("step-*"):
             if other != path:
-                shutil.rmtree(other)
+                shutil.rmtree(other, ignore_errors=True)
 
     def write(self, lm: DiffusionLM, path: Path) -> None:
-        """Write weights so that they are whole wherever they are seen under this name."""
+        """Write weights so that they are whole wherever they are seen under this name. Raises RemoteError where that cannot be."""
         staging = path.with_name(f"{path.name}-unfinished")
         for old in (staging, path):
             shutil.rmtree(old, ignore_errors=True)
-        if self.config.sync == "lora":
-            lm.model.save_pretrained(staging, save_embedding_layers=False)
-        else:
-            lm.save(staging)
-        staging.rename(path)
+        try:
+            if self.config.sync == "lora":
+                lm.model.save_pretrained(staging, save_embedding_layers=False)
+            else:
+                lm.save(staging)
+            staging.rename(path)
+        except (OSError, SafetensorError) as error:
+            remedy = "Make room there, or set rollout.folder to another folder that both sides see"
+            raise RemoteError(f"the weights cannot be written ({first_line(error)})", where=str(path), remedy=remedy) from error
 
     def check_weights(self, lm: DiffusionLM) -> None:
         """Raise GenerationError for a model whose weights do not stand alone, or has no adapters where these are asked for."""

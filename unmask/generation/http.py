@@ -16,7 +16,7 @@ BUSY = {429, 500, 502, 503, 504}  # 500: an engine that died answers so until it
 
 
 class RemoteError(GenerationError):
-    """The server failed for good, or refused a request.
+    """The server failed for good, refused a request, or cannot be given its weights.
 
     Attributes:
         status: of the answer that refused it; None: there was none.

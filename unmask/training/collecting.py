@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from unmask.data.chat import encode_prompt
 from unmask.data.rows import column, naming
 from unmask.diffusion.noise import sequence_key
-from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.errors import ConfigError, DataError, TrainingError, UnmaskError
 from unmask.generation.backends import make_backend
 from unmask.generation.http import RemoteError
 from unmask.generation.trace import Generation
@@ -94,11 +94,11 @@ class CollectingTrainer(ViewwiseTrainer):
         """Sample and reward. Every process does so at the same time, be it with no rows."""
         generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
         reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
-        if rows:
-            with self.phases("reward"):
+        with failing_together(), self.phases("reward"):
+            if rows:
                 scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
-            self._record_calls(len(rows))
-            reward_BF, total_B = scored.value_BF, self.shaped(self.rewards.total(scored), generation)
+                self._record_calls(len(rows))
+                reward_BF, total_B = scored.value_BF, self.shaped(self.rewards.total(scored), generation)
         judged = Judged(rows, generation, reward_BF, total_B)
         for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), total_B.tolist(), strict=True))):
             self.history.add(prompt, reward)  # the same on every process
@@ -108,19 +108,14 @@ class CollectingTrainer(ViewwiseTrainer):
         """Completions of the rows' prompts. A completion depends on (seed, sample, repeat) alone.
 
         Raises:
-            RemoteError: the server of one of the processes stays away.
+            GenerationError: one of the processes cannot sample: its server stays away (RemoteError), its model gives NaN.
         """
         keys = [sequence_key([row["sample_id"]], row["repeat"]) for row in rows]
         config = self.args.sampler(temperature=temperature, seed=seed)
-        generation, error = Generation([], [], [], [], [], [], trace=[]), None
-        with self.phases("generation"):
-            try:
-                if rows:
-                    generation = self.backend.generate([row["prompt"] for row in rows], config, keys)
-            except RemoteError as raised:
-                error = raised
-        if any(gather_object([error is not None])):
-            raise error or RemoteError("another process has lost its server", where="rollout", remedy="See there")
+        generation = Generation([], [], [], [], [], [], trace=[])
+        with failing_together(), self.phases("generation"):
+            if rows:
+                generation = self.backend.generate([row["prompt"] for row in rows], config, keys)
         self.phases.count(generated=sum(map(len, generation.tokens)))
         if generation.prompt_reuse is not None:
             self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
@@ -135,18 +130,18 @@ class CollectingTrainer(ViewwiseTrainer):
         except (RemoteError, TrainingError):
             self.history.seen = seen  # what was half done is done again
             step = self.state.global_step
-            if self.is_in_train and step and not (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists():
+            there = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
+            if self.is_in_train and step and not any(gather_object([there])):  # asked before any process makes it
                 self._save_checkpoint(self.model, None)
             raise
 
     def sync_weights(self, step: int) -> None:
-        """Give a server the weights as they are, where they are due."""
+        """Give a server the weights as they are, where they are due. No process goes on before it has them."""
         if not self.backend.due(step):
             return
-        with self.phases("sync"):
+        with self.phases("sync"), failing_together():
             whole = self.args.rollouts.sync != "lora" and hasattr(self.lm.model, "merge_and_unload")
             self.backend.sync(merged(self.lm) if whole else self.lm, step)
-            self.accelerator.wait_for_everyone()
 
     def truncated(self, generation: Generation) -> Tensor:
         """Which completions [B] fill their canvas without an end."""
@@ -243,6 +238,26 @@ class CollectingTrainer(ViewwiseTrainer):
         super().log(logs, start_time)
 
     _told = 0
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """What fails in here on one process fails on all, which would else wait for it for ever. Nothing in here may wait for another one.
+
+    Raises:
+        UnmaskError: of one kind on all processes.
+    """
+    error: UnmaskError | None = None
+    try:
+        yield
+    except UnmaskError as raised:
+        error = raised
+    failures = gather_object([] if error is None else [(type(error), str(error))])
+    if failures:
+        kind, what = failures[0]
+        if error is not None and type(error) is kind:
+            raise error
+        raise kind(f"another process has failed ({what})", where="rollout", remedy="See there") from error
 
 
 def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
