@@ -290,6 +290,29 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gradient_accumulation_steps": 1}, r"micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[4\]"),
+        ({"per_device_train_batch_size": 2}, r"micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]"),
+        ({"num_iterations": 3}, r"micro-batches of \[\] completions for update 3 of a rollout, not of \[4, 4\]"),
+    ],
+)
+def test_rollouts_of_another_shape_are_not_gone_on_with(change, message, tmp_path):
+    shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1, "rows": PAIRS[:6]}
+    make("grpo", tmp_path, **shape).train()
+    with pytest.raises(TrainingError, match=rf"cannot be gone on from: rollouts-0.pt holds {message}.*Delete this checkpoint"):
+        make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
+    shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
+    make("grpo", tmp_path, **shape).train()
+    (tmp_path / "checkpoint-1" / "rollouts-1.pt").touch()
+    with pytest.raises(TrainingError, match="checkpoint-1: cannot be gone on from: it is of more than 1 processes"):
+        make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
 def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_path):
     """Prompts with b in them earn nothing whatever is answered; of the others some completion is always better."""
 

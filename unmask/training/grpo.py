@@ -176,11 +176,23 @@ class GRPOTrainer(CollectingTrainer):
             if self.args.reference_sync_steps is not None and self.reference is not None:
                 self.reference.load(folder)
             if (steps_done(folder) or 0) % self.args.num_iterations:
-                path = folder / BUFFER_FILE.format(rank=self.args.process_index)
-                if not zipfile.is_zipfile(path):
-                    raise OSError(f"{path.name} is missing or torn")
-                with torch.serialization.safe_globals([Update, Rollout, Views]):
-                    self.buffer = torch.load(path, map_location=self.lm.device)
+                self._load_buffer(folder)
+
+    def _load_buffer(self, folder: Path) -> None:
+        """Read the completions that are still to be learnt from."""
+        if (folder / BUFFER_FILE.format(rank=self.args.world_size)).exists():
+            raise ValueError(f"it is of more than {self.args.world_size} processes")
+        path = folder / BUFFER_FILE.format(rank=self.args.process_index)
+        if not zipfile.is_zipfile(path):
+            raise OSError(f"{path.name} is missing or torn")
+        with torch.serialization.safe_globals([Update, Rollout, Views]):
+            self.buffer = torch.load(path, map_location=self.lm.device)
+        wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps
+        for iteration in range(self.args.num_iterations):
+            held = [len(updates[iteration].learnt_BT) for updates in self.buffer if iteration < len(updates)]
+            if held != wanted:
+                what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
+                raise ValueError(what)
 
     def get_performance_stats(self) -> dict[str, Any]:
         """Time, memory and tokens per second by phase (`Phases.performance_stats`), and how often masks were reused."""
