@@ -85,10 +85,14 @@ def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
     made, _ = rollouts(tmp_path, 8, 1, **shape)
     first, second = ([made[step, sample, repeat] for sample in range(2) for repeat in range(4)] for step in range(2))
     assert len({tuple(tokens) for tokens in first + second}) > 12
-    assert rollouts(tmp_path, 8, 1, **shape, seed=7)[0] != made
+    other, _ = rollouts(tmp_path, 8, 1, **shape, seed=1)
+    for step in range(2):  # not even those that a seed one lower, or an earlier step, would draw a step later
+        drawn = [other[step, sample, repeat] for sample in range(2) for repeat in range(4)]
+        for earlier in (first, second):
+            assert sum(one == another for one, another in zip(drawn, earlier, strict=True)) < 4
     trainer = make("grpo", tmp_path, tiny(dtype=torch.float64))
     rows = [trainer.train_dataset[index] for index in range(8)]
-    together, alone = (trainer.sample(asked, temperature=1.0, seed=0).tokens for asked in (rows, rows[5:]))
+    together, alone = (trainer.sample(asked, temperature=1.0, step=0).tokens for asked in (rows, rows[5:]))
     assert together[5:] == alone
 
 
@@ -356,7 +360,7 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
     if "mask_truncated" in change:
         assert torch.equal(other.learnt_BT.any(1), ends_B) and update.learnt_BT.any(1).all()
     else:
-        generation = plain.sample(rows[0], temperature=1.0, seed=plain.args.seed)
+        generation = plain.sample(rows[0], temperature=1.0, step=0)
         total_B = changed.shaped(torch.zeros(16), generation)
         expected_B = -((length_B + ~ends_B - 1) / 3).clamp(0, 1)
         torch.testing.assert_close(total_B, expected_B)

@@ -92,7 +92,7 @@ class CollectingTrainer(ViewwiseTrainer):
 
     def judge(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
         """Sample and reward. Every process does so at the same time, be it with no rows."""
-        generation = self.sample(rows, temperature=self.args.temperature, seed=self.args.seed + step)
+        generation = self.sample(rows, temperature=self.args.temperature, step=step)
         reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
         with failing_together(), self.phases("reward"):
             if rows:
@@ -104,14 +104,17 @@ class CollectingTrainer(ViewwiseTrainer):
             self.history.add(prompt, reward)  # the same on every process
         return judged
 
-    def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, seed: int) -> Generation:
-        """Completions of the rows' prompts. A completion depends on (seed, sample, repeat) alone.
+    def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, step: int | None) -> Generation:
+        """Completions of the rows' prompts. Beside the weights, a completion depends on (seed, step, sample, repeat) alone.
+
+        Args:
+            step: the number of the rollout; None: an evaluation, whose noise is the same at all steps.
 
         Raises:
             GenerationError: one of the processes cannot sample: its server stays away (RemoteError), its model gives NaN.
         """
-        keys = [sequence_key([row["sample_id"]], row["repeat"]) for row in rows]
-        config = self.args.sampler(temperature=temperature, seed=seed)
+        keys = [completion_key(row, step) for row in rows]
+        config = self.args.sampler(temperature=temperature, seed=self.args.seed)
         generation = Generation([], [], [], [], [], [], trace=[])
         with failing_together(), self.phases("generation"):
             if rows:
@@ -183,7 +186,7 @@ class CollectingTrainer(ViewwiseTrainer):
         rows = [prompts[i] for i in range(0, len(prompts), self.args.num_generations)]
         with self.saved_if_it_fails():
             self.sync_weights(self.state.global_step // self.args.num_iterations)
-            generation = self.sample(rows, temperature=0.0, seed=self.args.seed)
+            generation = self.sample(rows, temperature=0.0, step=None)
             total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens, self.state))
         metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
         self.log(metrics)
@@ -238,6 +241,11 @@ class CollectingTrainer(ViewwiseTrainer):
         super().log(logs, start_time)
 
     _told = 0
+
+
+def completion_key(row: Mapping[str, Any], step: int | None) -> int:
+    """What the noise of a completion follows from, beside the seed of the run. Arguments as of `sample`."""
+    return sequence_key([row["sample_id"]] if step is None else [row["sample_id"], step], row["repeat"])
 
 
 @contextmanager

@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
-from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import TrainingError
 from unmask.methods import Rollout, Scores, get_method
@@ -29,7 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.models.load import first_line
 from unmask.objectives.policy import count_items, shares
 from unmask.training.checkpoints import steps_done
-from unmask.training.collecting import CollectingTrainer
+from unmask.training.collecting import CollectingTrainer, completion_key
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.reference import Reference
 from unmask.training.rewards import RewardFunction
@@ -256,7 +255,7 @@ class GRPOTrainer(CollectingTrainer):
         self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int
     ) -> list[Update]:
         device = self.lm.device
-        key_B = torch.tensor([sequence_key([row["sample_id"], step], row["repeat"]) for row in rows], device=device)
+        key_B = torch.tensor([completion_key(row, step) for row in rows], device=device)
         advantage_B1, kept_B1 = advantage_B[:, None].to(device), kept_B[:, None].to(device)
         updates: list[Update] = []
         with evaluating(self.lm), self.accelerator.autocast():
