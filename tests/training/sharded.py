@@ -80,7 +80,7 @@ class LosingServer(LocalBackend):
         super().__init__(lm)
         self.syncs = 0
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int | None) -> bool:
         return True
 
     def sync(self, lm: DiffusionLM, step: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from unmask.config import LoraSettings
 from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.http import RemoteError
 from unmask.models.load import load
+from unmask.rewards.verdict import Verdict
 from unmask.training import collecting
 from unmask.training.collecting import failing_together
 from unmask.training.grpo import GRPOTrainer
@@ -172,6 +174,67 @@ def test_samples_of_completions_are_kept_and_rewound(tmp_path):
     whole = read()
     make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert sorted(read().splitlines()) == sorted(whole.splitlines())
+
+
+def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
+    lm = tiny("causal")
+    vllm = FakeVLLM(lm, processed=True)
+    with serving(vllm) as url:
+        trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url, "sync_steps": 9}, eval_dataset=PAIRS[:2])
+        trainer.train()
+        sent = [vllm.paths().count("/collective_rpc")]
+        trainer.evaluate()
+        sent.append(vllm.paths().count("/collective_rpc"))
+        trainer.backend.close()
+    assert sent == [1, 2] and vllm.version.endswith("step-2")
+
+
+def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp_path):
+    def never(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    def b(prompts: list[str], **_: Any) -> list[float | None]:
+        return [2.0 if prompt[0] == "b" else None for prompt in prompts]
+
+    def tenth(completions: list[str], tenths: list[bool], **_: Any) -> list[float | None]:
+        return [0.1 if tells else None for tells in tenths]
+
+    held_out = [{"prompt": prompt, "tenths": tells} for prompt, tells in (("ab", False), ("ba", True), ("bb", False), ("cc", True))]
+    trainer = make("grpo", tmp_path / "some", reward=[b, tenth, never], eval_dataset=held_out)
+    metrics = trainer.evaluate()
+    assert metrics == pytest.approx(
+        {
+            "eval_reward": (2.1 + 2.0 + 0.1) / 3,
+            "eval_unscored": 0.25,
+            "eval_rewards/b": 2.0,
+            "eval_rewards/tenth": 0.1,
+            "eval_rewards/never": math.nan,
+        },
+        nan_ok=True,
+    )
+    assert trainer.state.log_history[-1]["eval_unscored"] == 0.25
+    none = make("grpo", tmp_path / "none", reward=never, eval_dataset=held_out).evaluate()
+    assert math.isnan(none["eval_reward"]) and none["eval_unscored"] == 1.0
+
+
+def test_training_averages_hold_nothing_of_evaluations(tmp_path):
+    more = {"eval_dataset": [{"prompt": "ab"}, {"prompt": "cd"}], "eval_strategy": "steps", "eval_steps": 1}
+    lines = [make_lines(tmp_path / name, **settings) for name, settings in (("alone", {}), ("evaluated", more))]
+    for name in ("prefix/reuse_rate", "rewards/length/ok", "reward"):
+        alone, evaluated = ([line[name] for line in own if name in line] for own in lines)
+        assert alone == evaluated and len(alone) == 3
+    assert [line["eval_prefix/reuse_rate"] for line in lines[1] if "eval_reward" in line] == [0.0] * 3  # its prompts differ
+
+
+def make_lines(folder: Path, **more: Any) -> list[dict[str, float]]:
+    """What a run of a causal model logs, by a function that gives verdicts."""
+
+    def length(completion_ids: list[list[int]], **_: Any) -> list[Verdict]:
+        return [Verdict(float(len(ids)), "ok" if len(ids) > 2 else "wrong") for ids in completion_ids]
+
+    trainer = make("grpo", folder, tiny("causal"), reward=length, max_steps=3, **more)
+    trainer.train()
+    return trainer.state.log_history
 
 
 @pytest.mark.slow

@@ -42,17 +42,16 @@ class Backend(Protocol):
         """Arguments and result as of `unmask.generate`."""
         ...
 
-    def due(self, step: int) -> bool:
-        """Whether `sync` would send weights before this rollout: a copy with merged adapters is needed only then."""
+    def due(self, step: int | None) -> bool:
+        """Whether weights must be sent before this rollout; None: before an evaluation, which is of the weights as they are."""
         ...
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Sample from these weights from now on, where they are due. The first process of a run sends them; the others must wait for it
-        before they sample.
+        """Sample from these weights from now on. The first process of a run sends them; the others must wait for it before they sample.
 
         Args:
             lm: of the layout that the backend was made for; for a server that takes all weights with adapters merged in.
-            step: the number of the rollout that follows.
+            step: the optimizer steps that the weights have had, by which they are called.
         """
         ...
 
@@ -86,7 +85,7 @@ class LocalBackend:
     def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
         return generate(self.lm, prompts, config, keys)
 
-    def due(self, step: int) -> bool:
+    def due(self, step: int | None) -> bool:
         return False
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
@@ -108,12 +107,10 @@ class ServedBackend:
         self.version: str | None = None
         self.source: Path | nn.Module = folder
 
-    def due(self, step: int) -> bool:
-        return self.version is None or step % self.config.sync_steps == 0
+    def due(self, step: int | None) -> bool:
+        return self.version is None or step is None or step % self.config.sync_steps == 0
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        if not self.due(step):
-            return
         self.check_weights(lm)
         path = self.folder / f"step-{step}"
         self.version, self.source = str(path), lm.model if self.config.sync == "nccl" else path

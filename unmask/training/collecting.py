@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +23,7 @@ from unmask.errors import ConfigError, DataError, TrainingError, UnmaskError
 from unmask.generation.backends import make_backend
 from unmask.generation.http import RemoteError
 from unmask.generation.trace import Generation
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.objectives.policy import advantages, kept_groups, overlong_penalty
 from unmask.sandbox.outcome import Status
 from unmask.training.adapters import merged
@@ -92,17 +93,22 @@ class CollectingTrainer(ViewwiseTrainer):
 
     def judge(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
         """Sample and reward. Every process does so at the same time, be it with no rows."""
-        generation = self.sample(rows, temperature=self.args.temperature, step=step)
+        answered = self.answer(rows, temperature=self.args.temperature, step=step)
+        judged = replace(answered, total_B=self.shaped(answered.total_B, answered.generation))
+        for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), judged.total_B.tolist(), strict=True))):
+            self.history.add(prompt, reward)  # the same on every process
+        return judged
+
+    def answer(self, rows: list[Mapping[str, Any]], *, temperature: float, step: int | None) -> Judged:
+        """Completions, and what the reward functions give for them. Arguments as of `sample`."""
+        generation = self.sample(rows, temperature=temperature, step=step)
         reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
         with failing_together(), self.phases("reward"):
             if rows:
                 scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
                 self._record_calls(len(rows))
-                reward_BF, total_B = scored.value_BF, self.shaped(self.rewards.total(scored), generation)
-        judged = Judged(rows, generation, reward_BF, total_B)
-        for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), total_B.tolist(), strict=True))):
-            self.history.add(prompt, reward)  # the same on every process
-        return judged
+                reward_BF, total_B = scored.value_BF, self.rewards.total(scored)
+        return Judged(rows, generation, reward_BF, total_B)
 
     def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, step: int | None) -> Generation:
         """Completions of the rows' prompts. Beside the weights, a completion depends on (seed, step, sample, repeat) alone.
@@ -138,13 +144,14 @@ class CollectingTrainer(ViewwiseTrainer):
                 self._save_checkpoint(self.model, None)
             raise
 
-    def sync_weights(self, step: int) -> None:
-        """Give a server the weights as they are, where they are due. No process goes on before it has them."""
+    def sync_weights(self, step: int | None) -> None:
+        """Give a server the weights as they are, where they are due before this rollout (None: an evaluation, before which they always
+        are). No process goes on before it has them."""
         if not self.backend.due(step):
             return
         with self.phases("sync"), failing_together():
             whole = self.args.rollouts.sync != "lora" and hasattr(self.lm.model, "merge_and_unload")
-            self.backend.sync(merged(self.lm) if whole else self.lm, step)
+            self.backend.sync(merged(self.lm) if whole else self.lm, self.state.global_step)
 
     def truncated(self, generation: Generation) -> Tensor:
         """Which completions [B] fill their canvas without an end."""
@@ -181,14 +188,20 @@ class CollectingTrainer(ViewwiseTrainer):
     def evaluate(
         self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt."""
+        """The mean reward of greedy completions, one per prompt: `eval_reward`, of each function `eval_rewards/NAME`. Both are of what was
+        scored, NaN where nothing was; `eval_unscored` is the share that was not. Every process answers its share of the prompts."""
         prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
-        rows = [prompts[i] for i in range(0, len(prompts), self.args.num_generations)]
-        with self.saved_if_it_fails():
-            self.sync_weights(self.state.global_step // self.args.num_iterations)
-            generation = self.sample(rows, temperature=0.0, step=None)
-            total_B = self.rewards.total(self.rewards(rows, generation.texts, generation.tokens, self.state))
-        metrics = {f"{metric_key_prefix}_reward": float(total_B.nanmean())}
+        mine = range(self.accelerator.process_index, len(prompts) // self.args.num_generations, self.accelerator.num_processes)
+        with self.saved_if_it_fails(), evaluating(self.lm):
+            self.sync_weights(None)
+            rows = [prompts[index * self.args.num_generations] for index in mine]
+            judged = self.answer(rows, temperature=0.0, step=None)
+        everyone = gather_object(list(zip(mine, judged.total_B.tolist(), judged.reward_BF.tolist(), strict=True)))
+        _, totals, values = zip(*sorted(everyone), strict=True)  # in one order, so that the means are the same on any number of processes
+        total_B, reward_BF = torch.tensor(totals), torch.tensor(values)
+        means = {"reward": total_B.nanmean(), "unscored": total_B.isnan().float().mean()}
+        means |= {f"rewards/{name}": reward_B.nanmean() for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True)}
+        metrics = {f"{metric_key_prefix}_{name}": float(mean) for name, mean in means.items()}
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
