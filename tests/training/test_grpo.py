@@ -20,6 +20,7 @@ from unmask.models.load import load
 from unmask.tasks import get_task
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.prompts import Judged
 from unmask.training.rollouts import GroupSampler, make_rollout
 
 METHODS = ["diffu-grpo", "cj-grpo"]
@@ -102,6 +103,50 @@ def test_completions_compete_with_their_own_group(size, tmp_path):
     trainer = run(tmp_path, ranks, **shape)
     advantage_B = torch.cat([updates[0].advantage_BT for updates in trainer.buffer])
     assert advantage_B.flatten().tolist() == [-1.5, -0.5, 0.5, 1.5] * 2
+
+
+class Stepwise(GRPOTrainer):
+    """Learns from what a completion earned, and from the share of an a that its first so many steps gave it."""
+
+    def token_advantages(self, judged: Judged, rollout: Any, advantage_B: torch.Tensor) -> torch.Tensor:
+        assert judged.total_B.shape == advantage_B.shape and len(judged.generation.tokens) == len(judged.rows) == len(rollout.ids_BT)
+        is_a_BT = rollout.ids_BT == self.lm.tokenizer.convert_tokens_to_ids("a")
+        by_step_BT = torch.zeros(rollout.ids_BT.shape)
+        for row, steps in enumerate(rollout.steps_BT.tolist()):
+            for column, step in enumerate(steps):
+                known = [is_a_BT[row, other].item() for other, earlier in enumerate(steps) if 0 <= earlier <= step]
+                by_step_BT[row, column] = sum(known) / max(len(known), 1)
+        return advantage_B[:, None] + by_step_BT
+
+
+def test_single_steps_can_have_advantages_of_their_own(tmp_path):
+    args = GRPOConfig(**settings(tmp_path, num_generations=4, max_completion_length=5, num_iterations=2, aggregation="token", epsilon=0.1))
+    trainer = Stepwise(tiny(dtype=torch.float64), ranks, args, PAIRS)
+    [updates] = trainer.experience([[trainer.train_dataset[index] for index in range(8)]])
+    with torch.no_grad():
+        for number, weight in enumerate(trainer.model.parameters()):
+            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number), dtype=weight.dtype)
+    for update in updates:
+        with torch.no_grad():
+            gap_BT = (trainer.score_views(trainer.lm, update) - update.old_BVT)[:, 0]
+        expected, clipped, values = 0.0, 0, set()
+        for row, column in update.rollout.completion_BT.nonzero().tolist():
+            advantage, ratio = update.advantage_BT[row, column].item(), gap_BT[row, column].exp().item()
+            bounded = min(max(ratio, 0.9), 1.1)
+            expected -= min(ratio * advantage, bounded * advantage)
+            clipped += ratio != bounded
+            values.add((row, round(advantage, 6)))
+        items = trainer.count_items(update)
+        assert 0 < clipped < items == update.rollout.completion_BT.sum() and len(values) > 8  # more than one of a completion
+        loss = trainer.training_step(trainer.model, update, items)
+        assert loss.item() == pytest.approx(expected / items.item(), rel=1e-6)
+
+
+def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(tmp_path, monkeypatch):
+    trainer = make("grpo", tmp_path, num_generations=4)
+    monkeypatch.setattr(trainer, "token_advantages", lambda judged, rollout, advantage_B: advantage_B)
+    with pytest.raises(TrainingError, match=r"token_advantages: a tensor of shape \[4\]\. Give one of shape \[4, 1\] or \[4, \d+\]"):
+        trainer.train()
 
 
 def test_a_run_with_inner_iterations_resumes_at_a_rollout_bit_for_bit(tmp_path):

@@ -23,6 +23,7 @@ from unmask.errors import ConfigError, DataError, TrainingError, UnmaskError
 from unmask.generation.backends import make_backend
 from unmask.generation.http import RemoteError
 from unmask.generation.trace import Generation
+from unmask.methods import Rollout
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.objectives.policy import advantages, kept_groups, overlong_penalty
 from unmask.sandbox.outcome import Status
@@ -38,8 +39,8 @@ from unmask.training.viewwise import ViewwiseTrainer
 class CollectingTrainer(ViewwiseTrainer):
     """A trainer that makes its own training data: completions of prompts, judged by reward functions.
 
-    What research varies is a method of its own here: `sample` (partial rollouts, inpainted hints), `judge` (rewards of single steps),
-    `shaped` (what is added to a reward).
+    What research varies is a method of its own here: `sample` (partial rollouts, inpainted hints), `judge` (what completions earn),
+    `shaped` (what is added to a reward), `token_advantages` (rewards of single steps or tokens).
     """
 
     args: GRPOConfig
@@ -174,6 +175,18 @@ class CollectingTrainer(ViewwiseTrainer):
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(reward_B, group_B, low, high, spread=bool(self.args.drop_equal_groups))
         return advantage_B[here], kept_B[here]
+
+    def token_advantages(self, judged: Judged, rollout: Rollout, advantage_B: Tensor) -> Tensor:
+        """The advantages of the tokens of a micro-batch: [B, T], or [B, 1] where all of a completion have the same.
+
+        To learn from rewards of single steps (MDPO, He et al. 2025), look them up by `rollout.steps_BT`, the step that revealed a token.
+
+        Args:
+            judged: the completions and what they earned.
+            rollout: the same completions as they are scored.
+            advantage_B: of each completion, against its group.
+        """
+        return advantage_B[:, None]
 
     def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[Mapping[str, Any]]:
         """The groups of so many prompts that are not used yet, on no process; these are then used."""

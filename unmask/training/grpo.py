@@ -30,6 +30,7 @@ from unmask.objectives.policy import count_items, shares
 from unmask.training.checkpoints import steps_done
 from unmask.training.collecting import CollectingTrainer, completion_key
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.prompts import Judged
 from unmask.training.reference import Reference
 from unmask.training.rewards import RewardFunction
 from unmask.training.rollouts import GroupSampler, make_rollout
@@ -43,7 +44,7 @@ class Update:
     """A micro-batch of completions with the views and scores of one inner iteration.
 
     Attributes:
-        advantage_BT: of each completion [B, 1] (or of each token).
+        advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
         learnt_BT: the tokens that count.
         old_BVT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
         reference_BVT: those of the reference, if the policy is held to one.
@@ -71,6 +72,9 @@ class GRPOTrainer(CollectingTrainer):
 
     Masks are planned once per rollout and inner iteration, and the same masks score the policy, the old policy and the
     reference. Dropout is off, so the first update has a ratio of exactly 1. Of several views one is gone through at a time.
+
+    To give single tokens or denoising steps advantages of their own, override `token_advantages`; `CollectingTrainer` names what else
+    can be overridden.
     """
 
     def __init__(
@@ -231,7 +235,7 @@ class GRPOTrainer(CollectingTrainer):
             at = slice(start, start + len(micro_batch))
             rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
             with self.phases("scoring"):
-                made.append(self._score_rollout(judged.rows[at], rollout, advantage_B[at], kept_B[at], step))
+                made.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
         if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
             self.record("masks/reuse_rate", stats["rate"])
@@ -251,17 +255,18 @@ class GRPOTrainer(CollectingTrainer):
         """How often the masking strategy reuses what it made: see there."""
         return (self.masking or MaskingStrategy()).get_cache_stats()
 
-    def _score_rollout(
-        self, rows: Sequence[Mapping[str, Any]], rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int
-    ) -> list[Update]:
+    def _score_rollout(self, judged: Judged, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
         device = self.lm.device
-        key_B = torch.tensor([completion_key(row, step) for row in rows], device=device)
-        advantage_B1, kept_B1 = advantage_B[:, None].to(device), kept_B[:, None].to(device)
+        key_B = torch.tensor([completion_key(row, step) for row in judged.rows], device=device)
+        advantage_BT, kept_B1 = self.token_advantages(judged, rollout, advantage_B.to(device)).to(device), kept_B[:, None].to(device)
+        if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
+            remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
+            raise TrainingError(f"a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
         updates: list[Update] = []
         with evaluating(self.lm), self.accelerator.autocast():
             for iteration in range(self.args.num_iterations):
                 views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
-                update = Update(rollout, views, advantage_B1, learnable(rollout, views) & kept_B1, None, None)
+                update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
                 if iteration > 0:
                     update.old_BVT = self.score_views(self.lm, update)
                 if self.reference is not None:

@@ -88,6 +88,12 @@ class Judged:
         """The prompt of each completion."""
         return torch.tensor([row["sample_id"] for row in self.rows])
 
+    def part(self, at: slice) -> Judged:
+        """Some of the completions."""
+        generation = self.generation
+        lists: dict[str, Any] = {name: part[at] for name, part in vars(generation).items() if isinstance(part, list)}
+        return Judged(self.rows[at], replace(generation, **lists), self.reward_BF[at], self.total_B[at])
+
     def replaced(self, at: Sequence[int], other: Judged) -> Judged:
         """With these rows exchanged."""
         where = {place: index for index, place in enumerate(at)}
