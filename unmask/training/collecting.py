@@ -123,7 +123,7 @@ class CollectingTrainer(ViewwiseTrainer):
         keys = [completion_key(row, step) for row in rows]
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
         generation = Generation([], [], [], [], [], [], trace=[])
-        with failing_together(), self.phases("generation"):
+        with failing_together(), self.phases("generation"), self.lockstep():
             if rows:
                 generation = self.backend.generate([row["prompt"] for row in rows], config, keys)
         self.phases.count(generated=sum(map(len, generation.tokens)))

@@ -263,7 +263,7 @@ class GRPOTrainer(CollectingTrainer):
             remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
             raise TrainingError(f"a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
         updates: list[Update] = []
-        with evaluating(self.lm), self.accelerator.autocast():
+        with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
             for iteration in range(self.args.num_iterations):
                 views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
                 update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)

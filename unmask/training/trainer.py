@@ -5,6 +5,7 @@ Shapes: B batch, V views, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -31,6 +32,7 @@ from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.adapters import merged, quantised, with_adapters
 from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
 from unmask.training.history import chosen_settings, stage_entry
+from unmask.training.lockstep import lockstep
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig
@@ -218,6 +220,15 @@ class DiffusionTrainer(Trainer):
         """Whether checkpoints are those of FSDP or DeepSpeed, with other files."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether every process holds a part of the weights, so that each forward pass takes all processes: FSDP and ZeRO 3."""
+        return self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3)
+
+    def lockstep(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, processes may make different numbers of passes without gradients, and must not wait for one another otherwise."""
+        return lockstep(self.lm, self.args.device) if self.shares_weights else contextlib.nullcontext()
+
     def told_settings(self) -> dict[str, Any]:
         """What the model's history says of the settings."""
         return chosen_settings(self.args)
@@ -298,7 +309,7 @@ class DiffusionTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        with torch.no_grad(), self.compute_loss_context_manager():
+        with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             loss, _ = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
         return loss.detach(), None, None
 

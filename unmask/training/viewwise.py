@@ -70,20 +70,23 @@ class ViewwiseTrainer(DiffusionTrainer):
         return self.args.score_chunk or len(self.tokens_of(batch)[0])
 
     def passes_of(self, batch: Any) -> list[Piece]:
-        """The passes that a batch takes, but for those in which nothing is scored; where the weights are sharded, as many on every rank."""
-        views = self.views_of(batch)
-        every = list(passes(self.lm, len(views.hidden_BVT), views.count, self.chunk(batch)))
+        """The passes that a batch takes, but for those in which nothing is scored; where ranks need it, as many on each of them."""
+        every, views = self._every_pass(batch), self.views_of(batch)
         made = [piece for piece in every if views.scored_BVT[piece].any()] or every[:1]
-        if self.sharded:
-            count = torch.tensor([len(made)], device=self.accelerator.device)
-            made += [made[-1]] * (int(self.accelerator.gather(count).max()) - len(made))
-        return made
+        return made + [made[-1]] * (self._most(len(made)) - len(made))
+
+    def _every_pass(self, batch: Any) -> list[Piece]:
+        views = self.views_of(batch)
+        return list(passes(self.lm, len(views.hidden_BVT), views.count, self.chunk(batch)))
+
+    def _most(self, count: int) -> int:
+        """The largest count of a rank, where all must make the same passes (their weights or gradients are sharded); else this one's."""
+        return int(self.accelerator.gather(torch.tensor([count], device=self.args.device)).max()) if self.sharded else count
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One pass is an ordinary step. Of several each gets the part of the gradient that is its own."""
         model.train()  # in evaluations masks are others
-        views = self.views_of(inputs)
-        if views.hidden_BVT.shape[:2].numel() <= self.chunk(inputs):
+        if self._most(len(self._every_pass(inputs))) == 1:
             return super().training_step(model, inputs, num_items_in_batch)
         with self.phases("backward"):
             return self._pass_by_pass(model, inputs, num_items_in_batch)
@@ -115,7 +118,7 @@ class ViewwiseTrainer(DiffusionTrainer):
 
     def _slopes(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
         """The loss, and what it changes by with each score [B, V, T]."""
-        with torch.no_grad(), self.compute_loss_context_manager(), self.phases("forward"):
+        with torch.no_grad(), self.compute_loss_context_manager(), self.phases("forward"), self.lockstep():
             values_BVT = self.score_views(lm, batch).detach().requires_grad_()
         with torch.enable_grad():
             loss = self._shared(self.loss_on(batch, values_BVT), items)
