@@ -26,13 +26,18 @@ from unmask.training.trainer import DiffusionTrainer
 RUN = {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
 
 
+def pass_for_gpus() -> None:
+    """Accelerate shards across GPUs alone: these processes pass for some, and memory for pinned."""
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
 def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     """The same run in all modes, but for what shards it."""
     given = settings(folder, **RUN | more)
     args = SFTConfig(**given) if verb == "sft" else GRPOConfig(**given | ROLLOUT)
-    if args.fsdp:  # accelerate shards across GPUs alone: these processes pass for some, and memory for pinned
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+    if args.fsdp:
+        pass_for_gpus()
     return SFTTrainer(tiny(), args, PAIRS) if isinstance(args, SFTConfig) else GRPOTrainer(tiny(), share_of_a, args, PAIRS)
 
 
@@ -71,6 +76,41 @@ def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
         "offload": bool(offload),
         "losses": [line["loss"] for line in run.state.log_history if "loss" in line],
     }
+
+
+RAGGED = {
+    "method": "cj-grpo",
+    "max_completion_length": 8,
+    "block_size": 2,
+    "gradient_accumulation_steps": 2,
+    "num_iterations": 2,
+    "beta": 0.1,
+    "max_steps": 2,
+    "optim": "sgd",
+    "learning_rate": 0.1,
+    "max_grad_norm": 1e6,
+}
+"""A run on a trajectory: a completion has as many views as it has steps, and stops where it ends."""
+RATIOS = {"tokens": "token", "sequences": "sequence"}
+"""Of tokens the loss is the sum of those of its passes; of sequences every pass has to know the scores of the others."""
+QUESTIONS = [{"prompt": prompt} for prompt in ("ab", "ha", "ccg")]
+
+
+def ragged(folder: Path, **more: Any) -> GRPOTrainer:
+    """The same ragged run in all modes, in float64."""
+    args = GRPOConfig(**settings(folder, **ROLLOUT | RAGGED | more))
+    if args.fsdp:
+        pass_for_gpus()
+    return GRPOTrainer(tiny(dtype=torch.float64), share_of_a, args, PAIRS, QUESTIONS)
+
+
+def run_ragged(mode: str, folder: Path, **more: Any) -> None:
+    """Make the run and say how many views and steps the completions of this process took, and what an evaluation gives."""
+    run = ragged(folder, per_device_train_batch_size=2, **switches(mode) | more)
+    run.train()
+    views = [[update.views.count for update in updates] for updates in run.buffer]
+    run.save_model(str(folder / "model"))
+    write(folder, {"views": views, "evaluation": run.evaluate()})
 
 
 class LosingServer(LocalBackend):
@@ -115,6 +155,8 @@ def write(folder: Path, report: dict[str, Any]) -> None:
 def main(verb: str, mode: str, folder: Path) -> None:
     if verb == "lose-server":
         return lose_server(mode, folder)
+    if verb in RATIOS:
+        return run_ragged(mode, folder, ratio=RATIOS[verb])
     shares = {"per_device_train_batch_size": 2} | switches(mode)
     first = trainer(verb, folder, **shares)
     first.train()

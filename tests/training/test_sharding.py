@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers import REPOSITORY
 from tests.training.conftest import make, weights
-from tests.training.sharded import RUN
+from tests.training.sharded import RATIOS, RUN, ragged
 from unmask.models.load import load
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -57,6 +57,23 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
         assert seen["losses"] == pytest.approx([line["loss"] for line in alone.state.log_history if "loss" in line], rel=1e-5, abs=1e-6)
     for name in ("model", "resumed"):
         torch.testing.assert_close(weights(load(folder / name)), weights(alone.lm), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", RATIOS)
+@pytest.mark.parametrize("mode", ["ddp", "fsdp", pytest.param("zero3", marks=MODES["zero3"])])
+def test_processes_with_different_numbers_of_passes_make_the_same_run(mode, verb, tmp_path):
+    """With those of FSDP and ZeRO 3 every pass is one of all processes."""
+    alone = ragged(tmp_path / "alone", per_device_train_batch_size=4, ratio=RATIOS[verb])
+    start = weights(alone.lm)
+    alone.train()
+    first, second = launch(verb, mode, tmp_path / mode)
+    assert any(one != other for one, other in zip(first["views"], second["views"], strict=True)), (first, second)
+    ends = weights(load(tmp_path / mode / "model", dtype="float64"))
+    for name, end in weights(alone.lm).items():
+        change, expected = ends[name] - start[name], end - start[name]
+        assert expected.norm() > 0 and (change - expected).norm() < 1e-5 * expected.norm(), name
+    assert first["evaluation"] == second["evaluation"] == alone.evaluate()
 
 
 @pytest.mark.slow
