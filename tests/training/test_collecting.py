@@ -166,6 +166,12 @@ def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path)
         GRPOConfig(output_dir=str(tmp_path), method=rollout.pop("method", "diffu-grpo"), rollout=rollout)
 
 
+def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    with pytest.raises(ConfigError, match=r"rollout\.backend: weights that are shared out cannot be sent to a server\. Use local"):
+        make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
+
+
 def test_samples_of_completions_are_kept_and_rewound(tmp_path):
     shape = {"max_steps": 4, "log_completions_steps": 2, "log_completions_rows": 3, "save_strategy": "steps", "save_steps": 2}
     make("grpo", tmp_path, **shape).train()

@@ -14,9 +14,11 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.tasks import get_task
 from unmask.training.adapters import with_adapters
+from unmask.training.grpo import GRPOTrainer
 from unmask.training.reference import Reference
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+CPU = torch.device("cpu")
 IDS = torch.tensor([[1, 4, 5, 3, 3, 6]])
 
 
@@ -41,7 +43,7 @@ def train(lm: DiffusionLM) -> None:
 def test_a_frozen_copy_is_the_model_as_it_was(moves):
     lm = tiny()
     before = scores(lm)
-    reference = Reference(lm, moves=moves)
+    reference = Reference(lm, device=CPU, moves=moves)
     train(lm)
     with reference.scoring() as scored:
         assert torch.equal(scores(scored), before) and not torch.equal(scores(lm), before)
@@ -50,7 +52,7 @@ def test_a_frozen_copy_is_the_model_as_it_was(moves):
 
 def test_under_adapters_the_reference_is_the_base_and_no_copy():
     base, lm = scores(tiny()), adapted()
-    reference = Reference(lm)
+    reference = Reference(lm, device=CPU)
     train(lm)
     with reference.scoring() as scored:
         assert scored.model is lm.model
@@ -60,7 +62,7 @@ def test_under_adapters_the_reference_is_the_base_and_no_copy():
 
 def test_a_moving_reference_goes_a_share_of_the_way():
     for lm in (tiny(), adapted()):
-        reference = Reference(lm, moves=True)
+        reference = Reference(lm, device=CPU, moves=True)
         start = weights(reference.lm)
         train(lm)
         reference.move(0.25)
@@ -75,11 +77,11 @@ def test_a_moving_reference_goes_a_share_of_the_way():
 
 def test_a_moved_reference_is_read_back(tmp_path):
     lm = adapted()
-    reference = Reference(lm, moves=True)
+    reference = Reference(lm, device=CPU, moves=True)
     train(lm)
     reference.move(0.5)
     reference.save(tmp_path)
-    again = Reference(adapted(), moves=True)
+    again = Reference(adapted(), device=CPU, moves=True)
     assert not torch.equal(scores(again.lm), scores(reference.lm))
     again.load(tmp_path)
     assert torch.equal(scores(again.lm), scores(reference.lm))
@@ -117,3 +119,25 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
         make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="reference_model: the policy is held to no reference"):
         make("grpo", tmp_path / "run", reference_model=str(tmp_path / "other"))
+
+
+def test_a_second_model_is_held_where_the_training_is(tmp_path):
+    """Under FSDP and DeepSpeed the policy is still elsewhere when its reference is made."""
+    lm, meta = tiny(), torch.device("meta")
+    lm.save(tmp_path / "other")
+    for path in (None, str(tmp_path / "other")):
+        reference = Reference(lm, device=meta, path=path)
+        assert {weight.device for weight in reference.lm.model.parameters()} == {meta}
+    assert {weight.device for weight in lm.model.parameters()} == {CPU}
+    assert Reference(adapted(), device=meta).lm.device == CPU  # the policy itself
+
+
+def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(tmp_path, monkeypatch):
+    lm = tiny()
+    next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"beta: no reference can be made of weights that ZeRO 3 has shared out\. Set beta to 0"):
+        make("grpo", tmp_path, lm, beta=0.1)
+    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    make("grpo", tmp_path, beta=0.1)
+    with pytest.raises(ConfigError, match=r"reference_sync_steps: weights that are shared out cannot be followed\. Leave it out"):
+        make("grpo", tmp_path, beta=0.1, reference_sync_steps=2)

@@ -59,6 +59,9 @@ class CollectingTrainer(ViewwiseTrainer):
         )
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
+        if self.shares_weights and args.rollouts.backend != "local":
+            remedy = "Use local, or train without FSDP and ZeRO 3"
+            raise ConfigError("weights that are shared out cannot be sent to a server", where="rollout.backend", remedy=remedy)
         self.history = PromptHistory(0 if train_dataset is None else len(train_dataset), args.curriculum)
         self.backend = make_backend(args.rollouts, self.lm, str(args.output_dir))
         self.samples = Samples(Path(str(args.output_dir)), every=args.log_completions_steps, rows=args.log_completions_rows)

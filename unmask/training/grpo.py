@@ -20,7 +20,7 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import TrainingError
+from unmask.errors import ConfigError, TrainingError
 from unmask.methods import Rollout, Scores, get_method
 from unmask.methods.base import learnable
 from unmask.methods.masking import MaskingStrategy, find_masking, weighed
@@ -97,8 +97,7 @@ class GRPOTrainer(CollectingTrainer):
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
         self.separable = self.method.separable and args.ratio == "token"
-        moves = args.reference_sync_steps is not None
-        self.reference = Reference(self.lm, moves=moves, path=args.reference_model) if args.needs_reference else None
+        self.reference = self._make_reference() if args.needs_reference else None
         self.buffer: list[list[Update]] = []
 
     # The loss.
@@ -274,6 +273,16 @@ class GRPOTrainer(CollectingTrainer):
                         update.reference_BVT = self.score_views(lm, update)
                 updates.append(update)
         return updates
+
+    def _make_reference(self) -> Reference:
+        moves, plugin = self.args.reference_sync_steps is not None, getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self.shares_weights and moves:
+            remedy = "Leave it out, or train without FSDP and ZeRO 3"
+            raise ConfigError("weights that are shared out cannot be followed", where="reference_sync_steps", remedy=remedy)
+        if plugin is not None and plugin.cpu_ram_efficient_loading:
+            what = "only the first process has weights to make a reference of"
+            raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy="Leave it out, or set beta to 0")
+        return Reference(self.lm, device=self.args.device, moves=moves, path=self.args.reference_model)
 
     def _move_reference(self) -> None:
         every, step = self.args.reference_sync_steps, self.state.global_step

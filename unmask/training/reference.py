@@ -22,20 +22,25 @@ class Reference:
     Args:
         lm: the policy, not trained yet. Where it has adapters that start at zero the reference is the base itself, with the adapters
             off: no second model is held.
+        device: where a second model is held, whole: that of the training, to which FSDP and DeepSpeed move the policy only later.
         moves: whether it will be moved, which takes a copy of what is trained.
         path: another model to hold the policy to, of the same vocabulary; None: the policy as it was given.
 
     Raises:
-        ConfigError: the other model has another vocabulary.
+        ConfigError: the other model has another vocabulary, or there are no whole weights: those of a model that is loaded under ZeRO 3
+            are shared out at once.
     """
 
-    def __init__(self, lm: DiffusionLM, *, moves: bool = False, path: str | None = None):
+    def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
         self.policy = lm
         self.base = hasattr(lm.model, "disable_adapter") and not moves and path is None
-        if path is not None:
-            self.lm = same_vocabulary(load(path, device=str(lm.device)), lm, path).frozen_copy()
-        else:
-            self.lm = lm if self.base else lm.frozen_copy()
+        source = lm if path is None else same_vocabulary(load(path), lm, path)
+        if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
+            remedy = "Set beta to 0, or use zero1, zero2 or FSDP"
+            raise ConfigError("no reference can be made of weights that ZeRO 3 has shared out", where="beta", remedy=remedy)
+        self.lm = lm if self.base else lm.frozen_copy() if path is None else source
+        if not self.base:
+            self.lm.model.eval().requires_grad_(False).to(device)
 
     @contextmanager
     def scoring(self) -> Iterator[DiffusionLM]:
