@@ -24,6 +24,7 @@ URL = "http://localhost:8000"
         ({"backend": "server", "url": "http://"}, "url"),
         ({"backend": "server", "url": URL, "sync": "lora"}, "sync"),
         ({"backend": "server", "url": URL, "model": "m"}, "model"),
+        ({"backend": "server", "url": URL, "sync_steps": 2}, "sync_steps"),
         ({"backend": "vllm", "url": URL, "sync": "nccl", "folder": "w"}, "folder"),
         ({"backend": "vllm", "url": URL, "sync_steps": 0}, "sync_steps"),
         ({"backend": "vllm", "url": URL, "timeout": 0.0}, "timeout"),
@@ -39,8 +40,8 @@ def test_settings_that_do_not_fit_the_backend_are_refused_by_their_name(values: 
     "values",
     [
         {},
-        {"backend": "server", "url": URL, "folder": "w", "sync_steps": 4, "patience": 0.0},
-        {"backend": "vllm", "url": "https://host", "model": "m", "sync": "lora", "api_key": "k"},
+        {"backend": "server", "url": URL, "folder": "w", "patience": 0.0},
+        {"backend": "vllm", "url": "https://host", "model": "m", "sync": "lora", "sync_steps": 4, "api_key": "k"},
     ],
 )
 def test_settings_that_fit_are_kept(values: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ class RolloutConfig(Config):
     folder: str | None = None
     """Where weights for the server are written, by a path that is the same on its side; unset: rollout_weights in the output folder."""
     sync_steps: int = Field(default=1, ge=1)
-    """Weights are sent before every so many rollouts; above 1, completions are sampled from older ones."""
+    """vllm: weights are sent before every so many rollouts; above 1, completions are of older ones, which `importance_cap` corrects for.
+    A run that is resumed sends them at once, and goes on otherwise than one that was not stopped."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for an answer: of `unmask serve` a whole rollout, of vLLM one completion."""
     patience: float = Field(default=30.0, ge=0)
@@ -47,5 +48,8 @@ class RolloutConfig(Config):
         if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
             what = f"{self.url!r} is no address" if self.url else f"backend {self.backend!r} needs the address of its server"
             raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000.")
+        if self.backend == "server" and self.sync_steps > 1:
+            what = "completions would be of older weights, and of them nothing corrects the loss"
+            raise ConfigError(what, where="sync_steps", remedy="Leave it out.")
         if self.sync == "nccl" and self.folder is not None:
             raise ConfigError("nothing is written with nccl", where="folder", remedy="Leave it out.")
