@@ -257,15 +257,23 @@ class DiffusionTrainer(Trainer):
     ) -> Tensor | tuple[Tensor, None]:
         with self.phases("forward"):
             loss = self.micro_loss(self.lm.bind(model), inputs)
-        if num_items_in_batch is None:  # evaluation: every batch by itself
+        if num_items_in_batch is not None:
+            loss = self.per_item(loss, num_items_in_batch)
+        else:  # evaluation: every batch by itself
             items = self.count_items(inputs)
-            loss = loss / items.clamp_min(1)
+            loss = self.finite(loss / items.clamp_min(1))
             self.record("loss", loss.detach(), float(items))  # transformers takes the mean over rows, whatever they count
-        else:  # DDP takes the mean over the ranks
-            loss = loss / num_items_in_batch * self.accelerator.num_processes
+        return (loss, None) if return_outputs else loss
+
+    def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor:
+        """A rank's part of the loss of an optimizer step, given the items of all ranks: DDP takes the mean over these."""
+        return self.finite(loss / items * self.accelerator.num_processes)
+
+    def finite(self, loss: Tensor) -> Tensor:
+        """The loss; TrainingError where it is not finite."""
         if not torch.isfinite(loss):
             raise TrainingError(f"the loss is {loss.item()}", where=f"step {self.state.global_step}", remedy=NOT_FINITE)
-        return (loss, None) if return_outputs else loss
+        return loss
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         if not self.over:

@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from unmask.diffusion.score import passes, score
 from unmask.diffusion.views import Views
-from unmask.errors import TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.trainer import NOT_FINITE, DiffusionTrainer
+from unmask.training.trainer import DiffusionTrainer
 
 Piece = tuple[slice, slice]
 """Rows and views of one forward pass."""
@@ -110,7 +109,7 @@ class ViewwiseTrainer(DiffusionTrainer):
                     if not self.separable:
                         loss = (slope_BVT[piece] * log_prob_BVT).sum()
                     else:
-                        loss = self._shared(self.loss_on(inputs, log_prob_BVT, piece), num_items_in_batch)
+                        loss = self.per_item(self.loss_on(inputs, log_prob_BVT, piece), num_items_in_batch)
                         total = total + loss.detach() * (index < own)
                 deepspeed = self.accelerator.distributed_type == DistributedType.DEEPSPEED
                 self.accelerator.backward(loss * (index < own), **({"scale_wrt_gas": False} if deepspeed else {}))
@@ -121,16 +120,9 @@ class ViewwiseTrainer(DiffusionTrainer):
         with torch.no_grad(), self.compute_loss_context_manager(), self.phases("forward"), self.lockstep():
             values_BVT = self.score_views(lm, batch).detach().requires_grad_()
         with torch.enable_grad():
-            loss = self._shared(self.loss_on(batch, values_BVT), items)
+            loss = self.per_item(self.loss_on(batch, values_BVT), items)
         [slope_BVT] = torch.autograd.grad(loss, values_BVT)
         return loss.detach(), slope_BVT
-
-    def _shared(self, loss: Tensor, items: Tensor | int) -> Tensor:
-        """The loss of an item, in the order of operations of `compute_loss`."""
-        loss = loss / items * self.accelerator.num_processes
-        if not torch.isfinite(loss):
-            raise TrainingError(f"the loss is {loss.item()}", where=f"step {self.state.global_step}", remedy=NOT_FINITE)
-        return loss
 
     @contextmanager
     def _accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:
