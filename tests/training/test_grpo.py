@@ -413,8 +413,11 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
 
 def test_a_group_reads_its_prompt_once(tmp_path):
     """Of two completions the second shares all but the block in work: of causal models everything."""
-    trainer = run(tmp_path, ranks, tiny("causal"), rows=[{"prompt": "abcd"}, {"prompt": "efgh"}], max_steps=1)
-    assert trainer.state.log_history[0]["prefix/reuse_rate"] == 0.5
+    prompts = [{"prompt": "abcd"}, {"prompt": "efgh"}]
+    trainer = run(tmp_path, ranks, tiny("causal"), rows=prompts, max_steps=2, eval_dataset=prompts, eval_strategy="steps", eval_steps=1)
+    assert [line["prefix/reuse_rate"] for line in trainer.state.log_history if "prefix/reuse_rate" in line] == [0.5, 0.5]
+    assert trainer.get_performance_stats()["prompt_reuse"] == 0.5
+    assert make("grpo", tmp_path / "bidirectional").get_performance_stats()["prompt_reuse"] is None
 
 
 @pytest.mark.parametrize("method", ["bgpo", "spg"])

@@ -132,7 +132,15 @@ class CollectingTrainer(ViewwiseTrainer):
         self.phases.count(generated=sum(map(len, generation.tokens)))
         if generation.prompt_reuse is not None:
             self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
+            if step is not None:
+                self._reused += generation.prompt_reuse * len(rows)
+                self._read += len(rows)
         return cut_at_end(self.lm, generation)
+
+    def get_performance_stats(self) -> dict[str, Any]:
+        """Time, memory and tokens per second by phase (`Phases.performance_stats`); and `prompt_reuse`, the mean share of the prompts of
+        this process's rollouts that was read once for a whole group (`Generation.prompt_reuse`), None where that is not known."""
+        return super().get_performance_stats() | {"prompt_reuse": self._reused / self._read if self._read else None}
 
     @contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
@@ -270,6 +278,7 @@ class CollectingTrainer(ViewwiseTrainer):
         super().log(logs, start_time)
 
     _told = 0
+    _reused, _read = 0.0, 0
 
 
 def completion_key(row: Mapping[str, Any], step: int | None) -> int:

@@ -197,7 +197,7 @@ class GRPOTrainer(CollectingTrainer):
                 raise ValueError(what)
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """Time, memory and tokens per second by phase (`Phases.performance_stats`), and how often masks were reused."""
+        """As of `CollectingTrainer`, and as `mask_cache` how often masks were reused."""
         return super().get_performance_stats() | {"mask_cache": self.get_cache_stats()}
 
     # Rollouts.
