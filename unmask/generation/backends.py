@@ -94,7 +94,7 @@ class LocalBackend:
     def close(self) -> None: ...
 
 
-class ServedBackend:
+class RemoteBackend:
     """What backends with a server share: which weights it should hold, and the folders that it reads them from.
 
     Attributes:
@@ -151,7 +151,7 @@ class ServedBackend:
         raise NotImplementedError
 
 
-class ServerBackend(ServedBackend):
+class ServerBackend(RemoteBackend):
     """`unmask serve`: any model, with the tokens that it would give in process.
 
     Raises:
@@ -191,7 +191,7 @@ class ServerBackend(ServedBackend):
         self.http.close()
 
 
-class VLLMBackend(ServedBackend):
+class VLLMBackend(RemoteBackend):
     """A vLLM server, for causal models. Its tokens are drawn with noise of its own; those of temperature 0 are the same as in process.
 
     Start it from a model that Unmask saved, whose vocabulary has the mask token:

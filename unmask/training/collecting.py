@@ -272,12 +272,12 @@ class CollectingTrainer(ViewwiseTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         every = self.args.performance_log_interval
-        if every and "loss" in logs and self.state.global_step // every > self._told // every:
-            self._told = self.state.global_step
+        if every and "loss" in logs and self.state.global_step // every > self._performance_logged // every:
+            self._performance_logged = self.state.global_step
             logs |= self.phases.take()
         super().log(logs, start_time)
 
-    _told = 0
+    _performance_logged = 0
     _reused, _read = 0.0, 0
 
 

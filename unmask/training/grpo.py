@@ -173,7 +173,7 @@ class GRPOTrainer(CollectingTrainer):
         if checkpoint is None:
             return
         folder = Path(checkpoint)
-        with telling(folder):
+        with reading_checkpoint(folder):
             self.history.load(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
                 self.reference.load(folder)
@@ -300,7 +300,7 @@ class GRPOTrainer(CollectingTrainer):
 
 
 @contextmanager
-def telling(folder: Path) -> Iterator[None]:
+def reading_checkpoint(folder: Path) -> Iterator[None]:
     """Errors about a checkpoint's files then say what to do."""
     try:
         yield

@@ -33,19 +33,19 @@ class Reference:
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
         self.policy = lm
-        self.base = hasattr(lm.model, "disable_adapter") and not moves and path is None
+        self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None
         source = lm if path is None else same_vocabulary(load(path), lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             remedy = "Set beta to 0, or use zero1, zero2 or FSDP"
             raise ConfigError("no reference can be made of weights that ZeRO 3 has shared out", where="beta", remedy=remedy)
-        self.lm = lm if self.base else lm.frozen_copy() if path is None else source
-        if not self.base:
+        self.lm = lm if self.is_base else lm.frozen_copy() if path is None else source
+        if not self.is_base:
             self.lm.model.eval().requires_grad_(False).to(device)
 
     @contextmanager
     def scoring(self) -> Iterator[DiffusionLM]:
         """Inside, what is given is the reference."""
-        with self.policy.model.disable_adapter() if self.base else nullcontext():
+        with self.policy.model.disable_adapter() if self.is_base else nullcontext():
             yield self.lm
 
     @torch.no_grad()
