@@ -122,24 +122,23 @@ class Stepwise(GRPOTrainer):
 def test_single_steps_can_have_advantages_of_their_own(tmp_path):
     args = GRPOConfig(**settings(tmp_path, num_generations=4, max_completion_length=5, num_iterations=2, aggregation="token", epsilon=0.1))
     trainer = Stepwise(tiny(dtype=torch.float64), ranks, args, PAIRS)
-    [updates] = trainer.experience([[trainer.train_dataset[index] for index in range(8)]])
+    [[_, update]] = trainer.experience([[trainer.train_dataset[index] for index in range(8)]])
     with torch.no_grad():
         for number, weight in enumerate(trainer.model.parameters()):
             weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number), dtype=weight.dtype)
-    for update in updates:
-        with torch.no_grad():
-            gap_BT = (trainer.score_views(trainer.lm, update) - update.old_BVT)[:, 0]
-        expected, clipped, values = 0.0, 0, set()
-        for row, column in update.rollout.completion_BT.nonzero().tolist():
-            advantage, ratio = update.advantage_BT[row, column].item(), gap_BT[row, column].exp().item()
-            bounded = min(max(ratio, 0.9), 1.1)
-            expected -= min(ratio * advantage, bounded * advantage)
-            clipped += ratio != bounded
-            values.add((row, round(advantage, 6)))
-        items = trainer.count_items(update)
-        assert 0 < clipped < items == update.rollout.completion_BT.sum() and len(values) > 8  # more than one of a completion
-        loss = trainer.training_step(trainer.model, update, items)
-        assert loss.item() == pytest.approx(expected / items.item(), rel=1e-6)
+    with torch.no_grad():
+        gap_BT = (trainer.score_views(trainer.lm, update) - update.old_BVT)[:, 0]
+    expected, clipped, values = 0.0, 0, set()
+    for row, column in update.rollout.completion_BT.nonzero().tolist():
+        advantage, ratio = update.advantage_BT[row, column].item(), gap_BT[row, column].exp().item()
+        bounded = min(max(ratio, 0.9), 1.1)
+        expected -= min(ratio * advantage, bounded * advantage)
+        clipped += ratio != bounded
+        values.add((row, round(advantage, 6)))
+    items = trainer.count_items(update)
+    assert 0 < clipped < items == update.rollout.completion_BT.sum() and len(values) > 8  # more than one of a completion
+    loss = trainer.training_step(trainer.model, update, items)
+    assert loss.item() == pytest.approx(expected / items.item(), rel=1e-6)
 
 
 def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(tmp_path, monkeypatch):
