@@ -79,6 +79,7 @@ def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
 
 
 RAGGED = {
+    "seed": 0,
     "method": "cj-grpo",
     "max_completion_length": 8,
     "block_size": 2,
@@ -101,7 +102,10 @@ def ragged(folder: Path, **more: Any) -> GRPOTrainer:
     args = GRPOConfig(**settings(folder, **ROLLOUT | RAGGED | more))
     if args.fsdp:
         pass_for_gpus()
-    return GRPOTrainer(tiny(dtype=torch.float64), share_of_a, args, PAIRS, QUESTIONS)
+    lm = tiny(dtype=torch.float64)
+    with torch.no_grad():  # completions end here and there
+        lm.model.lm_head.weight[lm.eos_token_id] *= 10
+    return GRPOTrainer(lm, share_of_a, args, PAIRS, QUESTIONS)
 
 
 def run_ragged(mode: str, folder: Path, **more: Any) -> None:

@@ -215,6 +215,7 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
             "eval_rewards/b": 2.0,
             "eval_rewards/tenth": 0.1,
             "eval_rewards/never": math.nan,
+            "epoch": 0,
         },
         nan_ok=True,
     )

@@ -34,6 +34,11 @@ def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -
     return trainer
 
 
+def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs wherever completions do, as good as always."""
+    return [1 / sum(number * token for number, token in enumerate(ids, start=1)) for ids in completion_ids]
+
+
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_each_step_holds_whole_groups_and_each_epoch_each_prompt(repeats):
     sampler = GroupSampler(7, prompts=3, group=4, repeats=repeats, seed=0)
@@ -320,7 +325,7 @@ def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, messa
 
 def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
     shape = {"max_steps": 7, "num_iterations": 3, "save_strategy": "steps", "save_steps": 2, "rows": PAIRS[:6], "method": "cj-grpo"}
-    more = {"beta": 0.1, "reference_sync_steps": 3, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}
+    more = {"beta": 0.1, "reference_sync_steps": 3, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True, "reward": low_ids}
     straight = make("grpo", tmp_path, **shape, **more)
     straight.train()
     for checkpoint in ("checkpoint-2", "checkpoint-4", "checkpoint-6"):
