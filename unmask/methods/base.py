@@ -42,12 +42,12 @@ class Rollout:
     sampled_BT: Tensor | None = None
 
     @property
-    def beyond_BT(self) -> Tensor:  # noqa: N802
+    def beyond_BT(self) -> Tensor:
         """The canvas behind the end of the completion."""
         return (self.documents_BT > 0) & ~self.prompt_BT & ~self.completion_BT
 
     @property
-    def revealed_BT(self) -> Tensor:  # noqa: N802
+    def revealed_BT(self) -> Tensor:
         """The canvas as far as it was denoised: the completion, and what came with it behind its end."""
         return self.completion_BT | (self.beyond_BT & (self.steps_BT >= 0))
 
@@ -88,17 +88,17 @@ class Scores:
         return (self.views.weight_BVT * log_prob_BVT).sum(1)
 
     @property
-    def share_B1(self) -> Tensor:  # noqa: N802
+    def share_B1(self) -> Tensor:
         """How much each completion counts."""
         return self.share_BT.sum(1, keepdim=True)
 
     @property
-    def advantage_B1(self) -> Tensor:  # noqa: N802
+    def advantage_B1(self) -> Tensor:
         """One advantage a completion: of advantages by tokens the mean over what counts."""
         return (self.advantage_BT * self.share_BT).sum(1, keepdim=True) / self.share_B1.clamp_min(torch.finfo(torch.float32).tiny)
 
     @property
-    def length_B1(self) -> Tensor:  # noqa: N802
+    def length_B1(self) -> Tensor:
         """The tokens of each completion, and what is scored behind its end."""
         return learnable(self.rollout, self.views).sum(1, keepdim=True).clamp_min(1)
 

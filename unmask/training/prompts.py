@@ -84,7 +84,7 @@ class Judged:
     total_B: Tensor
 
     @property
-    def group_B(self) -> Tensor:  # noqa: N802
+    def group_B(self) -> Tensor:
         """The prompt of each completion."""
         return torch.tensor([row["sample_id"] for row in self.rows])
 
