@@ -129,6 +129,9 @@ class Listed:
     def __init__(self, time_N: Tensor, noise_NT: Tensor):
         self.time_N, self.noise_NT, self.order_B = time_N, noise_NT, None
 
+    def per_sequence(self, views: int, stream: Stream) -> Tensor:
+        return self.time_N[:, None].expand(-1, views)
+
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         shape = (len(position_BT), views, position_BT.shape[1])
         return (self.noise_NT[:, None] if stream == Stream.MASK else self.time_N[:, None, None]).expand(shape)

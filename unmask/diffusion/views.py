@@ -62,10 +62,8 @@ class Views:
 
     def apart(self) -> tuple[Views, Views]:
         """The noised views, and the causal one."""
-        noised, causal = (
-            Views(self.hidden_BVT[:, at], self.scored_BVT[:, at], self.weight_BVT[:, at]) for at in (slice(-1), slice(-1, None))
-        )
-        return noised, replace(causal, causal=True)
+        every = slice(None)
+        return self.piece(every, slice(-1)), replace(self.piece(every, slice(-1, None)), causal=True)
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,10 @@ class Draw:
             self.seed, self.key_B[:, None, None], step=self.iteration, position=position_BT[:, None, :], stream=stream, view=view_1V1
         )
 
+    def per_sequence(self, views: int, stream: Stream) -> Tensor:
+        """[B, V] float64 in [0, 1): a number for each view of a sequence."""
+        return self.uniform(torch.zeros_like(self.key_B[:, None]), views, stream).squeeze(2)
+
 
 def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) -> Views:
     """A time per group, stratified over the views; each token is hidden independently with probability 1 - alpha(t).
@@ -103,7 +105,7 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) 
         views: number of views.
     """
     time_BVT = noise.time(stratified(draw, group_BT, views))
-    hidden_BVT = (draw.uniform(_columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BVT)) & (group_BT >= 0)[:, None]
+    hidden_BVT = (draw.uniform(columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BVT)) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BVT, noise.weight(time_BVT) / views)
 
 
@@ -116,7 +118,7 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     noise = noise.paired()
     time_BVT = noise.time(stratified(draw, group_BT, 1))
     rate_BVT, weight_BVT = noise.schedule.mask_rate(time_BVT), noise.weight(time_BVT)
-    first_BVT = draw.uniform(_columns(group_BT), 1, Stream.MASK) < rate_BVT
+    first_BVT = draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BVT
     hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
     other_BVT = weight_BVT if noise.weighting in ("uniform", "cart") else weight_BVT * rate_BVT / (1 - rate_BVT)
     return _weighted(hidden_BVT, torch.cat([weight_BVT, other_BVT], 1) / 2)
@@ -162,7 +164,7 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     """
     size_B1T = group_sizes(group_BT)[:, None]
     count_B1T = 1 + (stratified(draw, group_BT, 1) * size_B1T).long()
-    first_B1T = _ranks(group_BT, draw.uniform(_columns(group_BT), 1, Stream.MASK)) < count_B1T
+    first_B1T = hide(group_BT, draw, count_B1T)
     hidden_BVT = torch.cat([first_B1T, ~first_B1T], 1) & (group_BT >= 0)[:, None]
     whole_B1T = count_B1T == size_B1T
     weight_B1T = torch.where(whole_B1T, 1.0, size_B1T / count_B1T / 2)
@@ -176,7 +178,7 @@ def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     size_B1T = group_sizes(group_BT)[:, None]
     count_BVT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
     first_BVT = hide(group_BT, draw, count_BVT)
-    hidden_BVT = torch.cat([first_BVT, ~first_BVT & (group_BT >= 0)[:, None]], 1)
+    hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
     return _weighted(hidden_BVT, (size_B1T + 1) / torch.cat([count_BVT, size_B1T - count_BVT], 1).clamp_min(1) / (2 * pairs))
 
 
@@ -193,7 +195,7 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = views - 1
     pairs = rest // 2
-    order_BVT = _ranks(group_BT, draw.uniform(_columns(group_BT), pairs + rest % 2, Stream.MASK))
+    order_BVT = _ranks(group_BT, draw.uniform(columns(group_BT), pairs + rest % 2, Stream.MASK))
     time_BVT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
     count_BVT = 1 + (time_BVT * (size_B1T - 1)).long()
     hidden_BVT = order_BVT < count_BVT
@@ -214,18 +216,19 @@ def all_masked_views(
     hidden_BVT = completion_BT[:, None].clone()
     if prompt_rate > 0:
         assert prompt_BT is not None and draw is not None
-        hidden_BVT |= (draw.uniform(_columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
+        hidden_BVT |= (draw.uniform(columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
     scored_BVT = completion_BT[:, None]
     return Views(hidden_BVT, scored_BVT, scored_BVT.float())
 
 
 def hide(group_BT: Tensor, draw: Draw, count_BVT: Tensor) -> Tensor:
     """So many tokens of each group, chosen at random [B, V, T]."""
-    rank_BVT = _ranks(group_BT, draw.uniform(_columns(group_BT), count_BVT.shape[1], Stream.MASK))
+    rank_BVT = _ranks(group_BT, draw.uniform(columns(group_BT), count_BVT.shape[1], Stream.MASK))
     return (rank_BVT < count_BVT) & (group_BT >= 0)[:, None]
 
 
-def _columns(like_BT: Tensor) -> Tensor:
+def columns(like_BT: Tensor) -> Tensor:
+    """The position of every token [B, T]."""
     return torch.arange(like_BT.shape[1], device=like_BT.device).expand_as(like_BT)
 
 

@@ -55,6 +55,11 @@ class Rollout:
         """Some of the completions."""
         return replace(self, **{name: part[at] for name, part in vars(self).items() if part is not None})
 
+    def hiding(self, scored_BVT: Tensor, weight_BVT: Tensor) -> Views:
+        """Views that hide what they score, and behind the end what none of them scores, as when the text was sampled."""
+        rest_BT = self.beyond_BT & ~scored_BVT.any(1)
+        return Views(scored_BVT | rest_BT[:, None], scored_BVT, weight_BVT.float())
+
     def groups_of(self, chosen_BT: Tensor) -> Tensor:
         """The groups [B, T] of some tokens; -1 elsewhere."""
         return torch.where(chosen_BT, self.group_BT, -1)
@@ -86,6 +91,10 @@ class Scores:
     def of_tokens(self, log_prob_BVT: Tensor) -> Tensor:
         """The weighted sum over views [B, T]."""
         return (self.views.weight_BVT * log_prob_BVT).sum(1)
+
+    def of_sequences(self, log_prob_BVT: Tensor) -> Tensor:
+        """The weighted sum over views and tokens [B, 1]."""
+        return self.of_tokens(log_prob_BVT).sum(1, keepdim=True)
 
     @property
     def share_B1(self) -> Tensor:
@@ -154,10 +163,13 @@ def surrogate(
     return of_elements(loss + config.beta * kl, share, made.ratio, made.clipped, kl)
 
 
-def of_elements(loss: Tensor, share: Tensor, ratio: Tensor, clipped: Tensor, kl: Tensor) -> Loss:
-    """The sum of what counts."""
+def of_elements(loss: Tensor, share: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None) -> Loss:
+    """The sum of what counts. What is not given was 1, not clipped, and 0."""
     counts = share > 0
-    return Loss((share * loss).sum(), ratio[counts], clipped[counts], kl[counts].detach())
+    ratio = torch.ones_like(share) if ratio is None else ratio
+    clipped = torch.zeros_like(counts) if clipped is None else clipped
+    kl = torch.zeros_like(share) if kl is None else kl.detach()
+    return Loss((share * loss).sum(), ratio[counts], clipped[counts], kl[counts])
 
 
 def policy_gradient(scores: Scores, config: Any) -> Loss:
@@ -166,10 +178,10 @@ def policy_gradient(scores: Scores, config: Any) -> Loss:
     loss_BT = -scores.advantage_BT * policy_BT
     if scores.importance_BT is not None:
         loss_BT = scores.importance_BT * loss_BT
-    kl_BT = torch.zeros_like(policy_BT)
-    if scores.reference_BVT is not None:
-        kl_BT = scores.of_tokens(divergence(scores.reference_BVT - scores.policy_BVT, config.kl))  # weights may be far from 1
-    return of_elements(loss_BT + config.beta * kl_BT, scores.share_BT, torch.ones_like(policy_BT), torch.zeros_like(kl_BT) > 0, kl_BT)
+    if scores.reference_BVT is None:
+        return of_elements(loss_BT, scores.share_BT)
+    kl_BT = scores.of_tokens(divergence(scores.reference_BVT - scores.policy_BVT, config.kl))  # weights may be far from 1
+    return of_elements(loss_BT + config.beta * kl_BT, scores.share_BT, kl=kl_BT)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from unmask.diffusion.noise import Stream
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import Draw, Views, columns
 from unmask.methods.base import Method, Rollout
 
 LOW, HIGH = 0.2, 0.8
@@ -19,13 +19,11 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     What a token weighs is not a probability: a small rho inflates its ratio.
     """
     completion_B1T = rollout.completion_BT[:, None]
-    first_B1 = torch.zeros_like(rollout.group_BT[:, :1])
-    rate_B11 = LOW + (HIGH - LOW) * draw.uniform(first_B1, 1, Stream.TIME)
-    position_BT = torch.arange(rollout.ids_BT.shape[1], device=first_B1.device).expand_as(rollout.ids_BT)
-    chosen_B1T = draw.uniform(position_BT, 1, Stream.MASK) < rate_B11
+    rate_B11 = LOW + (HIGH - LOW) * draw.per_sequence(1, Stream.TIME)[:, :, None]
+    chosen_B1T = draw.uniform(columns(rollout.ids_BT), 1, Stream.MASK) < rate_B11
     scored_BVT = torch.cat([completion_B1T, completion_B1T & chosen_B1T, completion_B1T & ~chosen_B1T], 1)
     weight_BV1 = torch.cat([torch.ones_like(rate_B11), 1 / rate_B11, 1 / (1 - rate_B11)], 1) / 2
-    return Views(scored_BVT | rollout.beyond_BT[:, None], scored_BVT, torch.where(scored_BVT, weight_BV1, 0).float())
+    return rollout.hiding(scored_BVT, torch.where(scored_BVT, weight_BV1, 0))
 
 
 COUPLED_GRPO = Method("coupled-grpo", plan, defaults={"advantage": "leave-one-out", "beta": 0.01})

@@ -4,8 +4,7 @@ One of your own is a class with `plan`, for `GRPOTrainer(..., masking=Growing())
 
     class Growing(MaskingStrategy):
         def plan(self, rollout, draw, config, progress):
-            position_BT = torch.arange(rollout.ids_BT.shape[1], device=rollout.ids_BT.device).expand_as(rollout.ids_BT)
-            hidden_BVT = draw.uniform(position_BT, config.samples, Stream.MASK) < 0.2 + 0.6 * progress
+            hidden_BVT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
             return weighed(rollout, hidden_BVT & rollout.completion_BT[:, None], config)
 
 Shapes: B completions, V views, T positions, N patterns; L tokens of a group, k of them hidden.
@@ -77,7 +76,7 @@ def weighed(rollout: Rollout, scored_BVT: Tensor, config: Any, weighing: Weighin
         weight_BVT = scored_BVT * group_sizes(group_BT)[:, None] / count_BVT / scored_BVT.shape[1]
     else:
         weight_BVT = scored_BVT / scored_BVT.sum(1 if weighing == "token" else 2, keepdim=True).clamp_min(1)
-    return Views(scored_BVT | rollout.beyond_BT[:, None], scored_BVT, weight_BVT.float())
+    return rollout.hiding(scored_BVT, weight_BVT)
 
 
 class Diffusion(MaskingStrategy):

@@ -24,12 +24,13 @@ def structured_time(rollout: Rollout, draw: Draw, config: Any) -> Views:
     time_B11 = ((start_B + draw.iteration / config.num_iterations) % 1.0)[:, None, None]
     count_B1T = (time_B11 * group_sizes(group_BT)[:, None]).ceil().long().clamp_min(1)
     hidden_BVT = hide(group_BT, draw, count_B1T)
-    return Views(hidden_BVT | rollout.beyond_BT[:, None], hidden_BVT, hidden_BVT.float())
+    return rollout.hiding(hidden_BVT, hidden_BVT)
 
 
 def coupled_counts(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """`config.samples` complementary pairs over the whole canvas (ESPO, Ou et al. 2025)."""
-    return _behind_the_end(rollout, pairs_of_counts(rollout.groups_of(rollout.revealed_BT), draw, pairs=config.samples))
+    views = pairs_of_counts(rollout.groups_of(rollout.revealed_BT), draw, pairs=config.samples)
+    return rollout.hiding(views.scored_BVT, views.weight_BVT)
 
 
 def quadrature(rollout: Rollout, draw: Draw, config: Any) -> Views:
@@ -41,18 +42,13 @@ def quadrature(rollout: Rollout, draw: Draw, config: Any) -> Views:
     size_B1T = group_sizes(group_BT)[:, None]
     count_BVT = (node_1V1 * size_B1T).ceil().long()
     hidden_BVT = hide(group_BT, draw, count_BVT)
-    return _behind_the_end(rollout, Views(hidden_BVT, hidden_BVT, (hidden_BVT * weight_1V1 * size_B1T / count_BVT).float()))
+    return rollout.hiding(hidden_BVT, hidden_BVT * weight_1V1 * size_B1T / count_BVT)
 
 
 def low_discrepancy(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """`config.samples` views of k ~ U{1..L} hidden tokens, stratified, of weight L/k over their number (BGPO, Lin et al. 2025)."""
-    return _behind_the_end(rollout, exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=config.samples))
-
-
-def _behind_the_end(rollout: Rollout, views: Views) -> Views:
-    """What is not scored behind the end stays hidden, as when the text was sampled."""
-    rest_BT = rollout.beyond_BT & ~views.hidden_BVT.any(1)
-    return Views(views.hidden_BVT | rest_BT[:, None], views.scored_BVT, views.weight_BVT)
+    views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=config.samples)
+    return rollout.hiding(views.scored_BVT, views.weight_BVT)
 
 
 def mean_ratio(scores: Scores, config: Any) -> Loss:
@@ -60,21 +56,21 @@ def mean_ratio(scores: Scores, config: Any) -> Loss:
 
     Of the estimates of the divergence only k2 has a gradient that is neither zero in the mean nor of unbounded variance here.
     """
-    policy_B1, old_B1 = (scores.of_tokens(part).sum(1, keepdim=True) for part in (scores.policy_BVT, scores.old_BVT))
-    length_B1 = scores.length_B1
-    made = surrogate((policy_B1 - old_B1) / length_B1, None, scores.advantage_B1, scores.share_B1, config)
+    policy_B1, length_B1 = scores.of_sequences(scores.policy_BVT), scores.length_B1
+    gap_B1 = policy_B1 - scores.of_sequences(scores.old_BVT)
+    made = surrogate(gap_B1 / length_B1, None, scores.advantage_B1, scores.share_B1, config)
     if scores.reference_BVT is None:
         return made
-    kl_B1 = divergence(scores.of_tokens(scores.reference_BVT).sum(1, keepdim=True) - policy_B1, config.kl) / length_B1
+    kl_B1 = divergence(scores.of_sequences(scores.reference_BVT) - policy_B1, config.kl) / length_B1
     return made._replace(total=made.total + (scores.share_B1 * config.beta * kl_B1).sum(), kl=kl_B1[scores.share_B1 > 0].detach())
 
 
 def whole_ratio(scores: Scores, config: Any) -> Loss:
     """The surrogate of exp(bound - old bound), divided by the length (GDPO, eq. 9)."""
-    policy_B1, old_B1 = (scores.of_tokens(part).sum(1, keepdim=True) for part in (scores.policy_BVT, scores.old_BVT))
-    reference_B1 = None if scores.reference_BVT is None else scores.of_tokens(scores.reference_BVT).sum(1, keepdim=True) - policy_B1
-    share_B1 = scores.share_B1 / scores.length_B1
-    return surrogate(policy_B1 - old_B1, reference_B1, scores.advantage_B1, share_B1, config)
+    policy_B1 = scores.of_sequences(scores.policy_BVT)
+    gap_B1 = policy_B1 - scores.of_sequences(scores.old_BVT)
+    reference_B1 = None if scores.reference_BVT is None else scores.of_sequences(scores.reference_BVT) - policy_B1
+    return surrogate(gap_B1, reference_B1, scores.advantage_B1, scores.share_B1 / scores.length_B1, config)
 
 
 def linear_bound(scores: Scores, config: Any) -> Loss:
@@ -87,8 +83,7 @@ def linear_bound(scores: Scores, config: Any) -> Loss:
     value_BV = torch.where(advantage_B1 > 0, 1 + delta_BV, delta_BV.exp().clamp_max(most))
     share_BV = (scores.share_B1 / count).expand_as(delta_BV)
     ratio_BV = delta_BV.detach().exp()
-    clipped_BV = (advantage_B1 < 0) & (ratio_BV > most)
-    return of_elements(-advantage_B1 * value_BV, share_BV, ratio_BV, clipped_BV, torch.zeros_like(delta_BV))
+    return of_elements(-advantage_B1 * value_BV, share_BV, ratio_BV, (advantage_B1 < 0) & (ratio_BV > most))
 
 
 UNI_GRPO = Method("uni-grpo", structured_time, defaults={"ratio": "sequence", "aggregation": "sequence", "advantage": "z-score"})

@@ -21,23 +21,22 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     block_BT = torch.where(rollout.completion_BT, rollout.block_BT, -1)
     blocks_B = block_BT.amax(1) + 1
     number = max(int(blocks_B.max()), 1)
-    order_BK = draw.uniform(torch.zeros_like(block_BT[:, :1]), number, Stream.ORDER).squeeze(2)
+    order_BK = draw.per_sequence(number, Stream.ORDER)
     exists_BK = torch.arange(number, device=block_BT.device) < blocks_B[:, None]
     ranked_BK = torch.where(exists_BK, order_BK, torch.inf).argsort(1)
     turn_V = torch.arange(config.samples, device=block_BT.device)
     chosen_BV1 = ranked_BK.gather(1, turn_V % blocks_B.clamp_min(1)[:, None])[:, :, None]  # again from the first where there are fewer
     within_BVT = block_BT[:, None] == chosen_BV1
     size_BV1 = within_BVT.sum(2, keepdim=True)
-    time_BV1 = draw.uniform(torch.zeros_like(block_BT[:, :1]), config.samples, Stream.TIME)
+    time_BV1 = draw.per_sequence(config.samples, Stream.TIME)[:, :, None]
     count_BVT = (1 + (time_BV1 * size_BV1).long()).expand_as(within_BVT)
     scored_BVT = (within_BVT & hide(block_BT, draw, count_BVT)) | (block_BT[:, None] > chosen_BV1)
-    weight_BVT = scored_BVT / scored_BVT.sum(2, keepdim=True).clamp_min(1)
-    return Views(scored_BVT | rollout.beyond_BT[:, None], scored_BVT, weight_BVT)
+    return rollout.hiding(scored_BVT, scored_BVT / scored_BVT.sum(2, keepdim=True).clamp_min(1))
 
 
 def lower_bound(scores: Scores) -> Tensor:
     """The mean over views of the mean log-probability of the view's tokens [B, 1]: the ELBO per token, as published."""
-    return scores.of_tokens(scores.policy_BVT).sum(1, keepdim=True) / scores.views.count
+    return scores.of_sequences(scores.policy_BVT) / scores.views.count
 
 
 def upper_bound(log_prob_BVT: Tensor, scored_BVT: Tensor, length_B1: Tensor, beta: float) -> Tensor:
@@ -55,13 +54,11 @@ def upper_bound(log_prob_BVT: Tensor, scored_BVT: Tensor, length_B1: Tensor, bet
 
 def sandwich(scores: Scores, config: Any) -> Loss:
     """-advantage times the lower bound where it is positive, times a mixture of both where it is negative (eq. 11)."""
-    share_B1, advantage_B1 = scores.share_B1, scores.advantage_B1
+    advantage_B1 = scores.advantage_B1
     below_B1 = lower_bound(scores)
     above_B1 = upper_bound(scores.policy_BVT, scores.views.scored_BVT, scores.length_B1, config.eubo_beta)
     mixed_B1 = config.eubo_share * above_B1 + (1 - config.eubo_share) * below_B1
-    value_B1 = torch.where(advantage_B1 > 0, below_B1, mixed_B1)
-    nothing_B1 = torch.zeros_like(value_B1)
-    return of_elements(-advantage_B1 * value_B1, share_B1, nothing_B1 + 1, nothing_B1 > 0, nothing_B1)
+    return of_elements(-advantage_B1 * torch.where(advantage_B1 > 0, below_B1, mixed_B1), scores.share_B1)
 
 
 SPG = Method("spg", plan, loss=sandwich, weighs="mean", uses=(), defaults={"samples": 2})

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from unmask.diffusion.noise import Stream
-from unmask.diffusion.views import Draw, Views
+from unmask.diffusion.views import Draw, Views, columns
 from unmask.methods.base import Method, Rollout, policy_gradient
 
 
@@ -68,8 +68,7 @@ def sampled_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """K = `config.samples` of each completion's S steps, without replacement, of weight S/K."""
     views = every_step(rollout, draw, config)
     scoring_BV = views.scored_BVT.any(2)
-    order_BV = draw.uniform(torch.zeros_like(rollout.group_BT[:, :1]), views.count, Stream.ORDER).squeeze(2)
-    chosen_BV = torch.where(scoring_BV, order_BV, torch.inf).argsort(1)[:, : config.samples]
+    chosen_BV = torch.where(scoring_BV, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, : config.samples]
     chosen_BVT = chosen_BV[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
     steps_B1 = scoring_BV.sum(1, keepdim=True)
     weight_B11 = (steps_B1 / steps_B1.clamp(1, config.samples))[:, :, None]
@@ -80,8 +79,7 @@ def sampled_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
 def left_to_right(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """A view for every token, which hides it and all that stands behind it (in a model by blocks: in its block)."""
     canvas_BT = rollout.completion_BT | rollout.beyond_BT
-    position_BT = torch.arange(rollout.ids_BT.shape[1], device=rollout.ids_BT.device).expand_as(rollout.ids_BT)
-    as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, position_BT, -1))
+    as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
     return replay(as_steps, steps_within(as_steps))
 
 

@@ -14,8 +14,6 @@ from torch import Tensor
 AdvantageKind = Literal["r-mean", "z-score", "leave-one-out", "softmax"]
 Divergence = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "step", "constant", "sum"]
-PER_TOKEN = ("token",)
-"""Aggregations that divide by the tokens of the whole batch; the others divide by its completions."""
 
 
 class Surrogate(NamedTuple):
@@ -66,10 +64,10 @@ def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, s
     (DAPO, Yu et al. 2025). Unscored completions do not count; a group of none but these is not kept."""
     kept_B = torch.zeros_like(group_B, dtype=torch.bool)
     for group in group_B.unique():
-        reward_G = reward_B[group_B == group]
-        reward_G = reward_G[~reward_G.isnan()]
-        if len(reward_G) > 0 and low <= reward_G.mean() <= high and not (spread and (reward_G == reward_G[0]).all()):
-            kept_B |= group_B == group
+        member_B = group_B == group
+        rewards = reward_B[member_B & ~reward_B.isnan()]
+        if len(rewards) > 0 and low <= rewards.mean() <= high and not (spread and (rewards == rewards[0]).all()):
+            kept_B |= member_B
     return kept_B
 
 
@@ -132,5 +130,5 @@ def shares(learnt_BT: Tensor, kind: Aggregation, step_BT: Tensor, limit: int) ->
 
 
 def count_items(learnt_BT: Tensor, kind: Aggregation) -> Tensor:
-    """What the sum of all losses is divided by: tokens, or completions."""
-    return learnt_BT.sum() if kind in PER_TOKEN else learnt_BT.any(1).sum()
+    """What the sum of all losses is divided by: for `token` the tokens, else the completions."""
+    return learnt_BT.sum() if kind == "token" else learnt_BT.any(1).sum()
