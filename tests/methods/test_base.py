@@ -178,7 +178,8 @@ def test_the_settings_of_a_method_are_those_of_the_table(name):
     assert args.needs_reference == (name in ("coupled-grpo", "espo"))
     for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
         assert getattr(args, setting) == value, setting
-    assert config(name, epsilon=0.125, advantage="r-mean").epsilon == 0.125  # what is given is taken
+    given = {"advantage": "r-mean", "difficulty": [0.1, 0.9]} | ({"epsilon": 0.125} if "epsilon" in get_method(name).uses else {})
+    assert {setting: getattr(config(name, **given), setting) for setting in given} == given  # what is given is taken
 
 
 @every_method

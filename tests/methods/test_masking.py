@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -25,7 +26,9 @@ REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
 
 
 def config(**more):
-    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True, "prompt_mask_rate": 0.0, "samples": 3} | more)
+    """Settings with three views, where they are counted."""
+    counted = more.get("masking") not in ("coupled", "optimized") or "samples" in get_method(more["method"]).plan_uses
+    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True} | ({"samples": 3} if counted else {}) | more)
 
 
 def same(one: Views, other: Views) -> bool:
@@ -116,7 +119,8 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
 @pytest.mark.parametrize("method", REPLACEABLE)
 def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkeypatch):
     """Bit for bit, whatever was asked before: the table is nothing but memory."""
-    settings = config(method=method, prompt_mask_rate=0.5, num_iterations=2)
+    rate = {"prompt_mask_rate": 0.5} if "prompt_mask_rate" in get_method(method).plan_uses else {}
+    settings = config(method=method, num_iterations=2, **rate)
     calls, drawn = [], masking.drawn
     monkeypatch.setattr(masking, "drawn", lambda *place: calls.append(place) or drawn(*place))
     strategy = Optimized(patterns=4)
@@ -167,13 +171,39 @@ def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name)
         ({"masking": "difusion"}, r"masking: unknown strategy 'difusion'.*diffusion"),
         ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: 1 rates"),
         ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: rates of 0.0 and 0.5"),
-        ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: only the strategy adaptive"),
-        ({"adaptive_loss": True}, "adaptive_loss: only the strategy adaptive"),
+        ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: needs masking=adaptive"),
+        ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         config(**given)
+
+
+@every_strategy
+def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name):
+    rollout = sampled()
+    for method in REPLACEABLE:
+        if get_method(method).weighs not in STRATEGIES[name].serves:
+            continue
+        given = {"output_dir": "unused", "use_cpu": True, "method": method, "masking": name}
+        for setting, value in {"samples": 5, "prompt_mask_rate": 0.9, "segments": 2, "shrink": 3}.items():
+            plain, changed = GRPOConfig(**given), GRPOConfig(**given)
+            setattr(changed, setting, value)
+            plans = [find_masking(args).plan(rollout, Draw(0, keys(rollout)), args, 0.5) for args in (plain, changed)]
+            with nullcontext() if not same(*plans) else pytest.raises(ConfigError, match=f"^{setting}: {method} with .* does not read it"):
+                GRPOConfig(**given, **{setting: value})
+
+
+def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path):
+    trainer(tmp_path, Diffusion(), samples=3)
+    for strategy, given, message in [
+        (None, {"samples": 3}, "samples: diffu-grpo does not read it"),
+        (Diffusion(), {"prompt_mask_rate": 0.5}, "prompt_mask_rate: diffu-grpo with Diffusion does not read it"),
+        (Optimized(Diffusion()), {"prompt_mask_rate": 0.5}, "prompt_mask_rate: diffu-grpo with Optimized does not read it"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, strategy, **given)
 
 
 class Halves(MaskingStrategy):

@@ -1,19 +1,25 @@
-"""The recipes of reinforcement learning: d1's values, and runs from the command line."""
+"""The settings of reinforcement learning: recipes with d1's values, and settings without effect, which are refused."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
+from tests.methods.rollouts import config, held, keys, made_up, masks, usual
 from tests.training.conftest import QUICK, SMALL, unmask
 from unmask.config import resolve
 from unmask.config_files import parse_yaml, read_layers
+from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError
+from unmask.methods import METHODS, get_method
 from unmask.monitor import MetricsLog
 from unmask.tasks import get_rewards, get_task
 from unmask.training.grpo_config import GRPOConfig
-from unmask.training.run import training_arguments
+from unmask.training.run import resolved, training_arguments
 
 D1 = {
     "method": "diffu-grpo",
@@ -87,3 +93,80 @@ def test_a_recipe_trains_a_model_of_characters(model, tmp_path):
     assert json.loads((output / "evaluation.json").read_text())["rows"] == 4
     training = parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]
     assert (training["beta"], training["num_iterations"], training["max_completion_length"]) == (0.04, 8, 17)
+
+
+# Settings that would change nothing.
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "epsilon": (0.05,),
+    "epsilon_high": (0.05,),
+    "dual_clip": (1.01,),
+    "log_ratio_clamp": (0.01,),
+    "ratio": ("sequence", "token"),
+    "beta": (0.2,),
+    "kl": ("k1", "k2"),
+    "kl_to": ("old", "reference"),
+    "importance_cap": (0.5,),
+    "samples": (5,),
+    "prompt_mask_rate": (0.9,),
+    "segments": (2,),
+    "shrink": (3,),
+    "eubo_beta": (3.0,),
+    "eubo_share": (0.9,),
+}
+"""Of each setting that not all methods read values, one of which is not the method's own."""
+
+
+def test_the_table_has_every_setting_that_not_all_methods_read():
+    assert {name for method in METHODS.values() for name in (*method.uses, *method.plan_uses)} == OTHERS.keys() - {"kl", "kl_to"}
+
+
+def outcome(args: GRPOConfig) -> list[torch.Tensor]:
+    """The views of a rollout, and losses of scores of chance."""
+    method = get_method(args.method)
+    _, rollout = usual("bidirectional", stop_at_eos=args.stop_at_eos)
+    views = method.plan(rollout, Draw(0, keys(rollout)), args)
+    chance_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0))
+    made = []
+    for seed in range(3):
+        scores, _ = made_up(rollout, views, args, seed)
+        made.append(method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2)), args).total)
+    return [*masks(views), *made]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("setting", OTHERS)
+def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, setting):
+    base = {} if setting == "beta" else held(name)
+    plain, changed = config(name, **base), config(name, **base)
+    value = next(value for value in OTHERS[setting] if value != getattr(plain, setting))
+    setattr(changed, setting, value)
+    if not all(torch.equal(*pair) for pair in zip(outcome(plain), outcome(changed), strict=True)):
+        config(name, **base, **{setting: value}).refuse_unread(None)
+        return
+    with pytest.raises(ConfigError, match=f"^{setting}: (needs beta|{name} does not read it)"):
+        config(name, **base, **{setting: value}).refuse_unread(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "needed", "message"),
+    [
+        ({"softmax_temperature": 2.0}, {"advantage": "softmax"}, "softmax_temperature: needs advantage=softmax"),
+        ({"kl": "k1"}, {"beta": 0.1}, "kl: needs beta"),
+        ({"kl_to": "old"}, {"beta": 0.1}, "kl_to: needs beta"),
+        ({"reference_model": "m"}, {"beta": 0.1}, "reference_model: needs beta"),
+        ({"reference_sync_steps": 8, "method": "trace-rl"}, {"kl_to": "reference"}, "reference_sync_steps: needs kl_to=reference"),
+        ({"reference_sync_share": 0.5, "beta": 0.1}, {"reference_sync_steps": 8}, "reference_sync_share: needs reference_sync_steps"),
+    ],
+)
+def test_a_setting_is_refused_without_what_it_needs(given, needed, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        GRPOConfig(output_dir=str(tmp_path), **given)
+    GRPOConfig(output_dir=str(tmp_path), **given | needed)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_has_filled_in_can_be_read_again(name):
+    run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", f"training.method={name}"]))
+    first = training_arguments("grpo", run)
+    assert training_arguments("grpo", resolved(run, first)).to_dict() == first.to_dict()

@@ -128,6 +128,10 @@ def learnable(rollout: Rollout, views: Views) -> Tensor:
 
 Plan = Callable[[Rollout, Draw, Any], Views]
 Weighing = Literal["token", "mean", "bound"]
+SURROGATE = ("epsilon", "epsilon_high", "dual_clip", "log_ratio_clamp")
+"""The settings of a clipped ratio."""
+GRADIENT = ("beta", "importance_cap")
+"""Those that `policy_gradient` reads."""
 
 
 def token_loss(scores: Scores, config: Any) -> Loss:
@@ -198,7 +202,8 @@ class Method:
         on_policy: whether a rollout can be learnt from once only.
         weighs: what the loss takes the weights of a masking strategy's views (`unmask.methods.masking`) to give: a value for each token,
             the mean over each view's tokens, or a bound on the likelihood.
-        uses: what else its loss reads: the divergence from a reference (`beta`), weights that correct for a server (`importance_cap`).
+        uses, plan_uses: the settings that its loss and its plan read, of those that not all methods read. Where they are given for
+            another method they are refused. `beta` stands for the divergence, `importance_cap` for weights that correct for a server.
         defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
     """
 
@@ -207,6 +212,7 @@ class Method:
     loss: Callable[[Scores, Any], Loss] = token_loss
     separable: bool = False
     on_policy: bool = False
-    uses: tuple[str, ...] = ("beta", "importance_cap")
+    uses: tuple[str, ...] = (*SURROGATE, "ratio", *GRADIENT)
+    plan_uses: tuple[str, ...] = ()
     weighs: Weighing = "token"
     defaults: Mapping[str, Any] = field(default_factory=dict)

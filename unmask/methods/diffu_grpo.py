@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from unmask.diffusion.views import Draw, Views, all_masked_views
-from unmask.methods.base import Method, Rollout, policy_gradient
+from unmask.methods.base import GRADIENT, Method, Rollout, policy_gradient
 
 
 def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
@@ -18,6 +18,13 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     return replace(views, hidden_BVT=views.hidden_BVT | rollout.beyond_BT[:, None])
 
 
-DIFFU_GRPO = Method("diffu-grpo", plan)
+DIFFU_GRPO = Method("diffu-grpo", plan, plan_uses=("prompt_mask_rate",))
 # No ratio: each completion is weighed by the group's softmax of its advantage, against that of its negative.
-WD1 = Method("wd1", plan, loss=policy_gradient, defaults={"advantage": "softmax", "aggregation": "sum"})
+WD1 = Method(
+    "wd1",
+    plan,
+    loss=policy_gradient,
+    uses=GRADIENT,
+    plan_uses=("prompt_mask_rate",),
+    defaults={"advantage": "softmax", "aggregation": "sum"},
+)

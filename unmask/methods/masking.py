@@ -36,6 +36,8 @@ class MaskingStrategy:
 
     serves: tuple[Weighing, ...] = ("token", "mean", "bound")
     """The losses that its views are for (`Method.weighs`)."""
+    uses: tuple[str, ...] | None = ("samples",)
+    """The settings that it reads, as `Method.plan_uses`; None: those of the method's own plan."""
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         """The views of one inner iteration.
@@ -127,6 +129,7 @@ class Coupled(MaskingStrategy):
     """coupled-GRPO's views and weights: all hidden, and a pair of which each shows what the other hides."""
 
     serves = ("token",)
+    uses = ()
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         return coupled.plan(rollout, draw, config)
@@ -160,6 +163,7 @@ class Optimized(MaskingStrategy):
     def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64):
         self.inner, self.patterns = inner, patterns
         self.serves = MaskingStrategy.serves if inner is None else inner.serves
+        self.uses = None if inner is None else inner.uses
         self.numbers = lru_cache(maxsize=TABLES)(partial(drawn, patterns))
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
@@ -224,7 +228,4 @@ def _named(config: Any) -> MaskingStrategy | None:
         if rates is not None and len(rates) != 2:
             raise ConfigError(f"{len(rates)} rates", where="mask_rate", remedy="Give two: at the first step, and towards the last")
         return Adaptive(*rates or (), adaptive_loss=config.adaptive_loss)
-    if rates is not None or config.adaptive_loss:
-        where = "adaptive_loss" if rates is None else "mask_rate"
-        raise ConfigError("only the strategy adaptive has it", where=where, remedy="Leave it out, or set masking to adaptive")
     return STRATEGIES[name]() if name else None

@@ -12,7 +12,7 @@ import torch
 
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
-from unmask.methods.base import Loss, Method, Rollout, Scores, of_elements, surrogate
+from unmask.methods.base import SURROGATE, Loss, Method, Rollout, Scores, of_elements, surrogate
 from unmask.objectives.policy import divergence
 
 
@@ -92,9 +92,9 @@ ESPO = Method(
     coupled_counts,
     loss=mean_ratio,
     weighs="bound",
-    uses=("beta",),
+    uses=(*SURROGATE, "beta"),
+    plan_uses=("samples",),
     defaults={
-        "samples": 1,
         "epsilon": 0.2,
         "advantage": "leave-one-out",
         "kl": "k2",
@@ -109,7 +109,8 @@ GDPO = Method(
     quadrature,
     loss=whole_ratio,
     weighs="bound",
-    uses=("beta",),
+    uses=(*SURROGATE, "beta"),
+    plan_uses=("samples",),
     defaults={"samples": 3, "aggregation": "sequence", "log_ratio_clamp": 20.0},
 )
 BGPO = Method(
@@ -117,6 +118,7 @@ BGPO = Method(
     low_discrepancy,
     loss=linear_bound,
     weighs="bound",
-    uses=(),
+    uses=("dual_clip",),
+    plan_uses=("samples",),
     defaults={"samples": 16, "dual_clip": 3.0, "advantage": "z-score", "aggregation": "sequence"},
 )

@@ -61,4 +61,4 @@ def sandwich(scores: Scores, config: Any) -> Loss:
     return of_elements(-advantage_B1 * torch.where(advantage_B1 > 0, below_B1, mixed_B1), scores.share_B1)
 
 
-SPG = Method("spg", plan, loss=sandwich, weighs="mean", uses=(), defaults={"samples": 2})
+SPG = Method("spg", plan, loss=sandwich, weighs="mean", uses=("eubo_beta", "eubo_share"), plan_uses=("samples",), defaults={"samples": 2})

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unmask.diffusion.noise import Stream
 from unmask.diffusion.views import Draw, Views, columns
-from unmask.methods.base import Method, Rollout, policy_gradient
+from unmask.methods.base import GRADIENT, Method, Rollout, policy_gradient
 
 
 def steps_within(rollout: Rollout) -> Tensor:
@@ -83,15 +83,17 @@ def left_to_right(rollout: Rollout, draw: Draw, config: Any) -> Views:
     return replay(as_steps, steps_within(as_steps))
 
 
-TRAJECTORY: dict[str, Any] = {"separable": True}
+ON_POLICY: dict[str, Any] = {"loss": policy_gradient, "uses": GRADIENT, "on_policy": True, "separable": True}
 # CJ-GRPO (Zhou et al. 2025)
-CJ_GRPO = Method("cj-grpo", every_step, defaults={"aggregation": "step"}, **TRAJECTORY)
+CJ_GRPO = Method("cj-grpo", every_step, defaults={"aggregation": "step"}, separable=True)
 # d2 (Wang et al. 2025)
-STEP_MERGE = Method("step-merge", merged_steps, **TRAJECTORY)
+STEP_MERGE = Method("step-merge", merged_steps, plan_uses=("segments",), separable=True)
 # TraceRL (Wang et al. 2025)
 TRACE_RL = Method(
     "trace-rl",
     shrunk_steps,
+    plan_uses=("shrink",),
+    separable=True,
     defaults={
         "epsilon": 0.2,
         "advantage": "z-score",
@@ -100,30 +102,15 @@ TRACE_RL = Method(
         "aggregation": "sequence",
         "difficulty": [0.2, 0.8],
     },
-    **TRAJECTORY,
 )
 # DiPO (2512.22234)
 DIPO = Method(
     "dipo",
     every_step,
-    defaults={
-        "epsilon": 0.2,
-        "epsilon_high": 0.28,
-        "log_ratio_clamp": 10.0,
-        "advantage": "z-score",
-        "beta": 0.0,
-        "drop_equal_groups": True,
-    },
-    **TRAJECTORY,
+    separable=True,
+    defaults={"epsilon": 0.2, "epsilon_high": 0.28, "log_ratio_clamp": 10.0, "advantage": "z-score", "drop_equal_groups": True},
 )
 # AGRPO (2510.04019)
-AGRPO = Method(
-    "agrpo",
-    sampled_steps,
-    loss=policy_gradient,
-    on_policy=True,
-    defaults={"samples": 8, "aggregation": "constant"},
-    **TRAJECTORY,
-)
+AGRPO = Method("agrpo", sampled_steps, plan_uses=("samples",), defaults={"samples": 8, "aggregation": "constant"}, **ON_POLICY)
 # JustGRPO (2601.15165)
-JUST_GRPO = Method("just-grpo", left_to_right, loss=policy_gradient, on_policy=True, defaults={"advantage": "z-score"}, **TRAJECTORY)
+JUST_GRPO = Method("just-grpo", left_to_right, defaults={"advantage": "z-score"}, **ON_POLICY)

@@ -93,6 +93,7 @@ class GRPOTrainer(CollectingTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **rest)
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
+        args.refuse_unread(self.masking)
         self.temperature = args.temperature
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation

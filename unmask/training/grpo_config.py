@@ -1,173 +1,146 @@
 """The settings of reinforcement learning: those of a method are its own unless they are given."""
+# ruff: noqa: RUF009 (the calls make fields)
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, Literal, Self, get_args
 
 from unmask.config import RolloutConfig, SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
 from unmask.errors import ConfigError
-from unmask.methods import Method, get_method
-from unmask.methods.base import token_loss
-from unmask.methods.masking import find_masking
+from unmask.methods import METHODS, Method, get_method
+from unmask.methods.masking import MaskingStrategy, find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
 from unmask.training.stage_config import StageConfig
 
-DEFAULTS: dict[str, Any] = {
-    "epsilon": 0.5,
-    "epsilon_high": None,
-    "dual_clip": None,
-    "log_ratio_clamp": None,
-    "ratio": "token",
-    "aggregation": "token",
-    "advantage": "r-mean",
-    "beta": 0.0,
-    "kl": "k3",
-    "kl_to": "reference",
-    "samples": 1,
-    "stop_at_eos": True,
-    "difficulty": None,
-    "drop_equal_groups": False,
-}
-"""What a method does not say otherwise."""
-CHOICES: dict[str, tuple[str, ...]] = {
-    "advantage": get_args(AdvantageKind),
-    "aggregation": get_args(Aggregation),
-    "kl": get_args(Divergence),
-    "kl_to": ("reference", "old"),
-    "ratio": ("token", "sequence"),
-    "reward_errors": ("unscored", "raise"),
-}
-RANGES: dict[str, tuple[float, float]] = {
-    "beta": (0, math.inf),
-    "curriculum": (-math.inf, math.inf),
-    "difficulty": (-math.inf, math.inf),
-    "dual_clip": (1, math.inf),
-    "epsilon": (0, 1),
-    "epsilon_high": (0, math.inf),
-    "eubo_beta": (1e-3, math.inf),
-    "eubo_share": (0, 1),
-    "importance_cap": (1e-3, math.inf),
-    "log_completions_steps": (0, math.inf),
-    "log_ratio_clamp": (1e-3, math.inf),
-    "performance_log_interval": (0, math.inf),
-    "prompt_mask_rate": (0, 1),
-    "reference_sync_share": (0, 1),
-    "softmax_temperature": (1e-6, math.inf),
-}
-"""The least and the most of each; NaN is neither."""
-UNSET = "; unset: the method's"
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    choices: Sequence[str] = (),
+    needs: Sequence[str] = (),
+    otherwise: Any = None,
+) -> Any:
+    """A field that knows what is refused.
+
+    Args:
+        default: its default.
+        help: what it is.
+        low, high: the least and the most of a number; NaN is neither.
+        choices: all that a word can be.
+        needs: settings without which it means nothing: "beta" is one that is on, "advantage=softmax" one that has this value.
+        otherwise: the default where neither a config nor a method gives it.
+    """
+    told = f"{help}; needs {' and '.join(needs)}." if needs else f"{help}."
+    return field(
+        default=default, metadata={"help": told, "low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
+    )
+
+
+def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
+    """A setting that a method has a default of."""
+    told = "none" if otherwise is None else str(otherwise).lower()
+    return setting(None, f"{help}; unset: the method's, or {told}", otherwise=otherwise, **checks)
 
 
 @dataclass(kw_only=True)
 class GRPOConfig(StageConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
-    learning_rate: float = field(default=3e-6, metadata={"help": "The peak learning rate of AdamW."})
-    lr_scheduler_type: str = field(default="constant_with_warmup", metadata={"help": "How the learning rate goes."})
-    method: str = field(
-        default="diffu-grpo",
-        metadata={"help": "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)."},
-    )
-    num_generations: int = field(default=8, metadata={"help": "Completions per prompt: the group."})
-    num_iterations: int = field(default=1, metadata={"help": "Updates per rollout batch (mu), each with masks of its own."})
+    learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
+    lr_scheduler_type: str = setting("constant_with_warmup", "How the learning rate goes")
+    method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
+    num_generations: int = setting(8, "Completions per prompt: the group", low=2)
+    num_iterations: int = setting(1, "Updates per rollout batch (mu), each with masks of its own", low=1)
 
-    epsilon: float | None = field(default=None, metadata={"help": f"Clip range of the ratio below 1{UNSET}, or 0.5."})
-    epsilon_high: float | None = field(default=None, metadata={"help": f"Clip range above 1{UNSET}, or epsilon."})
-    dual_clip: float | None = field(default=None, metadata={"help": f"Bound of the ratio where the advantage is negative{UNSET}, or none."})
-    log_ratio_clamp: float | None = field(default=None, metadata={"help": f"Bound of the logarithm of the ratio{UNSET}, or none."})
-    ratio: str | None = field(default=None, metadata={"help": f"What a ratio is of: token, or sequence (GSPO){UNSET}, or token."})
-    aggregation: Aggregation | None = field(
-        default=None,
-        metadata={"help": f"How tokens count: token (DAPO), sequence (GRPO), step, constant (Dr. GRPO) or sum{UNSET}, or token."},
+    epsilon: float | None = of_method(0.5, "Clip range of the ratio below 1", low=0, high=1)
+    epsilon_high: float | None = of_method(None, "Clip range above 1 (none: epsilon)", low=0)
+    dual_clip: float | None = of_method(None, "Bound of the ratio where the advantage is negative", low=1)
+    log_ratio_clamp: float | None = of_method(None, "Bound of the logarithm of the ratio", low=1e-3)
+    ratio: str | None = of_method("token", "What a ratio is of: token, or sequence (GSPO)", choices=("token", "sequence"))
+    aggregation: Aggregation | None = of_method(
+        "token", "How tokens count: token (DAPO), sequence (GRPO), step, constant (Dr. GRPO) or sum", choices=get_args(Aggregation)
     )
-    advantage: AdvantageKind | None = field(
-        default=None, metadata={"help": f"r-mean, z-score, leave-one-out or softmax{UNSET}, or r-mean."}
+    advantage: AdvantageKind | None = of_method("r-mean", "r-mean, z-score, leave-one-out or softmax", choices=get_args(AdvantageKind))
+    softmax_temperature: float = setting(1.0, "Divides the rewards", low=1e-6, needs=["advantage=softmax"])
+    beta: float | None = of_method(0.0, "Weight of the KL divergence; 0: no reference is kept", low=0)
+    kl: Divergence | None = of_method("k3", "Estimate of the divergence: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
+    kl_to: str | None = of_method(
+        "reference", "What the policy is held to: the reference, or the old policy", choices=("reference", "old"), needs=["beta"]
     )
-    softmax_temperature: float = field(default=1.0, metadata={"help": "advantage softmax: divides the rewards."})
-    beta: float | None = field(default=None, metadata={"help": f"Weight of the KL divergence; 0: no reference is kept{UNSET}, or 0."})
-    kl: Divergence | None = field(default=None, metadata={"help": f"Estimate of the divergence: k1, k2 or k3{UNSET}, or k3."})
-    kl_to: str | None = field(
-        default=None, metadata={"help": f"What the policy is held to: the reference, or the old policy{UNSET}, or the reference."}
+    reference_model: str | None = setting(
+        None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=["beta", "kl_to=reference"]
     )
-    reference_model: str | None = field(
-        default=None, metadata={"help": "What the policy is held to: a folder or a hub name; unset: the policy as it was given."}
+    reference_sync_steps: int | None = setting(
+        None, "Move the reference towards the policy every so many steps; unset: never", low=1, needs=["beta", "kl_to=reference"]
     )
-    reference_sync_steps: int | None = field(
-        default=None, metadata={"help": "Move the reference towards the policy every so many steps; unset: never."}
-    )
-    reference_sync_share: float = field(default=0.6, metadata={"help": "How far the reference is moved: 1 is all the way."})
-
-    masking: str | None = field(
-        default=None, metadata={"help": f"What is hidden: diffusion, adaptive or block (in `samples` views), coupled, optimized{UNSET}."}
-    )
-    mask_rate: list[float] | None = field(
-        default=None, metadata={"help": "masking adaptive: the mask rate at the first step and towards the last; unset: 0.3 and 0.9."}
-    )
-    adaptive_loss: bool = field(default=False, metadata={"help": "masking adaptive: whether hidden tokens weigh 1 / the mask rate."})
-    samples: int | None = field(default=None, metadata={"help": f"spg, espo, gdpo, bgpo, agrpo: views (of espo: pairs of views){UNSET}."})
-    prompt_mask_rate: float = field(default=0.15, metadata={"help": "diffu-grpo, wd1: share of the prompt's tokens that are hidden."})
-    segments: int = field(default=4, metadata={"help": "step-merge: views into which the steps are merged."})
-    shrink: int = field(default=1, metadata={"help": "trace-rl: steps in a view."})
-    eubo_beta: float = field(default=1.5, metadata={"help": "spg: exponent of the upper bound."})
-    eubo_share: float = field(default=0.5, metadata={"help": "spg: share of the upper bound in the mixture with the lower one."})
-
-    difficulty: list[float] | None = field(
-        default=None, metadata={"help": f"Only groups whose mean reward lies between these two teach{UNSET}, or all."}
-    )
-    drop_equal_groups: bool | None = field(
-        default=None, metadata={"help": f"Whether groups of equal rewards count for nothing, also in averages{UNSET}, or not."}
-    )
-    dynamic_sampling: int = field(
-        default=0, metadata={"help": "How often groups that teach nothing are replaced by those of other prompts (DAPO)."}
-    )
-    curriculum: float | None = field(
-        default=None, metadata={"help": "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn."}
-    )
-    mask_truncated: bool = field(default=False, metadata={"help": "Whether completions that do not end teach nothing."})
-    overlong_buffer: int | None = field(
-        default=None, metadata={"help": "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none."}
+    reference_sync_share: float = setting(
+        0.6, "How far the reference is moved: 1 is all the way", low=0, high=1, needs=["reference_sync_steps"]
     )
 
-    temperature: float = field(default=1.0, metadata={"help": "Of sampling, and of the log-probabilities that are trained."})
-    max_completion_length: int = field(default=128, metadata={"help": "Tokens of the canvas behind the prompt."})
-    steps: int | None = field(default=None, metadata={"help": "Denoising steps of a rollout; unset: one token per step."})
-    block_size: int | None = field(default=None, metadata={"help": "Decoding block of a rollout; unset: the whole completion."})
-    policy: str = field(default="confidence", metadata={"help": "Unmasking policy of a rollout."})
-    stop_at_eos: bool | None = field(
-        default=None, metadata={"help": f"Whether decoding ends with the first end of sequence{UNSET}, or so. The completion always does."}
+    masking: str | None = setting(
+        None, "What is hidden: diffusion, adaptive or block (in `samples` views), coupled, optimized; unset: what the method hides"
     )
-    rollout_batch_size: int = field(default=256, metadata={"help": "Sequences per forward pass of a rollout."})
+    mask_rate: list[float] | None = setting(
+        None, "The mask rate at the first step and towards the last; unset: 0.3 and 0.9", needs=["masking=adaptive"]
+    )
+    adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive"])
+    samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (of espo: pairs of views)", low=1)
+    prompt_mask_rate: float = setting(0.15, "diffu-grpo, wd1: share of the prompt's tokens that are hidden", low=0, high=1)
+    segments: int = setting(4, "step-merge: views into which the steps are merged", low=1)
+    shrink: int = setting(1, "trace-rl: steps in a view", low=1)
+    eubo_beta: float = setting(1.5, "spg: exponent of the upper bound", low=1e-3)
+    eubo_share: float = setting(0.5, "spg: share of the upper bound in the mixture with the lower one", low=0, high=1)
 
-    reward_weights: list[float] | None = field(default=None, metadata={"help": "One weight per reward function; unset: all 1."})
-    reward_workers: int = field(
-        default=0, metadata={"help": "Processes for each reward function given by its path; 0: it runs in the training process."}
+    difficulty: list[float] | None = of_method(None, "Only groups whose mean reward lies between these two teach (none: all)")
+    drop_equal_groups: bool | None = of_method(False, "Whether groups of equal rewards count for nothing, also in averages")
+    dynamic_sampling: int = setting(0, "How often groups that teach nothing are replaced by those of other prompts (DAPO)", low=0)
+    curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn")
+    mask_truncated: bool = setting(False, "Whether completions that do not end teach nothing")
+    overlong_buffer: int | None = setting(
+        None, "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none"
     )
-    rollout: dict[str, Any] | None = field(
-        default=None, metadata={"help": "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)."}
-    )
-    importance_cap: float | None = field(
-        default=2.0, metadata={"help": "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction."}
-    )
-    log_completions_steps: int = field(default=0, metadata={"help": "Show and keep sample completions every so many steps; 0: never."})
-    log_completions_rows: int = field(default=8, metadata={"help": "Completions in such a sample."})
-    performance_log_interval: int = field(default=0, metadata={"help": "Log time and tokens by phase every so many steps; 0: never."})
 
-    reward_timeout: float = field(default=600.0, metadata={"help": "Seconds that each reward function may take for a batch."})
-    reward_errors: Literal["unscored", "raise"] = field(
-        default="unscored", metadata={"help": "What a reward function that fails does: leave the completion unscored, or stop the run."}
+    temperature: float = setting(1.0, "Of sampling, and of the log-probabilities that are trained", low=1e-6)
+    max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
+    steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
+    block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
+    policy: str = setting("confidence", "Unmasking policy of a rollout")
+    stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end of sequence, as the completion always does")
+    rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
+
+    reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
+    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: it runs in the training process")
+    rollout: dict[str, Any] | None = setting(
+        None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
+    )
+    importance_cap: float | None = setting(
+        2.0, "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction", low=1e-3
+    )
+    log_completions_steps: int = setting(0, "Show and keep sample completions every so many steps; 0: never", low=0)
+    log_completions_rows: int = setting(8, "Completions in such a sample")
+    performance_log_interval: int = setting(0, "Log time and tokens by phase every so many steps; 0: never", low=0)
+
+    reward_timeout: float = setting(600.0, "Seconds that each reward function may take for a batch")
+    reward_errors: Literal["unscored", "raise"] = setting(
+        "unscored", "What a reward function that fails does: leave it unscored, or stop the run", choices=("unscored", "raise")
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         method = get_method(self.method)
-        for name, value in (DEFAULTS | dict(method.defaults)).items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
+        for each in fields(self):
+            if each.default is None and getattr(self, each.name) is None:
+                setattr(self, each.name, self._unless_given(each))
+        self._check_fields()
         self._check(method)
-        find_masking(self)  # raises for a strategy that is not for the method
+        self.refuse_unread(find_masking(self), final=False)
         try:
             self.rollouts = RolloutConfig(**(self.rollout or {}))
         except ConfigError as error:
@@ -178,47 +151,66 @@ class GRPOConfig(StageConfig):
             raise ConfigError(what, where="importance_cap", remedy="Set it to null, or use another method")
         self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
 
-    def _check(self, method: Method) -> None:
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name, None)) is not None and value not in known:
+    def _unless_given(self, each: Field[Any]) -> Any:
+        """What a setting is by itself."""
+        if each.default is not None:
+            return each.default
+        return get_method(self.method).defaults.get(each.name, each.metadata.get("otherwise"))
+
+    def _given(self, each: Field[Any]) -> bool:
+        """Whether a setting is there, and other than by itself: what was filled in can be read again."""
+        return getattr(self, each.name) not in (None, self._unless_given(each))
+
+    def _check_fields(self) -> None:
+        for each in fields(self):
+            if "needs" not in each.metadata:
+                continue
+            name, value, known = each.name, getattr(self, each.name), each.metadata["choices"]
+            low, high = each.metadata["low"], each.metadata["high"]
+            if known and value not in known:
                 raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
-        least = {
-            "num_generations": 2,
-            "num_iterations": 1,
-            "samples": 1,
-            "segments": 1,
-            "shrink": 1,
-            "reference_sync_steps": 1,
-            "dynamic_sampling": 0,
-        }
-        for name, (low, high) in RANGES.items():
-            value = getattr(self, name)
             for number in value if isinstance(value, list) else [value]:
-                if number is not None and not low <= number <= high:
-                    raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {low:g} to {high:g}")
-        for name, bound in least.items():
-            if (value := getattr(self, name)) is not None and value < bound:
-                raise ConfigError(f"{value} {name.replace('_', ' ')}", where=name, remedy=f"Give at least {bound}")
-        if self.temperature <= 0:
-            raise ConfigError(f"temperature {self.temperature}", where="temperature", remedy="Explore with a temperature above 0")
+                if isinstance(number, int | float) and not low <= number <= high:
+                    bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
+                    raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {' and '.join(bounds) or 'a number'}")
+            for needed in each.metadata["needs"] if self._given(each) else ():
+                other, _, wanted = needed.partition("=")
+                there = getattr(self, other)
+                if there != wanted if wanted else not there:
+                    raise ConfigError(f"needs {needed}", where=name, remedy=f"Leave it out, or set {needed}")
+
+    def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True) -> None:
+        """Refuse a setting that is given, and that other methods read, but not this one.
+
+        Args:
+            strategy: what plans in the method's place.
+            final: whether it is known that no other strategy will.
+
+        Raises:
+            ConfigError: there is such a setting.
+        """
+        method = get_method(self.method)
+        used = {*method.uses, *(method.plan_uses if strategy is None or strategy.uses is None else strategy.uses)}
+        if not final and strategy is None and not method.separable:
+            used.add("samples")
+        for each in fields(self):
+            readers = [name for name, other in METHODS.items() if each.name in (*other.uses, *other.plan_uses)]
+            if readers and each.name not in used and self._given(each):
+                by = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
+                raise ConfigError(f"{by} does not read it", where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+
+    def _check(self, method: Method) -> None:
         if method.on_policy and self.num_iterations > 1:
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
             remedy = "Set drop_equal_groups, or difficulty"
             raise ConfigError("every group teaches, so that none is replaced", where="dynamic_sampling", remedy=remedy)
-        if self.ratio == "sequence" and method.loss is not token_loss:
-            raise ConfigError(f"the loss of {self.method} has no ratios of tokens", where="ratio", remedy="Leave it out")
-        if self.beta and "beta" not in method.uses:
-            raise ConfigError(f"the loss of {self.method} has no divergence", where="beta", remedy="Set it to 0, or use another method")
         if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
             raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower one first")
         if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
             what = f"{self.overlong_buffer} tokens of {self.max_completion_length}"
             raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
-        for name in ("reference_sync_steps", "reference_model"):
-            if getattr(self, name) is not None and not self.needs_reference:
-                raise ConfigError("the policy is held to no reference", where=name, remedy="Leave it out, or set beta, and kl_to reference")
         if self.reference_sync_steps is not None and self.reference_model is not None:
             raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
 
