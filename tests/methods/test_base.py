@@ -34,7 +34,7 @@ from tests.methods.rollouts import (
 from unmask.diffusion.score import score
 from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method, register
-from unmask.methods.base import token_loss
+from unmask.methods.base import surrogate, token_loss
 
 every_method = pytest.mark.parametrize("name", METHODS)
 REPLAYS = ["cj-grpo", "step-merge", "trace-rl", "dipo", "agrpo", "just-grpo"]
@@ -274,6 +274,17 @@ def test_gspo_has_one_ratio_for_a_completion():
         return total / len(batch)
 
     assert_loss("diffu-grpo", by_hand, ratio="sequence", aggregation="sequence", epsilon=0.003, epsilon_high=0.004)
+
+
+def test_the_divergence_times_the_ratio_is_that_of_the_policy_whoever_sampled():
+    """And so is its gradient."""
+    logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
+    policy, old, reference = logits.log_softmax(1)
+    exact = (policy.exp() * (policy - reference)).sum()
+    args = config("diffu-grpo", beta=1.0, kl_unbiased=True)
+    made = surrogate(policy - old.detach(), reference - policy, torch.zeros(6), old.detach().exp(), args).total  # the mean over samples
+    torch.testing.assert_close(made, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (made, exact)))
 
 
 def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence():

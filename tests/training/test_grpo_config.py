@@ -106,6 +106,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "beta": (0.2,),
     "kl": ("k1", "k2"),
     "kl_to": ("old", "reference"),
+    "kl_unbiased": (True,),
     "importance_cap": (0.5,),
     "samples": (5,),
     "prompt_mask_rate": (0.9,),
@@ -138,6 +139,8 @@ def outcome(args: GRPOConfig) -> list[torch.Tensor]:
 @pytest.mark.parametrize("setting", OTHERS)
 def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, setting):
     base = {} if setting == "beta" else held(name)
+    if setting == "kl_unbiased" and base:
+        base |= {"kl": "k3"}
     plain, changed = config(name, **base), config(name, **base)
     value = next(value for value in OTHERS[setting] if value != getattr(plain, setting))
     setattr(changed, setting, value)
@@ -154,6 +157,8 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
         ({"softmax_temperature": 2.0}, {"advantage": "softmax"}, "softmax_temperature: needs advantage=softmax"),
         ({"kl": "k1"}, {"beta": 0.1}, "kl: needs beta"),
         ({"kl_to": "old"}, {"beta": 0.1}, "kl_to: needs beta"),
+        ({"kl_unbiased": True}, {"beta": 0.1}, "kl_unbiased: needs beta"),
+        ({"kl_unbiased": True, "method": "trace-rl", "kl": "k1"}, {"kl": "k3"}, "kl_unbiased: needs kl=k3"),
         ({"reference_model": "m"}, {"beta": 0.1}, "reference_model: needs beta"),
         ({"reference_sync_steps": 8, "method": "trace-rl"}, {"kl_to": "reference"}, "reference_sync_steps: needs kl_to=reference"),
         ({"reference_sync_share": 0.5, "beta": 0.1}, {"reference_sync_steps": 8}, "reference_sync_share: needs reference_sync_steps"),

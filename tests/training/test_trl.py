@@ -69,6 +69,7 @@ SETTINGS = {
     "temperature": Case(both={"temperature": 0.7}),
     "clip higher": Case(both={"epsilon": 0.1, "epsilon_high": 0.3}),
     "dual clip": Case({"dual_clip": 1.25}, {"delta": 1.25}),
+    "unbiased divergence": Case({"kl_unbiased": True}, {"use_bias_correction_kl": True}),
     # Moved at each rollout. Between rollouts TRL moves it too, but asks it only at the next one.
     "moving reference": Case({"reference_sync_steps": 2}, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "mask truncated": Case({"mask_truncated": True}, {"mask_truncated_completions": True}),
@@ -135,7 +136,7 @@ def theirs(case: Case, config: dict[str, Any]) -> Gradients:
     source.save_pretrained(path)  # where TRL looks for the reference model
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
     plain = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
-    # Our defaults. TRL's own KL is multiplied with the ratio, which has a gradient too (DeepSeek-V3.2); ours is that of GRPO.
+    # Our defaults: TRL's own KL is multiplied with the ratio, which has a gradient too.
     loss = {"loss_type": "dapo", "scale_rewards": "none", "use_bias_correction_kl": False}
     config = {name: value for name, value in config.items() if name != "max_length"} | plain | loss | case.both | case.trl
 

@@ -164,6 +164,8 @@ def surrogate(
     made = clipped_surrogate(gap, advantage, clip_low=config.epsilon, clip_high=high, dual_clip=config.dual_clip)
     loss = made.loss if importance is None else importance * made.loss
     kl = torch.zeros_like(gap) if reference_gap is None else divergence(reference_gap, config.kl)
+    if config.kl_unbiased:  # of samples of the old policy, and with the gradient of the ratio (DeepSeek-AI 2025, DeepSeek-V3.2)
+        kl = gap.exp() * kl
     return of_elements(loss + config.beta * kl, share, made.ratio, made.clipped, kl)
 
 
@@ -212,7 +214,7 @@ class Method:
     loss: Callable[[Scores, Any], Loss] = token_loss
     separable: bool = False
     on_policy: bool = False
-    uses: tuple[str, ...] = (*SURROGATE, "ratio", *GRADIENT)
+    uses: tuple[str, ...] = (*SURROGATE, "ratio", "kl_unbiased", *GRADIENT)
     plan_uses: tuple[str, ...] = ()
     weighs: Weighing = "token"
     defaults: Mapping[str, Any] = field(default_factory=dict)

@@ -109,7 +109,7 @@ GDPO = Method(
     quadrature,
     loss=whole_ratio,
     weighs="bound",
-    uses=(*SURROGATE, "beta"),
+    uses=(*SURROGATE, "beta", "kl_unbiased"),
     plan_uses=("samples",),
     defaults={"samples": 3, "aggregation": "sequence", "log_ratio_clamp": 20.0},
 )

@@ -74,6 +74,7 @@ class GRPOConfig(StageConfig):
     kl_to: str | None = of_method(
         "reference", "What the policy is held to: the reference, or the old policy", choices=("reference", "old"), needs=["beta"]
     )
+    kl_unbiased: bool = setting(False, "Whether the divergence counts by the ratio, as in TRL (docs/rl.md)", needs=["beta", "kl=k3"])
     reference_model: str | None = setting(
         None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=["beta", "kl_to=reference"]
     )
