@@ -23,6 +23,7 @@ from unmask.training import collecting
 from unmask.training.collecting import failing_together
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.prompts import Judged
 
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
 
@@ -242,6 +243,22 @@ def make_lines(folder: Path, **more: Any) -> list[dict[str, float]]:
     trainer = make("grpo", folder, tiny("causal"), reward=length, max_steps=3, **more)
     trainer.train()
     return trainer.state.log_history
+
+
+def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
+    def solved(completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    shape = {"num_generations": 4, "difficulty": [0.2, 0.8], "reward": [solved, share_of_a]}
+    value_BF = torch.tensor([[1.0, -9.0]] * 4 + [[1.0, 9.0], [0.0, 9.0], [0.0, 9.0], [math.nan, 9.0]] + [[0.0, 0.5]] * 4)
+    for name, kept in [("solved", [False, True, False]), ("share_of_a", [False, False, True]), (None, [False, False, True])]:
+        trainer = make("grpo", tmp_path, difficulty_reward=name, **shape)
+        rows = [trainer.train_dataset[index] for index in range(12)]
+        judged = Judged(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
+        _, kept_B = trainer.advantages(judged)
+        assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
+    with pytest.raises(ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"):
+        make("grpo", tmp_path, difficulty_reward="solve", **shape)
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, sett
         ({"reference_model": "m"}, {"beta": 0.1}, "reference_model: needs beta"),
         ({"reference_sync_steps": 8, "method": "trace-rl"}, {"kl_to": "reference"}, "reference_sync_steps: needs kl_to=reference"),
         ({"reference_sync_share": 0.5, "beta": 0.1}, {"reference_sync_steps": 8}, "reference_sync_share: needs reference_sync_steps"),
+        ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward: needs difficulty"),
     ],
 )
 def test_a_setting_is_refused_without_what_it_needs(given, needed, message, tmp_path):

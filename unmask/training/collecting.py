@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from unmask.config_files import did_you_mean
 from unmask.data.chat import encode_prompt
 from unmask.data.rows import column, naming
 from unmask.diffusion.noise import sequence_key
@@ -57,6 +58,8 @@ class CollectingTrainer(ViewwiseTrainer):
         self.rewards = Rewards(
             reward_funcs, args.reward_weights, args.reward_workers, seconds=args.reward_timeout, errors=args.reward_errors
         )
+        if (name := args.difficulty_reward) is not None and name not in self.rewards.names:
+            raise ConfigError(f"no reward function {name!r}", where="difficulty_reward", remedy=did_you_mean(name, self.rewards.names))
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
         if self.shares_weights and args.rollouts.backend != "local":
@@ -180,11 +183,17 @@ class CollectingTrainer(ViewwiseTrainer):
     def advantages(self, judged: Judged) -> tuple[Tensor, Tensor]:
         """Advantages [B] of this process's completions, and which of them are of groups that teach. Groups may lie on several processes."""
         count, device = len(judged.rows), self.accelerator.device
+        asked_B = judged.total_B
+        if (name := self.args.difficulty_reward) is not None:
+            asked_B = torch.where(asked_B.isnan(), torch.nan, judged.reward_BF[:, self.rewards.names.index(name)])
         here = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
-        reward_B, group_B = (self.accelerator.gather(part.to(device)).cpu() for part in (judged.total_B, judged.group_B))
+        parts = (judged.total_B, asked_B, judged.group_B)
+        reward_B, asked_B, group_B = (self.accelerator.gather(part.to(device)).cpu() for part in parts)
         advantage_B = advantages(reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature)
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
-        kept_B = kept_groups(reward_B, group_B, low, high, spread=bool(self.args.drop_equal_groups))
+        kept_B = kept_groups(asked_B, group_B, low, high, spread=False)
+        if self.args.drop_equal_groups:
+            kept_B &= kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True)
         return advantage_B[here], kept_B[here]
 
     def token_advantages(self, judged: Judged, rollout: Rollout, advantage_B: Tensor) -> Tensor:

@@ -100,6 +100,9 @@ class GRPOConfig(StageConfig):
     eubo_share: float = setting(0.5, "spg: share of the upper bound in the mixture with the lower one", low=0, high=1)
 
     difficulty: list[float] | None = of_method(None, "Only groups whose mean reward lies between these two teach (none: all)")
+    difficulty_reward: str | None = setting(
+        None, "The reward function that `difficulty` reads; unset: the weighted sum of all", needs=["difficulty"]
+    )
     drop_equal_groups: bool | None = of_method(False, "Whether groups of equal rewards count for nothing, also in averages")
     dynamic_sampling: int = setting(0, "How often groups that teach nothing are replaced by those of other prompts (DAPO)", low=0)
     curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn")
