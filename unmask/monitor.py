@@ -207,7 +207,7 @@ def write_atomic(path: str | Path, text: str) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` in types that JSON has: numbers that are not finite become None, scalar arrays and tensors numbers, the rest text."""
+    """`value` in types that JSON has: numbers that are not finite become None, arrays and tensors lists or numbers, the rest text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -216,7 +216,7 @@ def _plain(value: Any) -> Any:
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return _plain(value.item()) if hasattr(value, "item") else str(value)
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 class MetricsLog:

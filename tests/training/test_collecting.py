@@ -18,6 +18,7 @@ from unmask.config import LoraSettings
 from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.http import RemoteError
 from unmask.models.load import load
+from unmask.monitor import MetricsLog
 from unmask.rewards.verdict import Verdict
 from unmask.training import collecting
 from unmask.training.collecting import failing_together
@@ -181,6 +182,19 @@ def test_samples_of_completions_are_kept_and_rewound(tmp_path):
     whole = read()
     make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert sorted(read().splitlines()) == sorted(whole.splitlines())
+
+
+def test_samples_tell_what_reward_functions_log_of_each_completion(tmp_path):
+    def first(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("first", [text[:1] for text in completions])
+        log_extra("parts", [torch.arange(len(text)) for text in completions])
+        return [float(len(text)) for text in completions]
+
+    make("grpo", tmp_path, reward=first, max_steps=1, log_completions_steps=1).train()
+    lines = MetricsLog(tmp_path / "completions.jsonl").read()
+    assert len(lines) > 2 and len({line["first"] for line in lines}) > 1
+    for line in lines:
+        assert line["first"] == line["completion"][:1] and line["parts"] == list(range(int(line["reward"])))
 
 
 def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):

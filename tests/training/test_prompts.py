@@ -74,7 +74,7 @@ def judged(ids):
         [[i] for i in ids], [str(i) for i in ids], [[i] for i in ids], [[0.0]] * len(ids), [[0]] * len(ids), ids, traces
     )
     value_B = torch.tensor([float(i) for i in ids])
-    return Judged([{"sample_id": i} for i in ids], generation, value_B[:, None], value_B)
+    return Judged([{"sample_id": i} for i in ids], generation, value_B[:, None], value_B, {"seen": [f"{i}!" for i in ids]})
 
 
 def test_rows_are_exchanged_in_all_that_is_known_of_them():

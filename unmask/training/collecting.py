@@ -115,7 +115,7 @@ class CollectingTrainer(ViewwiseTrainer):
                 scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
                 self._record_calls(len(rows))
                 reward_BF, total_B = scored.value_BF, self.rewards.total(scored)
-        return Judged(rows, generation, reward_BF, total_B)
+        return Judged(rows, generation, reward_BF, total_B, self.rewards.extras if rows else {})
 
     def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, step: int | None) -> Generation:
         """Completions of the rows' prompts. Beside the weights, a completion depends on (seed, step, sample, repeat) alone.
@@ -271,7 +271,7 @@ class CollectingTrainer(ViewwiseTrainer):
                 self.record("reward_std", scored_B.std(), len(scored_B))
         step = self.state.global_step + 1
         if self.is_world_process_zero() and self.samples.due(step):
-            texts = {"prompt": [row["prompt"] for row in judged.rows], "completion": generation.texts}
+            texts = {**judged.extras, "prompt": [row["prompt"] for row in judged.rows], "completion": generation.texts}
             figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
             self.samples.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.callback_handler.callbacks)
 

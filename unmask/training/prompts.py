@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,14 @@ class Judged:
     Attributes:
         reward_BF: of each function, NaN where it does not apply.
         total_B: weighted and summed; NaN: unscored.
+        extras: what reward functions tell of each beside (`log_extra`), by name.
     """
 
     rows: list[Mapping[str, Any]]
     generation: Generation
     reward_BF: Tensor
     total_B: Tensor
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
     def group_B(self) -> Tensor:
@@ -92,7 +94,8 @@ class Judged:
         """Some of the completions."""
         generation = self.generation
         lists: dict[str, Any] = {name: part[at] for name, part in vars(generation).items() if isinstance(part, list)}
-        return Judged(self.rows[at], replace(generation, **lists), self.reward_BF[at], self.total_B[at])
+        extras = {name: values[at] for name, values in self.extras.items()}
+        return Judged(self.rows[at], replace(generation, **lists), self.reward_BF[at], self.total_B[at], extras)
 
     def replaced(self, at: Sequence[int], other: Judged) -> Judged:
         """With these rows exchanged."""
@@ -106,4 +109,5 @@ class Judged:
         }
         reward_BF, total_B = self.reward_BF.clone(), self.total_B.clone()
         reward_BF[list(at)], total_B[list(at)] = other.reward_BF, other.total_B
-        return Judged(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B)
+        extras = {name: merge(values, other.extras.get(name, [None] * len(at))) for name, values in self.extras.items()}
+        return Judged(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B, extras)

@@ -79,7 +79,7 @@ def _scalar(value: Any) -> str | float | None:
     """What a cell of a table can hold; messages as JSON."""
     if value is None or isinstance(value, (str, int)):
         return value
-    return (None if math.isnan(value) else value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
+    return (None if math.isnan(value) else value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _text(value: str | float | None) -> str:
