@@ -197,6 +197,12 @@ class Puzzle(Task):
         """A completion as a fallible human writes it: wrong with probability `mistake_rate`, else the right one of the row."""
         return self.corrupt(row, rng) if rng.random() < mistake_rate else row["completion"]
 
+    @staticmethod
+    def chance(effort: float, rate: float) -> float:
+        """How likely a mistake is: evenly more with effort (0 to 1), and `rate` on average. Of a rate of 0.4 from 0 to 0.8, of a rate of
+        0.6 from 0.2 to 1."""
+        return 2 * rate * effort if rate <= 0.5 else 1 - 2 * (1 - rate) * (1 - effort)
+
 
 def get_task(name: str) -> Task:
     """The task of that name with its default settings. An unknown name: ConfigError that names the nearest."""

@@ -157,6 +157,14 @@ class Countdown(Puzzle):
         candidates = expressions(tuple(sorted(row["numbers"])))
         return rng.choice([text for text, value in candidates.items() if value != row["target"]])
 
+    def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
+        """As people do it: the larger the largest number, the likelier it is left out, for what comes nearest to the target without it."""
+        *others, largest = sorted(row["numbers"])
+        effort = min(1.0, (largest - 0.5) / self.max_number) ** len(row["numbers"])  # evenly from 0 to 1
+        if rng.random() >= self.chance(effort, mistake_rate):
+            return row["completion"]
+        return min(expressions(tuple(others)).items(), key=lambda item: (abs(item[1] - row["target"]), len(item[0]), item[0]))[0]
+
     def question(self, row: Mapping[str, Any]) -> str:
         return f"Numbers: {', '.join(map(str, row['numbers']))}\nTarget: {row['target']}"
 

@@ -104,14 +104,10 @@ class Sudoku(GridPuzzle):
         return min(differences(grid, solution) for solution in solve(row["puzzle"]))
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """As people do it: the more cells are empty, the likelier the grid is handed in with the last third of them left empty.
-
-        The chance rises evenly with the number of empty cells: of a rate of 0.4 from 0 to 0.8, of a rate of 0.6 from 0.2 to 1.
-        """
+        """As people do it: the more cells are empty, the likelier the grid is handed in with the last third of them left empty."""
         empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
         effort = (len(empty) - self.min_empty) / max(1, self.max_empty - self.min_empty)
-        chance = 2 * mistake_rate * effort if mistake_rate <= 0.5 else 1 - 2 * (1 - mistake_rate) * (1 - effort)
-        if rng.random() >= chance:
+        if rng.random() >= self.chance(effort, mistake_rate):
             return row["completion"]
         left = set(empty[-max(1, len(empty) // 3) :])
         return "".join("0" if cell in left else digit for cell, digit in enumerate(row["completion"]))
