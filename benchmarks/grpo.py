@@ -37,13 +37,13 @@ def reward(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
     return [sum(token % 2 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def trainer_of(lm: DiffusionLM, folder: str, steps: int, group: int = GROUP, **more: Any) -> GRPOTrainer:
+def trainer_of(lm: DiffusionLM, folder: str, steps: int, **more: Any) -> GRPOTrainer:
     """Ours, with one prompt."""
     settings: dict[str, Any] = {"method": "diffu-grpo", "num_iterations": MU, "max_steps": MU, "beta": BETA, "epsilon": EPSILON} | more
     args = GRPOConfig(
         output_dir=folder,
-        per_device_train_batch_size=group,
-        num_generations=group,
+        per_device_train_batch_size=GROUP,
+        num_generations=GROUP,
         max_completion_length=LENGTH,
         block_size=BLOCK if lm.attention == "bidirectional" else None,
         steps=steps,
@@ -110,7 +110,7 @@ def gradient(lm: DiffusionLM, call: Callable[[], Tensor]) -> tuple[float, Tensor
 def made_updates(trainer: GRPOTrainer) -> list[Update]:
     """Rollouts of the only prompt, scored, with masks for every inner update."""
     trainer.model.train()
-    return trainer.experience([[trainer.train_dataset[i] for i in range(trainer.args.num_generations)]])[0]
+    return trainer.experience([[trainer.train_dataset[i] for i in range(GROUP)]])[0]
 
 
 def check_same(trainer: GRPOTrainer, plain: Plain) -> tuple[float, float]:
@@ -185,12 +185,11 @@ def compare_memory() -> None:
 
 
 def compare_views() -> None:
-    """Of a group of two, of which little else is held."""
     peaks: dict[tuple[str, int], int] = {}
     for attention, block_size in (("bidirectional", None), ("block_causal", 32)):
         for samples in (1, 4, 16):
             with tempfile.TemporaryDirectory() as folder:
-                trainer = trainer_of(random_model(*SHAPE, attention, block_size), folder, 4, 2, method="bgpo", samples=samples, beta=0.0)
+                trainer = trainer_of(random_model(*SHAPE, attention, block_size), folder, 4, method="bgpo", samples=samples, beta=0.0)
                 trainer.create_optimizer_and_scheduler(MU)
                 update = made_updates(trainer)[1]
                 assert update.views.count == samples
