@@ -157,6 +157,7 @@ class CollectingTrainer(ViewwiseTrainer):
             there = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
             if self.is_in_train and step and not any(gather_object([there])):  # asked before any process makes it
                 self._save_checkpoint(self.model, None)
+                self.accelerator.wait_for_everyone()  # the first process to leave ends the others, and with them what they write
             raise
 
     def sync_weights(self, step: int | None) -> None:
