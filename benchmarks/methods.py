@@ -114,13 +114,19 @@ def run(task: str, method: str, seed: int, start: Path, updates: int, rate: floa
     }
 
 
+STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
+"""Of a 95% interval of the mean of so many runs, in standard errors."""
+
+
 def show(lines: list[dict[str, Any]]) -> None:
-    """A table of means over seeds, and what each method is ahead of supervised training."""
+    """A table of means over seeds, with 95% intervals (Student's t)."""
     for task in dict.fromkeys(line["task"] for line in lines):
-        print(f"\n{task}: solved %, mean over seeds (lowest to highest)")
+        print(f"\n{task}: solved %, mean over seeds")
         for method in dict.fromkeys(line["method"] for line in lines if line["task"] == task):
             values = [100 * line["solved"] for line in lines if (line["task"], line["method"]) == (task, method)]
-            print(f"  {method:12} {statistics.fmean(values):5.1f} ({min(values):.1f} to {max(values):.1f}), {len(values)} seeds")
+            runs = len(values)
+            within = f" ± {STUDENT[runs] * statistics.stdev(values) / runs**0.5:.1f}" if runs in STUDENT else ""
+            print(f"  {method:12} {statistics.fmean(values):5.1f}{within}, {runs} seeds: {', '.join(f'{value:.1f}' for value in values)}")
 
 
 def main() -> None:
