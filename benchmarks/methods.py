@@ -118,15 +118,25 @@ STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776}
 """Of a 95% interval of the mean of so many runs, in standard errors."""
 
 
+def interval(values: list[float]) -> str:
+    """The mean, with the half width of its 95% interval (Student's t)."""
+    runs = len(values)
+    return f"{statistics.fmean(values):.1f}" + (f" ± {STUDENT[runs] * statistics.stdev(values) / runs**0.5:.1f}" if runs in STUDENT else "")
+
+
 def show(lines: list[dict[str, Any]]) -> None:
-    """A table of means over seeds, with 95% intervals (Student's t)."""
+    """A table of means over seeds, and of what each is ahead of supervised training with the same seed."""
     for task in dict.fromkeys(line["task"] for line in lines):
-        print(f"\n{task}: solved %, mean over seeds")
-        for method in dict.fromkeys(line["method"] for line in lines if line["task"] == task):
-            values = [100 * line["solved"] for line in lines if (line["task"], line["method"]) == (task, method)]
-            runs = len(values)
-            within = f" ± {STUDENT[runs] * statistics.stdev(values) / runs**0.5:.1f}" if runs in STUDENT else ""
-            print(f"  {method:12} {statistics.fmean(values):5.1f}{within}, {runs} seeds: {', '.join(f'{value:.1f}' for value in values)}")
+        solved: dict[str, dict[int, float]] = {}
+        for line in lines:
+            if line["task"] == task:
+                solved.setdefault(line["method"], {})[line["seed"]] = 100 * line["solved"]
+        supervised = solved.get("sft", {})
+        print(f"\n{task}: solved %, mean over seeds; each seed; ahead of sft")
+        for method, by_seed in solved.items():
+            ahead = [value - supervised[seed] for seed, value in by_seed.items() if seed in supervised]
+            each = ", ".join(f"{value:.1f}" for value in by_seed.values())
+            print(f"  {method:12} {interval([*by_seed.values()]):12} {each:18} {interval(ahead) if ahead else ''}")
 
 
 def main() -> None:
