@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,13 +61,14 @@ assert not {{"torch", "transformers", "numpy", "datasets"}} & sys.modules.keys()
 """
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
-    seconds = []
+    seconds = []  # of the processor, so that what runs beside the tests does not count
     for _ in range(3):
-        start = time.perf_counter()
+        start = os.times()
         result = python("-m", "unmask", "sft", "--help")
-        seconds.append(time.perf_counter() - start)
+        end = os.times()
+        seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
     assert "KEY=VALUE" in result.stdout
-    assert min(seconds) < 1
+    assert 0 < min(seconds) < 1
 
 
 def test_the_verbs_are_listed_in_the_order_of_the_pipeline() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unmask.config import (
@@ -240,6 +240,7 @@ def run_configs(draw: st.DrawFn) -> RunConfig:
     )
 
 
+@settings(max_examples=30)
 @given(run_configs())
 def test_a_printed_config_loads_back(config: RunConfig) -> None:
     assert RunConfig(**parse_yaml(to_yaml(config), "here")) == config

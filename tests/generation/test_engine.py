@@ -21,7 +21,7 @@ from unmask.generation.steps import Job
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
     """Each with settings of its own; some come later, some are called off."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import REPOSITORY
@@ -37,6 +37,7 @@ def test_rows_are_solved_distinct_and_of_their_split(name, split):
 
 
 @every_task
+@settings(max_examples=20)
 @given(seed=seeds, count=st.integers(0, 12), more=st.integers(0, 8))
 def test_a_seed_fixes_the_rows_and_a_smaller_count_is_their_beginning(name, seed, count, more):
     task = get_task(name)

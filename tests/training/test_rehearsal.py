@@ -85,6 +85,7 @@ def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_pa
         rehearse("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
 
 
+@pytest.mark.slow
 def test_debug_looks_at_every_step_of_a_short_run(model, text, tmp_path):
     output = tmp_path / "run"
     try:
