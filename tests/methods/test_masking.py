@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -14,7 +15,7 @@ from tests.methods.rollouts import keys, rollout_of, stopping
 from tests.training.conftest import PAIRS, equal, settings, tiny, weights
 from unmask.diffusion.noise import Stream
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, TrainingError
 from unmask.methods import METHODS, get_method, masking
 from unmask.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
 from unmask.training.grpo import GRPOTrainer
@@ -244,6 +245,44 @@ def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path, monkeypa
     assert not equal(weights(made.lm), before)
     assert made.get_cache_stats()["hits"] == 12
     assert made.state.log_history[0]["masks/reuse_rate"] == 0.75
+
+
+class Wrong(MaskingStrategy):
+    """Right views, with some of it changed."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def plan(self, rollout, draw, config, progress):
+        return self.change(Diffusion().plan(rollout, draw, config, progress), rollout)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda views, rollout: None, "NoneType is no plan of views"),
+        (lambda views, rollout: replace(views, weight_BVT=views.weight_BVT[:, :1]), r"tensors of .*\[4, 1, 7\], for 4 rows of 7 tokens"),
+        (lambda views, rollout: views.piece(slice(1, None)), r"\[3, 2, 7\], for 4 rows"),
+        (lambda views, rollout: views.piece(slice(None), slice(0)), r"\[4, 0, 7\], for 4 rows"),
+        (lambda views, rollout: replace(views, hidden_BVT=views.hidden_BVT[:, 0]), r"\[4, 7\]"),
+        (lambda views, rollout: replace(views, scored_BVT=views.scored_BVT.long()), r"torch.int64 \[4, 2, 7\]"),
+        (lambda views, rollout: replace(views, weight_BVT=views.scored_BVT), r"torch.bool \[4, 2, 7\], for"),
+        (lambda views, rollout: replace(views, hidden_BVT=views.hidden_BVT & ~views.scored_BVT), "scored that the model is shown"),
+        (lambda views, rollout: weighed(rollout, (rollout.documents_BT > 0)[:, None], GRPOConfig()), "that are not the completion's"),
+    ],
+)
+def test_a_plan_that_a_loss_cannot_read_is_refused(change, message, tmp_path):
+    made = trainer(tmp_path, Wrong(change), max_steps=1, samples=2)
+    with pytest.raises(TrainingError, match=f"plan of Wrong: .*{message}"):
+        made.train()
+
+
+@pytest.mark.parametrize("strategy", ["diffusion", Diffusion, object()])
+def test_what_is_no_strategy_is_refused(strategy, tmp_path):
+    with pytest.raises(ConfigError, match=r"masking: .* is no MaskingStrategy"):
+        trainer(tmp_path, strategy)
+    with pytest.raises(ConfigError, match="patterns: 0 patterns"):
+        Optimized(patterns=0)
 
 
 def test_without_a_strategy_nothing_is_kept(tmp_path):

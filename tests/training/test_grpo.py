@@ -346,15 +346,16 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"gradient_accumulation_steps": 1}, r"micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[4\]"),
-        ({"per_device_train_batch_size": 2}, r"micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]"),
-        ({"num_iterations": 3}, r"micro-batches of \[\] completions for update 3 of a rollout, not of \[4, 4\]"),
+        ({"gradient_accumulation_steps": 1}, r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[4\]"),
+        ({"per_device_train_batch_size": 2}, r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]"),
+        ({"num_iterations": 3}, "was made with num_iterations 2, not 3"),
+        ({"method": "cj-grpo"}, "was made with method diffu-grpo, not cj-grpo"),
     ],
 )
-def test_rollouts_of_another_shape_are_not_gone_on_with(change, message, tmp_path):
+def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_path):
     shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1, "rows": PAIRS[:6]}
     make("grpo", tmp_path, **shape).train()
-    with pytest.raises(TrainingError, match=rf"cannot be gone on from: rollouts-0.pt holds {message}.*Delete this checkpoint"):
+    with pytest.raises(TrainingError, match=rf"cannot be gone on from: rollouts-0.pt {message}.*Delete this checkpoint"):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

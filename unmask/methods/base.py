@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
+from unmask.errors import TrainingError
 from unmask.objectives.policy import clipped_surrogate, divergence
 
 
@@ -124,6 +125,30 @@ class Loss(NamedTuple):
 def learnable(rollout: Rollout, views: Views) -> Tensor:
     """The tokens [B, T] that a loss is about: of the completion, and what is scored behind its end."""
     return rollout.completion_BT | views.scored_BVT.any(1)
+
+
+def check_views(views: Views, rollout: Rollout, where: str) -> None:
+    """Refuse a plan that a loss cannot read: of another shape, or that scores what is shown, or what is not the completion's canvas.
+
+    Raises:
+        TrainingError: it is one; names `where` it is from.
+    """
+    batch, length = rollout.ids_BT.shape
+    remedy = "Return Views of hidden and scored (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
+    if not isinstance(views, Views):
+        raise TrainingError(f"{type(views).__name__} is no plan of views", where=where, remedy=remedy)
+    parts = (views.hidden_BVT, views.scored_BVT, views.weight_BVT)
+    kinds = [part.dtype if part.dtype == torch.bool else part.is_floating_point() for part in parts]
+    shapes = [tuple(part.shape) for part in parts]
+    count = shapes[0][1] if len(shapes[0]) == 3 else 0
+    if kinds != [torch.bool, torch.bool, True] or count == 0 or shapes != [(batch, count, length)] * 3:
+        told = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
+        raise TrainingError(f"tensors of {told}, for {batch} rows of {length} tokens", where=where, remedy=remedy)
+    noised = slice(-1 if views.causal else None)
+    if (views.scored_BVT & ~views.hidden_BVT)[:, noised].any():
+        raise TrainingError("tokens are scored that the model is shown", where=where, remedy="Hide what is scored")
+    if (views.scored_BVT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
+        raise TrainingError("tokens are scored that are not the completion's", where=where, remedy="Score what completion_BT says")
 
 
 Plan = Callable[[Rollout, Draw, Any], Views]

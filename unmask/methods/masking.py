@@ -161,6 +161,8 @@ class Optimized(MaskingStrategy):
     """
 
     def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64):
+        if patterns < 1:
+            raise ConfigError(f"{patterns} patterns", where="patterns", remedy="Use 1 or more")
         self.inner, self.patterns = inner, patterns
         self.serves = MaskingStrategy.serves if inner is None else inner.serves
         self.uses = None if inner is None else inner.uses
@@ -205,6 +207,8 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     strategy = named if given is None else given
     if strategy is None:
         return None
+    if not isinstance(strategy, MaskingStrategy):
+        raise ConfigError(f"{strategy!r} is no MaskingStrategy", where="masking", remedy="Give an instance of a class made from it")
     if named is not None and given is not None:
         raise ConfigError(f"{config.masking!r}, but a strategy was given too", where="masking", remedy="Leave one of them out")
     if exact:

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.methods import Rollout, Scores, get_method
-from unmask.methods.base import learnable
+from unmask.methods.base import check_views, learnable
 from unmask.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.models.load import first_line
@@ -163,7 +163,8 @@ class GRPOTrainer(CollectingTrainer):
         folder = Path(str(output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         if self.state.global_step % self.args.num_iterations:
-            torch.save(self.buffer, folder / BUFFER_FILE.format(rank=self.args.process_index))
+            made = {"method": self.args.method, "num_iterations": self.args.num_iterations, "updates": self.buffer}
+            torch.save(made, folder / BUFFER_FILE.format(rank=self.args.process_index))
         if self.args.should_save:
             self.history.save(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
@@ -189,7 +190,11 @@ class GRPOTrainer(CollectingTrainer):
         if not zipfile.is_zipfile(path):
             raise OSError(f"{path.name} is missing or torn")
         with torch.serialization.safe_globals([Update, Rollout, Views]):
-            self.buffer = torch.load(path, map_location=self.lm.device)
+            made = torch.load(path, map_location=self.lm.device)
+        for name in ("method", "num_iterations"):
+            if made[name] != (now := getattr(self.args, name)):
+                raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
+        self.buffer = made["updates"]
         wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps
         for iteration in range(self.args.num_iterations):
             held = [len(updates[iteration].learnt_BT) for updates in self.buffer if iteration < len(updates)]
@@ -247,9 +252,13 @@ class GRPOTrainer(CollectingTrainer):
         if self.lm.autoregressive:
             return weighed(rollout, rollout.completion_BT[:, None], self.args)
         if self.masking is None:
-            return self.method.plan(rollout, draw, self.args)
-        sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
-        return self.masking.plan(rollout, draw, self.args, sampled / max(self.state.max_steps, 1))
+            views, planner = self.method.plan(rollout, draw, self.args), self.args.method
+        else:
+            sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
+            views = self.masking.plan(rollout, draw, self.args, sampled / max(self.state.max_steps, 1))
+            planner = type(self.masking).__name__
+        check_views(views, rollout, f"plan of {planner}")
+        return views
 
     def get_cache_stats(self) -> dict[str, float]:
         """How often the masking strategy reuses what it made: see there."""
