@@ -13,7 +13,7 @@ Trains a model with reinforcement learning: unmask grpo --recipe grpo-TASK --mod
   OPTION  whatever `unmask grpo` takes: --model PATH, --output DIR, --config FILE, training.max_steps=100, ...
 
 The model: --model PATH, or the variable UNMASK_MODEL__PATH (or DIFFU_MODEL_PATH).
-The output: --output DIR, or UNMASK_OUTPUT_DIR, or that of a --config; else runs/grpo-TASK-MODE.
+The output: --output DIR, or UNMASK_OUTPUT_DIR, or that of a --config; without a --config runs/grpo-TASK-MODE.
 
 Examples:
   scripts/run.sh sudoku balanced --model runs/sft/model

@@ -134,6 +134,13 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
     assert layers.source_of("training.h") is None
 
 
+def test_a_value_in_place_of_a_section_is_refused(tmp_path: Path) -> None:
+    config = write(tmp_path, "1.yaml", "training: {a: 1}\n")
+    for rest in ({"overrides": ["training.b=2"]}, {"config_files": [config]}):
+        with pytest.raises(ConfigError, match=r"^training \(environment variable UNMASK_TRAINING\): 5, but it is a section"):
+            read_layers(environ={"UNMASK_TRAINING": "5"}, **rest)
+
+
 sources = st.lists(st.builds(Layer, texts, st.dictionaries(st.sampled_from("abc"), plain(finite), max_size=3)), max_size=4).map(Layers)
 
 

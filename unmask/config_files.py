@@ -160,7 +160,8 @@ def read_layers(
         overrides: `dotted.key=value`, the value written in YAML.
 
     Raises:
-        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`.
+        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value where another source has a
+            section of settings, which it would wipe out.
     """
     layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
     layers += [Layer(str(path), read_settings(Path(path))) for path in config_files]
@@ -177,6 +178,12 @@ def read_layers(
                 f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4."
             )
         layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
+    sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
+    for layer in layers:
+        for key in sections & layer.values.keys():
+            if not isinstance(value := layer.values[key], dict | None):
+                remedy = f"Name the setting: {key}.NAME (of a variable {PREFIX}{key.upper()}__NAME)"
+                raise ConfigError(f"{value!r}, but it is a section of settings", where=f"{key} ({layer.source})", remedy=remedy)
     return Layers(layers)
 
 

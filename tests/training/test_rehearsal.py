@@ -70,6 +70,15 @@ def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
     assert line["steps"] == "30" and (line["predicted seconds a step"] == "-") == (verb == "dpo")
 
 
+def test_every_update_on_a_rollout_is_a_step(model, tmp_path):
+    """Of 10 prompts 4 make a step; what is left over makes none. Each rollout is updated on three times."""
+    training = {"num_generations": 2, "num_iterations": 3, "per_device_train_batch_size": 8, "num_train_epochs": 2, "use_cpu": True}
+    kept = {"max_completion_length": 4, "bf16": False, "warmup_steps": 0}
+    config = run_config(model, tmp_path, tmp_path)
+    (line,) = rehearse("grpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=10), "training": training | kept}))
+    assert line["steps"] == str(10 // 4 * 3 * 2)
+
+
 def test_from_the_command_line(model, text, tmp_path):
     output = tmp_path / "run"
     result = unmask(

@@ -67,9 +67,11 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
     plan = plan_run(verb, config, args)
     watch = Watch()
     with short_trainer(verb, config, args, STEPS, callbacks=[watch]) as trainer:
-        steps = total_steps(args, trainer.train_rows if isinstance(args, ConvertConfig) else trainer.train_dataset)
         if isinstance(args, ConvertConfig):
+            steps = total_steps(args, trainer.train_rows)
             stage_ends(args.stages, steps)  # those of the run itself
+        else:
+            steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
         trainer.train()
     return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
 
