@@ -26,7 +26,16 @@ class ConfigError(UnmaskError):
 
 
 class DataError(UnmaskError):
-    """A missing or malformed file, row or column."""
+    """A missing or malformed file, row or column.
+
+    Args:
+        what, where, remedy: as of `UnmaskError`.
+        reason: of a single row, where others may be sound: what is wrong with it, as a report counts it. Such a row may be left out.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, reason: str | None = None):
+        super().__init__(what, where=where, remedy=remedy)
+        self.reason = reason
 
 
 class ModelError(UnmaskError):

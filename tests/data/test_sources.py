@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.helpers import shared_path
 from unmask.config import DataSource
-from unmask.data.sources import load_mixture, load_rows, split_documents
+from unmask.data.sources import load_examples, load_mixture, load_rows, split_documents
 from unmask.errors import DataError
 
 ROWS = [{"prompt": "0012", "completion": "a\nb"}, {"prompt": "3400", "completion": "2024-01-01"}, {"prompt": "7", "completion": ""}]
@@ -55,6 +55,37 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
     stream = load_rows(path, split=split, streaming=True)
     assert list(stream) == list(stream) == ROWS
     assert list(load_rows(path, split=split, max_rows=2, streaming=True)) == ROWS[:2]
+
+
+MIXED = [{"chosen": "a"}, {"chosen": [{"role": "user", "content": "b"}]}, {"chosen": 3, "more": None}]
+
+
+def test_examples_come_as_they_are_written_whatever_their_types(tmp_path):
+    """A table would have one type a column, and all columns in each row."""
+    for name, content in (("rows.json", json.dumps(MIXED)), ("rows.jsonl", "\n".join(map(json.dumps, MIXED)))):
+        (tmp_path / name).write_text(content)
+        assert load_examples(tmp_path / name) == MIXED
+        assert load_examples(str(tmp_path / name), max_rows=2) == MIXED[:2]
+        with pytest.raises(DataError, match="a column mixes types"):
+            load_rows(tmp_path / name)
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "rows.parquet")
+    assert list(load_examples(tmp_path / "rows.parquet", max_rows=2)) == ROWS[:2]
+
+
+def test_a_malformed_line_is_an_error_or_stands_in_place_of_its_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": \n[1]\n{"a": 2}\n{"a')
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: malformed JSON"):
+        load_examples(path)
+    first, malformed, other, second, cut = load_examples(path, keep_malformed=True)
+    assert (first, second) == ({"a": 1}, {"a": 2})
+    assert [error.where for error in (malformed, other, cut)] == [f"{path}, line {number}" for number in (3, 4, 6)]
+    assert [error.reason for error in (malformed, other, cut)] == ["malformed JSON", "of another type", "malformed JSON"]
+    (tmp_path / "rows.json").write_text('[{"a": 1}, {"a"')
+    with pytest.raises(DataError, match=r"rows\.json, line 1: malformed JSON"):
+        load_examples(tmp_path / "rows.json", keep_malformed=True)
+    with pytest.raises(DataError, match="no such file"):
+        load_examples(tmp_path / "absent.jsonl", keep_malformed=True)
 
 
 def damaged_folder(home, suffix):

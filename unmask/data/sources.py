@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from unmask.config import DataSource
 from unmask.errors import DataError
-from unmask.tasks.files import kind_of, read_lines, read_records, require_names
+from unmask.tasks.files import kind_of, read_examples, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 SUFFIXES = (".txt", ".csv", ".json", ".jsonl", ".parquet")
+RECORDS = (".csv", ".json", ".jsonl")
 HUB_ID = re.compile(r"(?P<name>[\w-][\w.-]*(/[\w.-]+)?)(:(?P<config>[\w.-]+))?")
 
 
@@ -64,11 +66,29 @@ def load_rows(
 
 def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
     """The rows of any source as records: each with where it stands, for errors. Raises as `load_rows`."""
-    if kind_of(path_or_id) in (".csv", ".json", ".jsonl"):
+    if kind_of(path_or_id) in RECORDS:
         yield from read_records(path_or_id)
         return
     for number, row in enumerate(load_rows(path_or_id, split=split), start=1):
         yield f"{path_or_id}, row {number}", row
+
+
+def load_examples(
+    path_or_id: str | os.PathLike[str], *, split: str = "train", max_rows: int | None = None, keep_malformed: bool = False
+) -> Sequence[dict[str, Any] | DataError]:
+    """The rows of a dataset whose columns may hold values of several types.
+
+    Args:
+        path_or_id, split, max_rows: as in `load_rows`. A CSV or JSON file becomes a list of its rows as they are written, not a table.
+        keep_malformed: give the error of a malformed line of a .jsonl file in place of its row.
+
+    Raises:
+        DataError: as `load_rows`.
+    """
+    if kind_of(path_or_id) not in RECORDS or Path(path_or_id).is_dir():
+        return load_rows(path_or_id, split=split, max_rows=max_rows)
+    with closing(read_examples(path_or_id, keep_malformed=keep_malformed)) as examples:
+        return list(islice(examples, max_rows))
 
 
 def load_mixture(

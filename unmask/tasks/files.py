@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,24 @@ def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) ->
         raise DataError("the file holds no rows", where=str(path), remedy="Give a file with at least one row.")
 
 
+def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False) -> Generator[dict[str, Any] | DataError, None, None]:
+    """As `read_records`, without where the rows stand.
+
+    Args:
+        path: the file.
+        keep_malformed: give the error of a malformed line of a .jsonl file in place of its row, and go on. Other files are read whole.
+    """
+    if not keep_malformed or kind_of(path) != ".jsonl":
+        yield from (row for _, row in read_records(path))
+        return
+    for number, line in enumerate(read_lines(path), start=1):
+        if line.strip():
+            try:
+                yield _object(_decode(line, str(path), number), f"{path}, line {number}")
+            except DataError as error:
+                yield error
+
+
 def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
     """Raise a DataError that names the wanted columns that are missing, those present, and the nearest."""
     present = list(present)
@@ -81,7 +99,7 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
         return
     names, found = ", ".join(map(repr, missing)), ", ".join(map(repr, present)) or "none"
     what = f"no column {names} (present: {found})"
-    raise DataError(what, where=where, remedy=did_you_mean(missing[0], present))
+    raise DataError(what, where=where, remedy=did_you_mean(missing[0], present), reason="a column is missing")
 
 
 def _csv_records(lines: Iterator[str], path: str) -> Iterator[Record]:
@@ -123,10 +141,11 @@ def _decode(text: str, path: str, first_line: int) -> Any:
         where = f"{path}, line {first_line + error.lineno - 1}"
     except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
         what, where = f"malformed JSON: {error}", f"{path}, line {first_line}"
-    raise DataError(what, where=where, remedy="Mend or remove the row.")
+    raise DataError(what, where=where, remedy="Mend or remove the row.", reason="malformed JSON")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"a row is an object of named columns, not {type(value).__name__}", where=where, remedy='Write {"column": value}.')
+        what = f"a row is an object of named columns, not {type(value).__name__}"
+        raise DataError(what, where=where, remedy='Write {"column": value}.', reason="of another type")
     return value
