@@ -12,8 +12,18 @@ from transformers import AutoTokenizer
 
 from tests.helpers import shared_path
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import encode_prompt, is_conversational, render, render_pair, render_preference, split_implicit_prompt
-from unmask.errors import DataError
+from unmask.data.chat import (
+    TEMPLATES,
+    encode_prompt,
+    is_conversational,
+    read_template,
+    render,
+    render_pair,
+    render_preference,
+    render_turns,
+    split_implicit_prompt,
+)
+from unmask.errors import ConfigError, DataError
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -34,7 +44,7 @@ def _tokenizer(template: str | None = None, **special: str):
     return tokenizer
 
 
-BARE, CHAT, PLAIN_CHAT = _tokenizer(), _tokenizer(CHATML), _tokenizer(PLAIN)
+BARE, CHAT, PLAIN_CHAT, SIMPLE = _tokenizer(), _tokenizer(CHATML), _tokenizer(PLAIN), _tokenizer(TEMPLATES["simple"])
 
 
 def _turn(role: str, content: str) -> dict:
@@ -90,7 +100,7 @@ def test_what_is_no_prompt_is_refused(prompt):
         encode_prompt(BARE, prompt)
 
 
-@pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT], ids=["chatml", "plain"])
+@pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT, SIMPLE], ids=["chatml", "plain", "simple"])
 @given(system=words, question=words, answer=words)
 def test_messages(tokenizer, system, question, answer):
     prompt, completion = [_turn("system", system), _turn("user", question)], [_turn("assistant", answer)]
@@ -102,7 +112,7 @@ def test_messages(tokenizer, system, question, answer):
     assert render(tokenizer, {"prompt": prompt, "completion": completion}) == (prompt_ids, completion_ids)
     whole = render(tokenizer, {"messages": prompt + completion})
     assert whole[0] + whole[1] == prompt_ids + completion_ids
-    assert whole[0] == ([tokenizer.bos_token_id] if tokenizer is PLAIN_CHAT else [])
+    assert whole[0] == ([] if tokenizer is CHAT else [tokenizer.bos_token_id])
 
 
 def test_only_the_last_end_of_turn_ends_a_conversation():
@@ -110,6 +120,103 @@ def test_only_the_last_end_of_turn_ends_a_conversation():
     ids = render(CHAT, {"messages": turns})[1]
     assert ids.count(CHAT.eos_token_id) == 4 and ids[-1] == CHAT.eos_token_id
     assert CHAT.decode(ids) + "\n" == CHAT.apply_chat_template(turns, tokenize=False)
+
+
+conversations = st.lists(st.tuples(words, words.filter(str.strip)), min_size=1, max_size=4)
+
+
+def _conversation(pairs: list[tuple[str, str]], system: str = "") -> list[dict]:
+    turns = [_turn(role, text) for pair in pairs for role, text in zip(("user", "assistant"), pair, strict=True)]
+    return [_turn("system", system), *turns] if system else turns
+
+
+@pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE], ids=["chatml", "simple"])
+@given(pairs=conversations, system=words, rest=st.lists(words, max_size=1))
+def test_of_a_conversation_every_answer_is_learnt_with_its_end_and_nothing_else(tokenizer, pairs, system, rest):
+    messages = _conversation(pairs, system) + [_turn("user", text) for text in rest]
+    prompt, answer, learnt = render_turns(tokenizer, messages, "all")
+    assert (prompt, answer) == render_turns(tokenizer, messages, "last")[:2]
+    whole = tokenizer.apply_chat_template(_conversation(pairs, system), tokenize=False)
+    assert tokenizer.decode(prompt + answer) == whole.removesuffix("\n").removesuffix("\n" if tokenizer is SIMPLE else "")
+    assert answer == render_pair(tokenizer, "", pairs[-1][1])[1] and len(learnt) == len(prompt)
+    found, end = [[]], tokenizer.eos_token_id
+    for token, is_learnt in zip(prompt, learnt, strict=True):
+        if is_learnt:
+            found[-1].append(token)
+        elif found[-1]:
+            found.append([])
+    assert [run for run in found if run] == [[*tokenizer(text, add_special_tokens=False)["input_ids"], end] for _, text in pairs[:-1]]
+
+
+@pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE, PLAIN_CHAT], ids=["chatml", "simple", "plain"])
+@given(pairs=conversations, system=words)
+def test_the_last_answer_alone_is_a_completion(tokenizer, pairs, system):
+    messages = _conversation(pairs, system)
+    prompt, answer, learnt = render_turns(tokenizer, messages, "last")
+    assert (prompt, answer) == render_pair(tokenizer, messages[:-1], messages[-1:]) and not any(learnt)
+
+
+def test_a_template_whose_end_of_turn_is_not_the_end_of_sequence():
+    """As LLaDA's: the turn's own end is learnt, and an end of sequence behind the last one."""
+    tokenizer = _tokenizer(CHATML)
+    tokenizer.eos_token = "</s>"
+    prompt, answer, learnt = render_turns(tokenizer, _conversation([("a", "b"), ("c", "d")]), "all")
+    assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]).strip() == "b<|im_end|>"
+    assert tokenizer.decode(answer) == "d<|im_end|>\n</s>"
+
+
+@pytest.mark.parametrize(
+    ("turns", "message", "reason"),
+    [
+        ([_turn("user", "a")], "nothing in it is the assistant's", "without an answer"),
+        ([_turn("assistant", "a")], "message 0 is the assistant's, but answers nobody", "answers that follow nothing"),
+        (
+            [_turn("user", "a"), _turn("assistant", "b"), _turn("assistant", "c")],
+            "message 2 .* answers nobody",
+            "answers that follow nothing",
+        ),
+        ("abc", "not a list of messages", "of another type"),
+    ],
+)
+@pytest.mark.parametrize("learn", ["all", "last"])
+def test_conversations_without_an_answer_to_learn_are_refused(learn, turns, message, reason):
+    with pytest.raises(DataError, match=message) as caught:
+        render_turns(CHAT, turns, learn)
+    assert caught.value.reason == reason
+
+
+def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
+    turns = _conversation([("a", "b"), ("c", "d")])
+    forgets = _tokenizer(
+        "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}!{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    with pytest.raises(DataError, match=r"renders the prompt otherwise.*only appends"):
+        render_turns(forgets, turns, "all")
+    with pytest.raises(DataError, match=r"does not end an assistant's turn.*learn: last") as caught:
+        render_turns(PLAIN_CHAT, turns, "all")
+    assert caught.value.reason is None  # of the template: no row would be better
+    assert render_turns(PLAIN_CHAT, turns[:2], "all")[1] == render_pair(BARE, "", "b")[1]
+
+
+def test_a_template_by_name_or_from_a_file(tmp_path):
+    path = tmp_path / "own.jinja"
+    path.write_text(CHATML, encoding="utf-8")
+    assert read_template(str(path)) == CHATML
+    assert read_template("simple") == TEMPLATES["simple"]
+    for wrong in ("simpel", str(tmp_path)):
+        with pytest.raises(ConfigError, match=r"data\.chat_template: .*no template that comes with Unmask.*Give simple, or the path"):
+            read_template(wrong)
+    with pytest.raises(DataError, match="the chat template is malformed") as caught:
+        encode_prompt(_tokenizer("{% for m in messages %}"), [_turn("user", "a")])
+    assert caught.value.reason is None
+
+
+def test_the_simple_template_needs_no_tokens_of_its_own():
+    turns = _conversation([("a", "b"), ("c", "d")], "s")
+    text = "<s>system:\ns\n\nuser:\na\n\nassistant:\nb</s>\n\nuser:\nc\n\nassistant:\nd</s>\n\n"
+    assert SIMPLE.apply_chat_template(turns, tokenize=False) == text
+    assert len(SIMPLE) == len(BARE)
 
 
 def test_an_answer_that_was_begun_is_continued():

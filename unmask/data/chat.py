@@ -9,16 +9,17 @@
 
 A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised apart, for sampling sees the prompt alone. The beginning
 of sequence belongs to the prompt, where the tokenizer adds one; a completion ends with exactly one end of sequence, which is supervised.
-How to truncate is the caller's choice.
+Of `messages` the assistant's turns may be told apart from the rest (`render_turns`). How to truncate is the caller's choice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from unmask.errors import DataError
+from unmask.errors import ConfigError, DataError
 from unmask.tasks.files import require_names
 
 if TYPE_CHECKING:
@@ -28,8 +29,17 @@ Message = Mapping[str, Any]
 Text = str | Sequence[Message]
 Prompt = Text | Sequence[int]
 Side = TypeVar("Side", str, Sequence[Message])
+Learn = Literal["all", "last"]
+"""Which of the assistant's turns are learnt."""
 
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
+EQUAL = "chosen equals rejected"
+TEMPLATES = {
+    "simple": r"{{ bos_token }}{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
+    r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}",
+}
+"""Chat templates by name, for tokenizers without one. They need no tokens of their own: roles are plain words."""
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
@@ -46,7 +56,8 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         return _encode(tokenizer, _prompt_text(tokenizer, prompt))
     if _is_ids(prompt):
         return list(prompt)
-    raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy="Give a string, messages, or a list of token ids.")
+    remedy = "Give a string, messages, or a list of token ids."
+    raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="of another type")
 
 
 def render_pair(
@@ -62,12 +73,11 @@ def render_pair(
         return encode_prompt(tokenizer, prompt), _finish(tokenizer, _encode(tokenizer, completion), add_eos)
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
-        raise DataError(what, where="prompt, completion", remedy="Give two strings, or two lists of messages.")
+        remedy = "Give two strings, or two lists of messages."
+        raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
     start = _prompt_text(tokenizer, prompt)
     whole = _template(tokenizer, [*prompt, *completion])
-    if not whole.startswith(start):
-        what = "the chat template renders the prompt otherwise once the completion follows"
-        raise DataError(what, where=f"prompt {prompt!r:.80}", remedy="Use a template that only appends, or give both as strings.")
+    _require_prefix(start, whole, prompt)
     return _encode(tokenizer, start), _finish(tokenizer, _encode(tokenizer, whole[len(start) :]), add_eos)
 
 
@@ -77,14 +87,52 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], *, ad
     if "text" in example:
         return render_pair(tokenizer, "", example["text"], add_eos=add_eos)
     if "messages" in example:
-        if not _is_messages(example["messages"]):
-            what = f"not a list of messages: {example['messages']!r:.80}"
-            raise DataError(what, where="messages", remedy='Write [{"role": "user", "content": "..."}, ...].')
+        _require_messages(example["messages"])
         ids = _encode(tokenizer, _template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], add_eos)
     require_names(example, ("prompt", "completion"), "an example without `text` or `messages`")
     return render_pair(tokenizer, example["prompt"], example["completion"], add_eos=add_eos)
+
+
+def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn) -> tuple[list[int], list[int], list[bool]]:
+    """The ids of a conversation up to its last answer, those of this answer, and which of the former are learnt.
+
+    The ids are those of `render_pair`, whatever is learnt. The last answer ends with exactly one end of sequence, and what follows it is
+    left out. An earlier one is learnt with the end that the template gives it, without white space behind.
+
+    Args:
+        tokenizer: with a chat template that only appends.
+        messages: the conversation, which a system prompt or a user begins.
+        learn: all of the assistant's turns, or the last.
+
+    Raises:
+        DataError: there is no such turn, or nothing before it; the template renders a turn otherwise once others follow, or does not end
+            it; the tokenizer does not tell where tokens stand in a text.
+    """
+    _require_messages(messages)
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError("nothing in it is the assistant's", where="messages", remedy="Remove the row.", reason="without an answer")
+    for turn in answers:
+        if turn == 0 or messages[turn - 1]["role"] == "assistant":
+            what = f"message {turn} is the assistant's, but answers nobody"
+            raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
+    last = answers.pop()
+    prompt, answer = render_pair(tokenizer, messages[:last], messages[last : last + 1])
+    learnt = [False] * len(prompt)
+    if learn == "all" and answers:
+        whole = _prompt_text(tokenizer, messages[:last])
+        spans = _spans(tokenizer, whole)
+        for turn in answers:
+            context, until = _prompt_text(tokenizer, messages[:turn]), _template(tokenizer, messages[: turn + 1])
+            _require_prefix(context, until, messages[:turn])
+            _require_prefix(until, whole, messages[: turn + 1])
+            _require_end(until[len(context) :], messages[turn])
+            inside = [index for index, (a, b) in enumerate(spans) if len(context) <= a < b <= len(until)]
+            for index in inside[: _stop(tokenizer, [prompt[index] for index in inside])]:
+                learnt[index] = True
+    return prompt, answer, learnt
 
 
 def render_preference(
@@ -107,14 +155,29 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     """
     if chosen == rejected:
         what = f"chosen and rejected are the same: {chosen!r:.80}"
-        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.")
+        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     common = min(common, len(chosen) - 1, len(rejected) - 1)
     if common < 0:
-        raise DataError("an empty completion", where="chosen, rejected", remedy="Remove the row.")
+        raise DataError("an empty completion", where="chosen, rejected", remedy="Remove the row.", reason="empty")
     if common and chosen[common - 1] == " ":
         common -= 1
     return chosen[:common], chosen[common:], rejected[common:]
+
+
+def read_template(name_or_path: str) -> str:
+    """A chat template: one of `TEMPLATES` by its name, or what a file holds (Jinja, as tokenizers have it).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if name_or_path in TEMPLATES:
+        return TEMPLATES[name_or_path]
+    try:
+        return Path(name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{name_or_path!r} is no template that comes with Unmask, and no file of text that can be read ({error})"
+        raise ConfigError(what, where="data.chat_template", remedy=f"Give {', '.join(TEMPLATES)}, or the path of a Jinja file") from error
 
 
 def _is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
@@ -129,7 +192,18 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
     except TypeError as error:  # the tokenizers library of a lone surrogate, which Python makes of bytes that are not UTF-8
-        raise DataError(f"{text!r:.80} is not valid Unicode", where="text", remedy="Save it as UTF-8") from error
+        what = f"{text!r:.80} is not valid Unicode"
+        raise DataError(what, where="text", remedy="Save it as UTF-8", reason="not valid Unicode") from error
+
+
+def _spans(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
+    """Where each token of a text begins and ends, in characters."""
+    if not tokenizer.is_fast:
+        what = "the tokenizer does not tell where its tokens stand in a text, which earlier answers are found by"
+        raise DataError(
+            what, where=tokenizer.name_or_path or None, remedy="Use a fast tokenizer, or learn the last answer alone (learn: last)."
+        )
+    return list(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -145,15 +219,46 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 
 def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, TemplateSyntaxError
 
     if not tokenizer.chat_template:
-        remedy = "Use an instruction-tuned model's tokenizer, set its `chat_template`, or give prompts as strings."
+        remedy = "Use an instruction-tuned model's tokenizer, set its `chat_template` (data.chat_template), or give prompts as strings."
         raise DataError("the tokenizer has no chat template, which messages need", where=tokenizer.name_or_path or None, remedy=remedy)
     try:
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template is malformed: {error}", remedy="Mend the template.") from error
     except TemplateError as error:
-        raise DataError(f"the chat template refuses {messages!r:.80}: {error}", remedy="Mend the messages.") from error
+        what = f"the chat template refuses {messages!r:.80}: {error}"
+        raise DataError(what, remedy="Mend the messages.", reason="refused by the chat template") from error
+
+
+def _require_messages(value: Any) -> None:
+    if not _is_messages(value):
+        remedy = 'Write [{"role": "user", "content": "..."}, ...].'
+        raise DataError(f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="of another type")
+
+
+def _require_prefix(start: str, whole: str, messages: Any) -> None:
+    """Raise a DataError if a conversation is not rendered as it was once more follows: training would see another prompt than sampling."""
+    if not whole.startswith(start):
+        what = "the chat template renders the prompt otherwise once the completion follows"
+        remedy = "Use a template that only appends, or give both as strings."
+        raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered otherwise once more follows")
+
+
+def _require_end(text: str, message: Message) -> None:
+    """Raise a DataError if the template writes nothing behind an answer that others follow: its end could not be learnt."""
+    content = message.get("content")
+    if isinstance(content, str) and text.rstrip().endswith(content.rstrip()):
+        what = "the chat template does not end an assistant's turn that others follow, so that its end cannot be learnt"
+        raise DataError(what, remedy="Learn the last turn alone (learn: last), or use a template that ends turns.")
+
+
+def _stop(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
+    """How many tokens of a turn are learnt: without white space behind its end of sequence."""
+    last = max((index for index, token in enumerate(ids) if token == tokenizer.eos_token_id), default=len(ids) - 1)
+    return len(ids) if str(tokenizer.decode(ids[last + 1 :])).strip() else last + 1
 
 
 def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], add_eos: bool) -> list[int]:
@@ -164,5 +269,5 @@ def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], add_eos: bool) -
     if eos is None:
         what = "the tokenizer has no end-of-sequence token"
         raise DataError(what, where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")
-    last = max((index for index, token in enumerate(ids) if token == eos), default=len(ids))
-    return [*ids[:last], eos] if not str(tokenizer.decode(ids[last + 1 :])).strip() else [*ids, eos]
+    ended = ids[: _stop(tokenizer, ids)]
+    return ended if ended[-1:] == [eos] else [*ended, eos]
