@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
-from unmask.data.rows import Collator, column, iter_text_rows, pad_rows, pair_row, pair_rows
+from unmask.data.rows import Collator, column, iter_text_rows, pad_rows
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
@@ -106,20 +106,12 @@ def test_text_that_holds_the_mask_token_is_refused():
     words = r"the text holds the mask token '<|mask|>'.*Remove it".replace("|", r"\|")
     with pytest.raises(DataError, match=f"eval_dataset, row 2: {words}"):
         list(iter_text_rows(tokenizer, ["a", "b", "c<|mask|>d"], 8, where="eval_dataset"))
-    for pair in ({"prompt": "<|mask|>", "completion": "a"}, {"prompt": "a", "completion": "b<|mask|>"}, {"text": "<|mask|>"}):
-        with pytest.raises(DataError, match=f"train_dataset, row 1: {words}"):
-            pair_rows(tokenizer, [{"prompt": "a", "completion": "b"}, pair], 20)
 
 
 def test_a_row_whose_text_is_null_is_named():
-    for rows in (column, lambda rows, *_: pair_rows(TOKENIZER, rows, 9)):
-        with pytest.raises(
-            DataError,
-            match=r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, or remove the row",
-        ):
-            rows([{"text": "a"}, {"text": None}], "text", "train_dataset")
-    with pytest.raises(DataError, match=r"row 0: no value in column 'completion'.*filled: 'prompt'"):
-        pair_rows(TOKENIZER, [{"prompt": "a", "completion": None}], 9)
+    words = r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, or remove the row"
+    with pytest.raises(DataError, match=words):
+        column([{"text": "a"}, {"text": None}], "text", "train_dataset")
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
@@ -129,47 +121,10 @@ def test_no_text_is_an_error(texts, packed):
         list(iter_text_rows(TOKENIZER, texts, 8, packed=packed))
 
 
-pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda both: [{"prompt": p, "completion": c} for p, c in both])
-
-
-@given(pairs, st.none() | st.integers(10, 14))
-def test_of_a_pair_the_completion_is_learnt_and_the_canvas_filled_with_eos(pairs, canvas_length):
-    rows = pair_rows(TOKENIZER, pairs, 40, canvas_length=canvas_length)
-    for index, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
-        prompt, completion = ids_of(pair["prompt"])[:-1], ids_of(pair["completion"])[1:]
-        canvas = completion + [EOS] * (max(0, canvas_length - len(completion)) if canvas_length else 0)
-        assert row["input_ids"] == prompt + canvas
-        assert row["maskable"] == [False] * len(prompt) + [True] * len(canvas)
-        assert row["documents"] == [1] * len(prompt + canvas)
-        assert row["sample_id"] == index
-
-
-def test_messages_are_pairs_too():
-    tokenizer = character_tokenizer(string.ascii_lowercase)
-    tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
-    chat = {"prompt": [{"role": "user", "content": "ab"}], "completion": [{"role": "assistant", "content": "c"}]}
-    assert pair_rows(tokenizer, [chat], 10) == pair_rows(TOKENIZER, [{"prompt": "ab", "completion": "c"}], 10)
-
-
-def test_errors_name_the_row():
-    good = {"prompt": "a", "completion": "b"}
-    with pytest.raises(DataError, match=r"row 1.*completion"):
-        pair_rows(TOKENIZER, [good, {"prompt": "a"}], 10)
-    with pytest.raises(DataError, match=r"row 2: 11 tokens, but a row holds 10\. Raise max_length"):
-        pair_rows(TOKENIZER, [good, good, {"prompt": "abcd", "completion": "abcde"}], 10)
-    with pytest.raises(DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"):
-        pair_rows(TOKENIZER, [good, {"prompt": "a", "completion": "abcde"}], 40, canvas_length=5)
-    with pytest.raises(DataError, match=r"row 0: 12 tokens, but a row holds 11"):
-        pair_rows(TOKENIZER, [good], 11, canvas_length=10)
-    assert len(pair_rows(TOKENIZER, [good], 12, canvas_length=10)) == 1
-    with pytest.raises(DataError, match="sft, row 3"):
-        pair_row(TOKENIZER, [4], [5, EOS], 2, None, sample_id=7, where="sft, row 3")
-    with pytest.raises(DataError, match=r"eval_dataset, row 1.*text"):
-        column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset")
-
-
 def test_a_column_of_rows():
     assert column([{"text": "a", "x": 1}, {"text": "b"}], "text", "train_dataset") == ["a", "b"]
+    with pytest.raises(DataError, match=r"eval_dataset, row 1.*text"):
+        column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset")
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=5).filter(any), st.booleans())

@@ -129,7 +129,7 @@ def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
 
 def test_rows_that_state_no_preference_are_named(tmp_path):
     for row, message in [
-        ({"chosen": "ab", "rejected": "ab"}, "row 1, .*the same"),
+        ({"prompt": "a", "chosen": "ab", "rejected": "ab"}, "row 1, .*the same"),
         ({"prompt": "a", "chosen": "b" * 40, "rejected": "b"}, "row 1: 43 tokens, but a row holds 32"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "row 1: no value in column 'rejected'"),
     ]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import unmask
-from tests.training.conftest import PAIRS, batch, make, tiny
-from unmask.errors import DataError
+from tests.training.conftest import CHAT_TEMPLATE, PAIRS, batch, make, tiny
+from unmask.errors import ConfigError, DataError
 from unmask.training.sft import SFTTrainer
 
 
@@ -27,8 +27,11 @@ def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_s
     assert torch.equal(views.hidden_BVT.any(1), completion_BT)  # of 64 views each token is hidden in some, and never another
     assert not (completion_BT & prompt_BT).any()
     end_BT = completion_BT & (rows["input_ids"] == trainer.lm.eos_token_id)
-    assert torch.equal(end_BT.sum(1), torch.ones(8, dtype=torch.long))
-    assert [len(pair["completion"]) + 1 for pair in PAIRS] == completion_BT.sum(1).tolist()
+    whole = [1 + len(pair["prompt"]) + len(pair["completion"]) + 1 for pair in PAIRS]
+    beyond = [-length % (block_size or 1) for length in whole]  # the rest of the block that the sampler fills
+    assert end_BT.sum(1).tolist() == [1 + count for count in beyond]
+    lengths = [len(pair["completion"]) + 1 + count for pair, count in zip(PAIRS, beyond, strict=True)]
+    assert lengths == completion_BT.sum(1).tolist()
 
 
 def test_a_canvas_is_filled_with_eos_that_is_learnt(tmp_path):
@@ -95,6 +98,74 @@ def test_chat_and_plain_rows_are_learnt_alike(tmp_path):
     assert make("sft", tmp_path, rows=chat).train_dataset == make("sft", tmp_path).train_dataset
 
 
+CONVERSATION = [
+    {"role": role, "content": text} for role, text in [("user", "ab"), ("assistant", "cd"), ("user", "ef"), ("assistant", "ghg")]
+]
+ENDED = CHAT_TEMPLATE.replace("{% endfor %}", "{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}")
+
+
+@pytest.mark.parametrize(("learn", "learnt"), [("all", "cd</s>ghg</s>"), ("last", "ghg</s>")])
+@pytest.mark.parametrize("layout", ["messages", "conversations"])
+def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, learnt, tmp_path):
+    lm = tiny()
+    lm.tokenizer.chat_template = ENDED
+    speakers = {"user": "human", "assistant": "gpt"}
+    said = [{"from": speakers[turn["role"]], "value": turn["content"]} for turn in CONVERSATION]
+    row = {"messages": CONVERSATION} if layout == "messages" else {"conversations": said}
+    trainer = make("sft", tmp_path, lm, rows=[row], learn=learn, views=32)
+    rows = batch(trainer, 0)
+    hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT.any(1)
+    assert lm.tokenizer.decode(rows["input_ids"][0]) == "<s>abcd</s>efghg</s>"
+    assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == learnt
+
+
+def test_packed_rows_hide_each_example_at_a_time_of_its_own(tmp_path):
+    trainer = make("sft", tmp_path, packing=True, views=16, eval_dataset=PAIRS)
+    assert len(trainer.train_dataset) == len(trainer.eval_dataset) == 2  # 61 tokens in rows of 32
+    rows = batch(trainer, 0, 1)
+    views = trainer.plan(rows, trainer.draw(rows))
+    assert int(rows["maskable"].sum()) == sum(len(pair["completion"]) + 1 for pair in PAIRS)
+    times = set()
+    for row, documents_T in enumerate(rows["documents"]):
+        for document in range(1, int(documents_T.max()) + 1):
+            weights_VT = views.weight_BVT[row][:, documents_T == document]
+            for weight_T in weights_VT:
+                times |= {round(float(weight), 6) for weight in weight_T[weight_T > 0].unique()}
+            assert all(len(weight_T[weight_T > 0].unique()) <= 1 for weight_T in weights_VT)
+    assert len(times) > 16  # else all examples of a row would share theirs
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
+def test_what_cannot_be_used_is_left_out_and_counted_where_the_config_says_so(tmp_path, capsys):
+    rows = [*PAIRS, {"prompt": "a", "completion": "b" * 40}, {"prompt": "a"}]
+    trainer = make("sft", tmp_path, rows=rows, bad_rows="skip")
+    assert trainer.train_dataset == make("sft", tmp_path).train_dataset
+    assert trainer.train_dataset.report.dropped == {"too long": [8], "a column is missing": [9]}
+    shown = capsys.readouterr().out
+    assert "train_dataset: rows" in shown and "left out: too long" in shown
+
+
+def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
+    trainer = make("sft", tmp_path, tiny("block_causal", 5), rows=[{"prompt": "ab", "completion": "cdefgh" * 6}], truncate_completion=True)
+    [row] = trainer.train_dataset
+    assert len(row["input_ids"]) == 30 and trainer.lm.eos_token_id not in row["input_ids"]
+    assert trainer.train_dataset.report.truncated == {"completion": 1}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"learn": "first"}, "learn: 'first' is refused. Use all or last"),
+        ({"bad_rows": "drop"}, "bad_rows: 'drop' is refused. Use error or skip"),
+        ({"truncate_completion": True, "canvas_length": 9}, "truncate_completion, canvas_length: what is cut fills no canvas"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(wrong, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        make("sft", tmp_path, **wrong)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
@@ -110,9 +181,12 @@ def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
         make("sft", tmp_path, rows=[PAIRS[0], row])
 
 
-def test_it_learns_to_answer_and_to_stop(tmp_path):
+@pytest.mark.parametrize("config", [{"canvas_length": 4}, {"lm": ("block_causal", 4)}], ids=["canvas", "blocks"])
+def test_it_learns_to_answer_and_to_stop(config, tmp_path):
+    lm = tiny(*config.pop("lm", ("bidirectional",)))
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ba", "completion": "h"}]
-    trainer = make("sft", tmp_path, rows=rows, max_steps=200, per_device_train_batch_size=2, canvas_length=4, views=16)
+    trainer = make("sft", tmp_path, lm, rows=rows, max_steps=200, per_device_train_batch_size=2, views=16, **config)
     trainer.train()
-    generation = unmask.generate(trainer.lm, ["ab", "ba"], unmask.SamplerConfig(max_new_tokens=4))
+    sampler = unmask.SamplerConfig(max_new_tokens=4 if lm.block_size is None else 9)
+    generation = unmask.generate(trainer.lm, ["ab", "ba"], sampler)
     assert generation.texts == ["cd", "h"]

@@ -242,7 +242,9 @@ class Recorder:
 
 def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
     progress = Recorder()
-    make("sft", tmp_path, max_steps=4, progress=progress).train()
+    trainer = make("sft", tmp_path, max_steps=4, progress=progress)
+    assert "tokens" in capsys.readouterr().out  # the report of the data, before training
+    trainer.train()
     assert progress.fractions == sorted(progress.fractions)
     assert progress.fractions[-1] == 1.0 and 0.25 in progress.fractions
     assert set(progress.metrics) == {"loss", "cross_entropy"}

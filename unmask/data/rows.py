@@ -1,4 +1,4 @@
-"""Token rows for training: text or prompt and completion, packed or not, and the batches made of them.
+"""Token rows for training: those of text, packed or not, and the batches made of rows.
 
 A row is a dict: `input_ids`, `documents` (numbered from 1, so that packed documents do not see one another), `maskable`
 (the tokens that are learnt) and `sample_id`.
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import render
 from unmask.errors import DataError
 from unmask.tasks.files import require_names
 
@@ -58,7 +57,7 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
     if empty := [name for name in names if row[name] is None]:
         filled = ", ".join(repr(name) for name, value in row.items() if value is not None) or "none"
         what = f"no value in column {', '.join(map(repr, empty))}: null or left out (filled: {filled})"
-        raise DataError(what, where=where, remedy="Fill it in, or remove the row")
+        raise DataError(what, where=where, remedy="Fill it in, or remove the row", reason="without a value")
 
 
 @contextmanager
@@ -67,7 +66,8 @@ def naming(where: str) -> Iterator[None]:
     try:
         yield
     except DataError as error:
-        raise DataError(error.what, where=f"{where}, {error.where}" if error.where else where, remedy=error.remedy) from error
+        place = f"{where}, {error.where}" if error.where else where
+        raise DataError(error.what, where=place, remedy=error.remedy, reason=error.reason) from error
 
 
 def iter_text_rows(
@@ -93,7 +93,7 @@ def iter_text_rows(
             ids, numbers, maskable = zip(*cut, strict=True)
             if any(maskable[1:]):
                 empty = False
-                yield _row(ids, numbers, [False, *maskable[1:]], sample_id)
+                yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
     if empty:
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
 
@@ -107,75 +107,20 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: st
                 raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
         encoded = tokenizer([text for _, text in chunk], add_special_tokens=False)["input_ids"]
         for (index, _), ids in zip(chunk, encoded, strict=True):
-            _refuse_mask(tokenizer, ids, f"{where}, row {index}")
+            with naming(f"{where}, row {index}"):
+                refuse_mask(tokenizer, ids)
             yield ids
 
 
-def _refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], where: str) -> None:
-    """A mask token in the text can never be predicted: its loss would be infinite."""
+def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
+    """Raise a DataError if a mask token is in the text: it can never be predicted, and its loss would be infinite."""
     if tokenizer.mask_token_id in ids:
-        raise DataError(f"the text holds the mask token {tokenizer.mask_token!r}", where=where, remedy="Remove it, or write it otherwise")
+        what = f"the text holds the mask token {tokenizer.mask_token!r}"
+        raise DataError(what, remedy="Remove it, or write it otherwise", reason="with the mask token in it")
 
 
-def pair_rows(
-    tokenizer: PreTrainedTokenizerBase,
-    pairs: Iterable[Mapping[str, Any]],
-    max_length: int,
-    *,
-    canvas_length: int | None = None,
-    where: str = "train_dataset",
-) -> list[Row]:
-    """Rows of which only the completion (with its EOS) is learnt.
-
-    Args:
-        pairs: rows with `prompt` and `completion`, as strings or chat messages; or with `messages` or `text`, all of which is
-            completion.
-        max_length: rows that are longer are an error, never cut: a cut answer teaches a false stop.
-        canvas_length: fill each completion with EOS to this many tokens, all of them learnt, as the sampler of a bidirectional
-            model has to fill its whole canvas (LLaDA, Nie et al. 2025).
-        where: what errors call the pairs.
-
-    Raises:
-        DataError: a row without its columns, too long or with the mask token in it, or a completion longer than the canvas.
-    """
-    rows: list[Row] = []
-    for index, pair in enumerate(pairs):
-        place = f"{where}, row {index}"
-        given = {name: value for name, value in pair.items() if value is not None}
-        if given.keys().isdisjoint(("messages", "text")):
-            wanted = [name for name in ("messages", "text") if name in pair and "prompt" not in pair]
-            require_values(pair, wanted or ("prompt", "completion"), place)
-        with naming(place):
-            prompt_ids, completion_ids = render(tokenizer, given)
-        rows.append(pair_row(tokenizer, prompt_ids, completion_ids, max_length, canvas_length, sample_id=index, where=place))
-    return rows
-
-
-def pair_row(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt_ids: Sequence[int],
-    completion_ids: Sequence[int],
-    max_length: int,
-    canvas_length: int | None,
-    *,
-    sample_id: int,
-    where: str,
-) -> Row:
-    """One row of `pair_rows`, from token ids."""
-    if canvas_length is not None and len(completion_ids) > canvas_length:
-        what = f"{len(completion_ids)} completion tokens, but canvas_length is {canvas_length}"
-        raise DataError(what, where=where, remedy="Raise canvas_length")
-    filling = max(0, (canvas_length or 0) - len(completion_ids))
-    ids = [*prompt_ids, *completion_ids] + [tokenizer.eos_token_id] * filling
-    _refuse_mask(tokenizer, ids, where)
-    if len(ids) > max_length:
-        remedy = "Raise max_length as far as the model's context goes, or drop the row"
-        raise DataError(f"{len(ids)} tokens, but a row holds {max_length}", where=where, remedy=remedy)
-    maskable = [index >= max(1, len(prompt_ids)) for index in range(len(ids))]  # the first token has nothing to follow from
-    return _row(ids, [1] * len(ids), maskable, sample_id)
-
-
-def _row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
+def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
+    """A row as it is described above; its documents are numbered anew from 1."""
     first = documents[0] - 1
     return {"input_ids": list(ids), "documents": [d - first for d in documents], "maskable": list(maskable), "sample_id": sample_id}
 

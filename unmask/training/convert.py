@@ -17,7 +17,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from unmask.config import SamplerConfig
 from unmask.config_files import read_recipe
 from unmask.data.corpus import StreamedRows
-from unmask.data.rows import Row, pair_rows
+from unmask.data.pairs import Room, pair_rows
+from unmask.data.report import DataReport
+from unmask.data.rows import Row
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError
@@ -294,7 +296,8 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
-        return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=args.canvas_length, where=where)
+        room = Room(row_length(lm, args), args.canvas_length, lm.block_size or 1)
+        return pair_rows(lm.tokenizer, dataset, room, DataReport(where))
     return corpus_rows(lm, args, dataset, where)
 
 

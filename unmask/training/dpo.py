@@ -17,12 +17,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unmask.data.chat import render_preference
-from unmask.data.rows import Collator, naming, pair_row, require_values
+from unmask.data.pairs import preference_rows
+from unmask.data.report import Rows
+from unmask.data.rows import Collator
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
 from unmask.objectives.preference import dpo
-from unmask.training.stage_config import StageConfig, canvas, row_length, steps_per_epoch
+from unmask.training.pairs import PairConfig, room
+from unmask.training.stage_config import steps_per_epoch
 from unmask.training.trainer import Batch
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 
@@ -30,13 +32,12 @@ REFERENCE_FILE = "reference_scores.safetensors"
 
 
 @dataclass(kw_only=True)
-class DPOConfig(StageConfig):
+class DPOConfig(PairConfig):
     """Settings of `DPOTrainer`."""
 
     learning_rate: float = field(default=5e-6, metadata={"help": "The peak learning rate of AdamW."})
     beta: float = field(default=0.2, metadata={"help": "How strongly the policy is held to the reference."})
     samples: int = field(default=8, metadata={"help": "Views of each response: that many times, with one mask each."})
-    canvas_length: int | None = field(default=None, metadata={"help": "As in SFT."})
 
 
 class PairCollator(Collator):
@@ -64,20 +65,8 @@ class DPOTrainer(ViewwiseTrainer):
             self.reference["eval"] = self._reference_scores(self.eval_dataset, 1, "eval")
 
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Any]:
-        pairs = []
-        for index, example in enumerate(dataset):
-            place = f"{where}, row {index}"
-            require_values(example, ("chosen", "rejected"), place)
-            with naming(place):
-                prompt, chosen, rejected = render_preference(lm.tokenizer, example)
-            # The two responses of a pair get masks of their own: two sample ids.
-            sides = [
-                pair_row(lm.tokenizer, prompt, side, row_length(lm, args), canvas(lm, args), sample_id=2 * index + k, where=place)
-                for k, side in enumerate((chosen, rejected))
-            ]
-            pairs.append({"chosen": sides[0], "rejected": sides[1], "pair": index})
-        return pairs
+    def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
+        return preference_rows(lm.tokenizer, dataset, room(lm, args), args.data_report(where))
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:

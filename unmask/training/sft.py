@@ -6,35 +6,50 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unmask.data.rows import Row, pair_rows
+from unmask.data.chat import Learn
+from unmask.data.pairs import pair_rows
+from unmask.data.report import Rows
+from unmask.data.rows import Row
 from unmask.diffusion.views import Draw, Views, all_masked_views
+from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.noising import NoisingConfig
-from unmask.training.stage_config import canvas, row_length
+from unmask.training.pairs import PairConfig, room
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 
 @dataclass(kw_only=True)
-class SFTConfig(NoisingConfig):
+class SFTConfig(NoisingConfig, PairConfig):
     """Settings of `SFTTrainer`."""
 
     views: int = field(default=1, metadata={"help": "Noised copies of each row in a step, with stratified times."})
-    canvas_length: int | None = field(
-        default=None,
-        metadata={"help": "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas."},
+    learn: Learn = field(default="all", metadata={"help": "Of messages: all of the assistant's turns, or the last."})
+    packing: bool = field(default=False, metadata={"help": "Lay examples together in rows of max_length; they do not see one another."})
+    truncate_completion: bool = field(
+        default=False, metadata={"help": "Cut a completion that is too long. It is then learnt without an end, for a cut is not an end."}
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.learn not in ("all", "last"):
+            raise ConfigError(f"{self.learn!r} is refused", where="learn", remedy="Use all or last")
+        if self.truncate_completion and self.canvas_length is not None:
+            remedy = "Leave one of them out (of a task: canvas_length=null)"
+            raise ConfigError("what is cut fills no canvas", where="truncate_completion, canvas_length", remedy=remedy)
 
 
 class SFTTrainer(DiffusionTrainer):
-    """Fine-tunes any model on prompts and completions, `messages` or `text` (standard or conversational, in TRL's formats).
+    """Fine-tunes any model on conversations, prompts and completions, or text, in any layout of `unmask.data.layouts`.
 
     The loss is sum(CE / t) / completion tokens (LLaDA, Nie et al. 2025, eq. 5); a causal model gets plain next-token loss.
-    EOS is learnt, padding never; with a `canvas_length` the canvas behind a completion is EOS too.
+    EOS is learnt, padding never. Behind a completion, the rest of its block of block-causal attention, or the canvas asked for, is EOS
+    that is learnt too.
     """
 
     @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Sequence[Row]:
-        return pair_rows(lm.tokenizer, dataset, row_length(lm, args), canvas_length=canvas(lm, args), where=where)
+    def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[Row]:
+        fits = room(lm, args, truncate_completion=args.truncate_completion)
+        return pair_rows(lm.tokenizer, dataset, fits, args.data_report(where), learn=args.learn, packed=args.packing)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:

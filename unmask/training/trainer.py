@@ -20,6 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
+from unmask.data.report import Rows
 from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views
@@ -193,7 +194,10 @@ class DiffusionTrainer(Trainer):
             raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
         if isinstance(dataset, Sized) and len(dataset) == 0:
             raise DataError("the data set is empty", where=where, remedy="Give at least one row")
-        return cls.make_rows(lm, args, dataset, where)
+        rows = cls.make_rows(lm, args, dataset, where)
+        if isinstance(rows, Rows) and args.should_save:
+            rows.report.show()
+        return rows
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
         """As in transformers.Trainer, but that True means the last whole checkpoint and is no error where there is none yet, that the

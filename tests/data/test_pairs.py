@@ -1,0 +1,344 @@
+"""Rows of prompts and answers: nothing is lost or counted twice, an end is taught where there is one, and only there."""
+
+from __future__ import annotations
+
+import json
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers import shared_path
+from tests.models.configurations import tiny_lm
+from unmask.config import SamplerConfig
+from unmask.data.characters import character_tokenizer
+from unmask.data.chat import TEMPLATES, encode_prompt, render_pair
+from unmask.data.layouts import SPEAKERS
+from unmask.data.pairs import Room, pack, pair_rows, preference_rows, unpaired_rows
+from unmask.data.report import DataReport
+from unmask.data.rows import Collator, Row
+from unmask.diffusion.score import score
+from unmask.diffusion.views import Views
+from unmask.errors import DataError
+from unmask.generation.requests import make_requests
+
+TOKENIZER = character_tokenizer(string.ascii_lowercase)
+BOS, EOS = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id
+CHAT = character_tokenizer(string.printable)
+CHAT.chat_template = TEMPLATES["simple"]
+MASKED = character_tokenizer(string.ascii_lowercase)
+MASKED.add_special_tokens({"mask_token": "<|mask|>"})
+
+words = st.text(string.ascii_lowercase, min_size=1, max_size=9)
+pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda both: [{"prompt": p, "completion": c} for p, c in both])
+blocks = st.integers(1, 6)
+GOOD = {"prompt": "ab", "completion": "cd"}
+PREFERRED = {"prompt": "ab", "chosen": "cd", "rejected": "ce"}
+
+
+def ids_of(text: str) -> list[int]:
+    return [BOS, *TOKENIZER(text, add_special_tokens=False)["input_ids"], EOS]
+
+
+def turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def made(rows: Sequence[Any], room: Room | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER, **more: Any) -> list[Row]:
+    return pair_rows(tokenizer, rows, room or Room(40), DataReport("train_dataset", skip=skip), **more)
+
+
+@given(pairs, st.none() | st.integers(10, 14), blocks)
+def test_the_completion_is_learnt_and_what_is_beyond_its_end_is_eos(pairs, canvas_length, block_size):
+    rows = made(pairs, Room(40, canvas_length, block_size))
+    for index, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
+        prompt, completion = ids_of(pair["prompt"])[:-1], ids_of(pair["completion"])[1:]
+        whole = len(prompt + completion)
+        end = len(prompt) + canvas_length if canvas_length else -(-whole // block_size) * block_size
+        beyond = [EOS] * (end - whole)
+        assert row["input_ids"] == prompt + completion + beyond
+        assert row["maskable"] == [False] * len(prompt) + [True] * len(completion + beyond)
+        assert row["documents"] == [1] * end
+        assert row["sample_id"] == index
+
+
+@given(words, words, blocks.filter(lambda size: size > 1), st.integers(0, 4))
+def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more):
+    """The sampler of a block-causal model fills the block that has the end of sequence, as far as it was asked for tokens."""
+    lm = tiny_lm("llama", "block_causal", block_size)
+    prompt, completion = "".join("abcdefghijkl"[ord(c) % 12] for c in prompt), "".join("abcdefghijkl"[ord(c) % 12] for c in completion)
+    [row] = made([{"prompt": prompt, "completion": completion}], Room(64, None, block_size), tokenizer=lm.tokenizer)
+    at = len(encode_prompt(lm.tokenizer, prompt)) + len(completion)
+    assert row["input_ids"].index(EOS) == at
+    [request] = make_requests(lm, [prompt], SamplerConfig(max_new_tokens=len(completion) + block_size + more))
+    [stop] = [stop for start, stop in request.blocks if start <= at < stop]
+    assert len(row["input_ids"]) == stop
+
+
+@given(words, words, st.integers(2, 25), blocks, st.booleans(), st.booleans())
+def test_a_text_that_was_cut_is_never_taught_an_end(prompt, completion, max_length, block_size, truncate_prompt, truncate_completion):
+    room = Room(max_length, None, block_size, truncate_prompt, truncate_completion)
+    report = DataReport("train_dataset", skip=True)
+    asked, answer = ids_of(prompt)[:-1], ids_of(completion)[1:]
+    try:
+        [row] = pair_rows(TOKENIZER, [{"prompt": prompt, "completion": completion}], room, report)
+    except DataError:
+        assert report.dropped == {"too long": [0]} and len(asked + answer) > max_length
+        assert not (truncate_prompt and max_length - len(answer) >= 2)  # the beginning of sequence and a token
+        assert not (truncate_completion and max_length // block_size * block_size > len(asked))
+        return
+    ids = row["input_ids"]
+    learnt = [token for token, is_learnt in zip(ids, row["maskable"], strict=True) if is_learnt]
+    cut = report.truncated["completion"]
+    assert len(ids) <= max_length
+    assert report.truncated == {"completion": 1} if cut else report.truncated["prompt"] == (len(asked + answer) > max_length)
+    if cut:
+        assert EOS not in ids and ids[: len(asked)] == asked and len(ids) % block_size == 0
+        assert answer[: len(learnt)] == learnt and 0 < len(learnt) < len(answer)
+    else:
+        beyond = len(learnt) - len(answer)
+        assert learnt == answer + [EOS] * beyond
+        assert beyond < block_size and (len(ids) % block_size == 0 or len(ids) == max_length)
+        kept = ids[: len(ids) - len(learnt)]
+        assert kept[0] == BOS and (kept == asked or (len(kept) > 1 and asked[1 - len(kept) :] == kept[1:]))
+
+
+@given(st.lists(words, min_size=2, max_size=7), st.integers(1, 60), blocks)
+def test_of_a_conversation_that_lost_its_beginning_whole_answers_are_learnt(texts, max_length, block_size):
+    messages = [turn("user" if index % 2 == 0 else "assistant", text) for index, text in enumerate(texts)]
+    report = DataReport("train_dataset", skip=True)
+    try:
+        [row] = pair_rows(CHAT, [{"messages": messages}], Room(max_length, None, block_size, truncate_prompt=True), report, learn="all")
+    except DataError:
+        assert report.dropped == {"too long": [0]}
+        return
+    learnt = "".join(
+        CHAT.decode([token]) if is_learnt else "\0" for token, is_learnt in zip(row["input_ids"], row["maskable"], strict=True)
+    )
+    answers = [f"{text}</s>" for text in texts[1::2]]
+    found = [part for part in learnt.split("\0") if part]
+    assert found[-1].startswith(answers[-1]) and set(found[-1].removeprefix(answers[-1])) <= set("</s>")
+    assert found[:-1] == answers[len(answers) - len(found) : -1]
+    whole = CHAT.apply_chat_template(messages[: len(texts) // 2 * 2], tokenize=False).removesuffix("\n\n")
+    assert bool(report.truncated) != CHAT.decode(row["input_ids"]).startswith(whole)
+
+
+def test_messages_are_pairs_too():
+    chat = {"prompt": [turn("user", "ab")], "completion": [turn("assistant", "c")]}
+    prompt, completion = render_pair(CHAT, chat["prompt"], chat["completion"])
+    for row in (chat, {"messages": chat["prompt"] + chat["completion"]}):
+        [row] = made([row], tokenizer=CHAT, learn="last")
+        assert row["input_ids"] == prompt + completion
+        assert row["maskable"] == [False] * len(prompt) + [True] * len(completion)
+    [whole] = made([{"messages": chat["prompt"] + chat["completion"]}], tokenizer=CHAT)
+    assert whole["input_ids"] == prompt + completion and whole["maskable"] == [False] + [True] * (len(prompt + completion) - 1)
+
+
+BAD = {
+    "a column is missing": ({"prompt": "a"}, r"no column 'completion'"),
+    "without a value": ({"prompt": "a", "completion": None}, r"no value in column 'completion'.*filled: 'prompt'"),
+    "empty": ({"prompt": "a", "completion": " \n"}, r"completion: is empty\. Fill it in"),
+    "too long": ({"prompt": "a" * 20, "completion": "b" * 19}, r"41 tokens, but a row holds 40\. Raise max_length"),
+    "with the mask token in it": ({"prompt": "a", "completion": "<|mask|>"}, r"the text holds the mask token '<\|mask\|>'"),
+    "of another layout": ({"text": "a"}, r"a row of text \(text\) after rows of prompt, completion \(text\)"),
+    "of another type": ({"prompt": "a", "completion": 3}, r"prompt, completion: prompt and completion are of different kinds"),
+    "not valid Unicode": ({"prompt": "a", "completion": "\udc80"}, r"text: '\\udc80' is not valid Unicode"),
+    "malformed JSON": (DataError("malformed JSON", where="line 2", reason="malformed JSON"), r"line 2: malformed JSON"),
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_bad_row_is_an_error_that_names_it_or_is_left_out_and_counted(reason):
+    bad, message = BAD[reason]
+    with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
+        made([GOOD, bad, GOOD], tokenizer=MASKED)
+    report = DataReport("train_dataset", skip=True)
+    rows = pair_rows(MASKED, [GOOD, bad, GOOD, bad], Room(40), report)
+    assert rows == made([GOOD, GOOD], tokenizer=MASKED) and rows.report is report
+    assert (report.read, report.kept, report.dropped) == (4, 2, {reason: [1, 3]})
+    if reason not in ("of another layout", "a column is missing", "malformed JSON"):
+        with pytest.raises(DataError, match=rf"train_dataset: no row is left \(1 {reason}\)"):
+            made([bad], skip=True, tokenizer=MASKED)
+
+
+def test_what_is_not_the_row_s_own_fault_is_never_left_out():
+    chat = [{"messages": [turn("user", "a"), turn("assistant", "b")]}]
+    with pytest.raises(DataError, match=r"row 0.*no chat template.*data\.chat_template"):
+        made(chat, skip=True, learn="all")
+    endless = character_tokenizer("ab")
+    endless.eos_token = None
+    with pytest.raises(DataError, match=r"row 0.*no end-of-sequence token"):
+        made([{"prompt": "a", "completion": "b"}], skip=True, tokenizer=endless)
+
+
+def test_canvases_have_room():
+    with pytest.raises(DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"):
+        made([GOOD, {"prompt": "a", "completion": "abcde"}], Room(40, 5))
+    with pytest.raises(DataError, match=r"row 0: 13 tokens, but a row holds 12"):
+        made([GOOD], Room(12, 10))
+    assert len(made([GOOD], Room(13, 10))) == 1
+    [row] = made([GOOD], Room(12, 10, truncate_prompt=True))
+    assert row["input_ids"] == [BOS, *ids_of("bcd")[1:], *[EOS] * 7]
+
+
+@given(st.lists(st.tuples(words, words), min_size=1, max_size=30), st.none() | st.integers(10, 12), blocks)
+def test_packed_rows_hold_every_row_once_and_waste_little(texts, canvas_length, block_size):
+    room = Room(30, canvas_length, block_size)
+    examples = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
+    apart, together = made(examples, room), made(examples, room, packed=True)
+    found = []
+    for number, row in enumerate(together):
+        assert row["sample_id"] == number and len(row["input_ids"]) <= 30
+        assert row["documents"] == sorted(row["documents"]) and set(row["documents"]) == set(range(1, max(row["documents"]) + 1))
+        for document in set(row["documents"]):
+            part = [at for at, other in enumerate(row["documents"]) if other == document]
+            found.append(([row["input_ids"][at] for at in part], [row["maskable"][at] for at in part]))
+    assert sorted(found) == sorted((row["input_ids"], row["maskable"]) for row in apart)
+    assert sum(len(row["input_ids"]) <= 15 for row in together) <= 1  # two rows half full would have been one
+    assert together.report.packed == len(together) and together.report.kept == len(apart)
+
+
+def test_packing_takes_the_best_fit():
+    lengths = [[7, 3], [6, 4], [5]]
+    rows = [{"input_ids": [n] * n, "documents": [1] * n, "maskable": [False] + [True] * (n - 1), "sample_id": 0} for n in (3, 4, 5, 6, 7)]
+    assert [sorted({*row["input_ids"]}, reverse=True) for row in pack(rows, 10)] == lengths
+
+
+@pytest.mark.parametrize(
+    ("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 3, False), ("causal", None, True)]
+)
+def test_packed_examples_are_scored_as_they_are_alone(attention, block_size, shift):
+    lm = tiny_lm("llama", attention, block_size, shift=shift)
+    room = Room(64, None, block_size or 1)
+    examples = [{"prompt": "abc", "completion": "defgh"}, {"prompt": "l", "completion": "ij"}, {"prompt": "kk", "completion": "a"}]
+
+    def scores(rows: Sequence[Row]) -> list[torch.Tensor]:
+        """Of every row all that is learnt, all of it hidden."""
+        batch = Collator(0)(rows)
+        maskable_B1T = batch["maskable"][:, None]
+        with torch.no_grad():
+            score_BVT = score(lm, batch["input_ids"], batch["documents"], Views(maskable_B1T, maskable_B1T, maskable_B1T.float()))
+        return [score_T[maskable_T] for score_T, maskable_T in zip(score_BVT[:, 0], batch["maskable"], strict=True)]
+
+    apart = made(examples, room, tokenizer=lm.tokenizer)
+    together = made(examples, room, tokenizer=lm.tokenizer, packed=True)
+    assert len(together) == 1
+    longest_first = sorted(apart, key=lambda row: -len(row["input_ids"]))
+    torch.testing.assert_close(torch.cat(scores(longest_first)), torch.cat(scores(together)), rtol=0, atol=1e-12)
+
+
+# Preferences
+
+
+def preferred(rows: Sequence[Any], room: Room | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER) -> Any:
+    return preference_rows(tokenizer, rows, room or Room(40), DataReport("train_dataset", skip=skip))
+
+
+@given(st.lists(st.tuples(words, words, words).filter(lambda texts: texts[1] != texts[2]), min_size=1, max_size=4), blocks)
+def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, block_size):
+    room = Room(40, None, block_size)
+    rows = preferred([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts], room)
+    assert [row["pair"] for row in rows] == list(range(len(texts)))
+    for side, column in (("chosen", 1), ("rejected", 2)):
+        alone = made([{"prompt": text[0], "completion": text[column]} for text in texts], room)
+        for row, other in zip(rows, alone, strict=True):
+            assert row[side] == other | {"sample_id": row[side]["sample_id"]}
+    keys = [row[side]["sample_id"] for row in rows for side in ("chosen", "rejected")]
+    assert len(set(keys)) == len(keys)
+
+
+@given(words, words, words, st.integers(4, 20))
+def test_both_sides_keep_the_same_end_of_a_prompt_that_is_too_long(prompt, chosen, rejected, max_length):
+    try:
+        [row] = preferred([{"prompt": prompt, "chosen": chosen, "rejected": rejected}], Room(max_length, truncate_prompt=True))
+    except DataError as error:
+        assert error.reason == ("chosen equals rejected" if chosen == rejected else "too long")
+        assert chosen == rejected or 2 + 1 + max(len(chosen), len(rejected)) > max_length  # BOS, a token, and EOS
+        return
+    prompts = []
+    for side, answer in ((row["chosen"], chosen), (row["rejected"], rejected)):
+        assert len(side["input_ids"]) <= max_length
+        start = side["maskable"].index(True)
+        prompts.append(side["input_ids"][:start])
+        assert side["input_ids"][start:] == ids_of(answer)[1:]  # answers are never cut
+    assert prompts[0] == prompts[1]
+    whole = ids_of(prompt)[:-1]
+    assert prompts[0] == [BOS, *whole[len(whole) - len(prompts[0]) + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "bad", "message"),
+    [
+        ("chosen equals rejected", {"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are the same"),
+        ("empty", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: is empty"),
+        ("empty", {"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt: is empty"),
+        ("too long", {"prompt": "a", "chosen": "b" * 38, "rejected": "b"}, "41 tokens, but a row holds 40"),
+        ("with the mask token in it", {"prompt": "a", "chosen": "b", "rejected": "<|mask|>"}, "the mask token"),
+        ("without a value", {"prompt": "a", "chosen": "b", "rejected": None}, "no value in column 'rejected'"),
+        (
+            "of another layout",
+            {"chosen": "b", "rejected": "c"},
+            r"a row of chosen, rejected \(text\) after rows of prompt, chosen, rejected",
+        ),
+        ("of another type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "different kinds"),
+    ],
+)
+def test_a_bad_preference_is_an_error_that_names_it_or_is_left_out_and_counted(reason, bad, message):
+    with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
+        preferred([PREFERRED, bad], tokenizer=MASKED)
+    rows = preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED) if reason != "of another layout" else None
+    rows = rows or preferred([PREFERRED, bad, bad], skip=True, tokenizer=MASKED)
+    assert rows == preferred([PREFERRED], tokenizer=MASKED)
+    [(found, where)] = rows.report.dropped.items()
+    assert found == reason and len(where) == 2
+
+
+def test_an_answer_is_no_longer_than_its_own_side_says():
+    rows = preferred([{"prompt": "a", "chosen": "bcd", "rejected": "e"}], Room(40, None, 4))[0]
+    assert len(rows["chosen"]["input_ids"]) == 8 and len(rows["rejected"]["input_ids"]) == 4
+
+
+def test_the_shared_preferences_are_read_whole():
+    path = shared_path("data", "preference", "llamafactory_dpo_en_demo.json")
+    source = json.loads(path.read_text(encoding="utf-8"))
+    texts = [one["value"] for row in source for one in (*row["conversations"], row["chosen"], row["rejected"])]
+    tokenizer = character_tokenizer("".join(sorted({*"".join(texts), *string.printable})))
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    tokenizer.chat_template = TEMPLATES["simple"]
+    rows = preferred(source, Room(20_000), tokenizer=tokenizer)
+    assert len(rows) == rows.report.kept == 300
+    for row, example in zip(rows, source, strict=True):
+        spoken = "".join(
+            f"{SPEAKERS[one['from']]}:\n{one['value']}{'</s>' * (one['from'] == 'gpt')}\n\n" for one in example["conversations"]
+        )
+        for side in ("chosen", "rejected"):
+            assert tokenizer.decode(row[side]["input_ids"]) == f"<s>{spoken}assistant:\n{example[side]['value']}</s>"
+            assert sum(row[side]["maskable"]) == len(example[side]["value"]) + 1
+    lengths = [len(row["chosen"]["input_ids"]) for row in rows]
+    short = preferred(source, Room(1024), skip=True, tokenizer=tokenizer)
+    cut = preferred(source, Room(1024, truncate_prompt=True), skip=True, tokenizer=tokenizer)
+    assert 0 < len(short) < len(cut) < 300 and cut.report.truncated["prompt"] == len(cut) - len(short)
+    for found in (short, cut):
+        assert found.report.kept + len(found.report.dropped["too long"]) == found.report.read == 300
+    assert max(lengths) > 1024 >= max(len(row[side]["input_ids"]) for row in cut for side in ("chosen", "rejected"))
+
+
+@given(st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=4))
+def test_unpaired_answers_are_pairs_with_a_label(texts):
+    examples = [{"prompt": prompt, "completion": answer, "label": label} for prompt, answer, label in texts]
+    rows = unpaired_rows(TOKENIZER, examples, Room(40), DataReport("train_dataset"))
+    assert [row["label"] for row in rows] == [label for *_, label in texts]
+    assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
+
+
+@pytest.mark.parametrize("label", [1, "true", 0.5])
+def test_a_label_is_true_or_false(label):
+    examples = [GOOD | {"label": True}, GOOD | {"label": label}]
+    with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
+        unpaired_rows(TOKENIZER, examples, Room(40), DataReport("train_dataset"))
+    rows = unpaired_rows(TOKENIZER, examples, Room(40), DataReport("train_dataset", skip=True))
+    assert rows.report.dropped == {"of another type": [1]}

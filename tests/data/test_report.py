@@ -1,0 +1,100 @@
+"""The report counts every row once, and its figures are those of the lengths."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.data.report import DataReport, histogram, quantiles
+from unmask.errors import DataError
+
+lengths = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
+
+
+@given(lengths)
+def test_quantiles_are_lengths_in_order(found):
+    told = quantiles(found)
+    assert [*told] == ["shortest", "median", "90%", "99%", "longest"]
+    assert [*told.values()] == sorted(told.values()) and {*told.values()} <= {*found}
+    assert (told["shortest"], told["longest"]) == (min(found), max(found))
+    for half in (sum(length <= told["median"] for length in found), sum(length >= told["median"] for length in found)):
+        assert half >= len(found) / 2
+
+
+@given(lengths)
+def test_a_histogram_holds_every_length_once_between_its_bounds(found):
+    told = histogram(found)
+    assert sum(told.values()) == len(found)
+    bounds = [(int(name.split("-")[0]), int(name.split("-")[-1])) for name in told]
+    for (first, last), count in zip(bounds, told.values(), strict=True):
+        assert sum(first <= length <= last for length in found) == count
+    assert all(last + 1 == first for (_, last), (first, _) in pairwise(bounds))
+    assert all(first <= last < max(2 * first, 1) for first, last in bounds)
+    assert bounds[0][1] >= min(found) and bounds[-1][1] >= max(found)
+
+
+@given(st.lists(st.sampled_from([None, "too long", "empty"]), min_size=1, max_size=20))
+def test_every_row_is_kept_or_counted_by_its_reason(reasons):
+    report, made = DataReport("train_dataset", skip=True), []
+    for index, reason in enumerate(reasons):
+        with report.row(index):
+            if reason:
+                raise DataError("no good", reason=reason)
+            made.append(index)
+    assert report.read == len(reasons) and report.kept == len(made)
+    told = report.to_dict()
+    for reason in {*reasons} - {None}:
+        places = [index for index, other in enumerate(reasons) if other == reason]
+        assert told["dropped"][reason] == {"count": len(places), "rows": places[:10]}
+    assert told["dropped"].keys() == {*reasons} - {None}
+    if made:
+        assert report.of(made) == made and report.of(made).report is report
+    else:
+        with pytest.raises(DataError, match=r"train_dataset: no row is left \(\d+ \w+"):
+            report.of(made)
+
+
+@pytest.mark.parametrize(("skip", "reason"), [(False, "too long"), (True, None), (False, None)])
+def test_errors_name_the_row_unless_it_may_be_left_out(skip, reason):
+    report = DataReport("eval_dataset", skip=skip)
+    with pytest.raises(DataError, match=r"eval_dataset, row 7, text: no good\. Mend it"), report.row(7):
+        raise DataError("no good", where="text", remedy="Mend it.", reason=reason)
+
+
+def example() -> DataReport:
+    report = DataReport("train_dataset", skip=True)
+    for index in range(30):
+        with report.row(index):
+            report.measure(prompt=index, chosen=2 * index, rejected=3)
+            report.cut(prompt=index % 10 == 0, completion=False)
+            if index >= 18:
+                raise DataError("no good", reason="too long")
+    return report
+
+
+def test_it_is_shown_with_every_figure(capsys):
+    report = example()
+    report.packed = 5
+    report.show()
+    shown = capsys.readouterr().out
+    for words in ("train_dataset: rows", "read", "30", "too long", "12 (row 18, 19,", "...)", "chosen equals rejected", "prompt cut"):
+        assert words in shown
+    lines = [line.replace("│", " ").split() for line in shown.splitlines()]
+    assert ["kept", "18"] in lines and ["packed", "into", "5"] in lines
+    assert ["median", "15", "30", "3"] in lines and ["16-31", "14", "8", "0"] in lines
+
+
+def test_it_is_json_and_goes_with_the_rows():
+    report = example()
+    told = report.to_dict()
+    assert json.loads(json.dumps(told)) == told
+    assert told["truncated"] == {"prompt": 3} and told["chosen_equals_rejected"] == 0 and "packed" not in told
+    assert told["tokens"]["rejected"]["histogram"] == {"2-3": 30}
+    rows = report.of([{"input_ids": [1]}])
+    again = pickle.loads(pickle.dumps(rows))  # as a data loader sends it to its workers
+    assert again == rows and again.report.to_dict() == told

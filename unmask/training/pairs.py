@@ -1,0 +1,51 @@
+"""What the stages share that train on answers to prompts: which rows may be used, and how they are made to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from unmask.data.pairs import Room
+from unmask.data.report import DataReport
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.stage_config import StageConfig, canvas, row_length
+
+
+@dataclass(kw_only=True)
+class PairConfig(StageConfig):
+    """Settings of the stages that train on answers to prompts."""
+
+    canvas_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas. Unset: only "
+            "the rest of the last block of a block-causal model."
+        },
+    )
+    bad_rows: Literal["error", "skip"] = field(
+        default="error", metadata={"help": "What becomes of rows that cannot be used: error, or skip: left out and counted by reason."}
+    )
+    truncate_prompt: bool = field(
+        default=False, metadata={"help": "Of a prompt that leaves no room for the completion, keep only the end."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bad_rows not in ("error", "skip"):
+            raise ConfigError(f"{self.bad_rows!r} is refused", where="bad_rows", remedy="Use error or skip")
+
+    def data_report(self, where: str) -> DataReport:
+        """An empty report, with this policy."""
+        return DataReport(where, skip=self.bad_rows == "skip")
+
+
+def room(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = False) -> Room:
+    """What a row of this model may hold."""
+    return Room(
+        max_length=row_length(lm, args),
+        canvas_length=canvas(lm, args),
+        block_size=lm.block_size or 1,
+        truncate_prompt=args.truncate_prompt,
+        truncate_completion=truncate_completion,
+    )
