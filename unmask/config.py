@@ -82,6 +82,8 @@ class DataConfig(Config):
     """The split of a hub data set."""
     text_column: str = "text"
     """The column that holds plain text."""
+    chat_template: str | None = None
+    """A chat template: simple, or a Jinja file; it is saved with the model. Unset: the tokenizer's own."""
     max_rows: int | None = Field(default=None, ge=1)
     """Training rows at most; unset: all."""
     eval_rows: int = Field(default=200, ge=1)

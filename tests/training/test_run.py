@@ -12,9 +12,10 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, shared_path
 from tests.training.conftest import QUICK, equal, tiny, unmask, weights
 from unmask.config_files import parse_yaml
+from unmask.data.chat import TEMPLATES
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
 from unmask.sandbox.outcome import Status
@@ -118,14 +119,14 @@ def lines(*rows: Any) -> str:
         ("sft", None, ["rows.jsonl", "no such file", "Check the path"]),
         ("sft", "\n \n", ["rows.jsonl", "empty", "at least one row"]),
         ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Mend or remove"]),
-        ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no value in column 'completion'", "prompt"]),
+        ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no column 'completion'", "prompt"]),
         ("sft", lines(PAIR, {**PAIR, "prompt": "1" * 200}), ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "drop the row"]),
         ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no value in column 'text'", "story"]),
         ("pretrain", lines({"text": 12}), ["rows.jsonl, row 0", "12 is not text", "strings"]),
         (
             "dpo",
             lines({"prompt": "1", "chosen": "2", "rejected": "3"}, {"prompt": "1", "chosen": "2"}),
-            ["row 1", "no value in column 'rejected'"],
+            ["row 1", "no column 'rejected'", "chosen"],
         ),
         ("grpo", lines(PAIR, {"prompt": "1" * 120}), ["rows.jsonl, row 1", "138 tokens", "context is 128", "max_completion_length"]),
         ("grpo", lines(PAIR, {"text": "1"}), ["rows.jsonl, row 1", "no value in column 'prompt'"]),
@@ -139,6 +140,72 @@ def test_bad_data_is_named_and_nothing_is_written(verb, content, words, model, t
     result = unmask(verb, "--model", model, "--data", path, "--output", tmp_path / "out", *QUICK, *rewards)
     assert_refused(result, *words)
     assert not (tmp_path / "out").exists()
+
+
+MIXED = [
+    ("sft", PAIR, {"prompt": [{"role": "user", "content": "1"}], "completion": [{"role": "assistant", "content": "2"}]}),
+    ("sft", PAIR, {"prompt": "1", "completion": 2}),
+    (
+        "dpo",
+        {"prompt": "1", "chosen": "2", "rejected": "3"},
+        {
+            "conversations": [{"from": "human", "value": "1"}],
+            **{name: {"from": "gpt", "value": str(number)} for number, name in enumerate(("chosen", "rejected"))},
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("verb", "first", "other"), MIXED)
+@pytest.mark.parametrize("suffix", ["json", "jsonl"])
+def test_a_file_of_mixed_layouts_is_refused_with_its_row_or_what_differs_is_left_out(suffix, verb, first, other, model, tmp_path):
+    path, rows = tmp_path / f"rows.{suffix}", [first] * 5 + [other]
+    path.write_text(json.dumps(rows) if suffix == "json" else lines(*rows))
+    run = [verb, "--model", model, "--data", path, *QUICK]
+    assert_refused(unmask(*run, "--output", tmp_path / "out"), f"rows.{suffix}, row 5", "of" if other == MIXED[1][2] else "Keep one layout")
+    assert not (tmp_path / "out").exists()
+    result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip")
+    assert result.exit_code == 0, (result.output, result.exception)
+    report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]
+    assert (report["read"], report["kept"]) == (6, 5)
+    assert [told["rows"] for told in report["dropped"].values()] == [[5]]
+
+
+def test_lines_that_are_no_json_are_counted_where_they_may_be_left_out(model, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(lines(PAIR, '{"prompt": "12", ', PAIR, '"12"', {"prompt": "1"}, PAIR, '{"prom'))
+    run = ["sft", "--model", model, "--data", path, f"data.eval={path}", *QUICK, "data.eval_rows=9"]
+    assert_refused(unmask(*run, "--output", tmp_path / "early"), "rows.jsonl, line 2", "malformed JSON")
+    result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert "train_dataset: rows" in result.output and "malformed JSON" in result.output
+    report = json.loads((tmp_path / "out" / "data_report.json").read_text())
+    assert report["train"] == report["eval"]
+    assert report["train"]["dropped"] == {
+        "malformed JSON": {"count": 2, "rows": [1, 6]},
+        "of another type": {"count": 1, "rows": [3]},
+        "a column is missing": {"count": 1, "rows": [4]},
+    }
+    assert parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")["training"]["bad_rows"] == "skip"
+
+
+def test_verbs_without_answers_write_no_report_of_them(model, text, tmp_path):
+    assert unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path / "out", *QUICK).exit_code == 0
+    assert not (tmp_path / "out" / "data_report.json").exists()
+
+
+def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tmp_path):
+    data, small = shared_path("data", "preference", "llamafactory_dpo_en_demo.json"), shared_path("models", "stories260K")
+    run = ["dpo", "--model", small, "--data", data, *QUICK, "model.attention=bidirectional", "training.samples=1"]
+    assert_refused(unmask(*run, "--output", tmp_path / "out"), "no chat template", "data.chat_template")
+    run += ["data.chat_template=simple", "training.max_length=256"]
+    assert_refused(unmask(*run, "--output", tmp_path / "out"), "llamafactory_dpo_en_demo.json, row ", "a row holds 256")
+    result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip", "training.truncate_prompt=true")
+    assert result.exit_code == 0, (result.output, result.exception)
+    report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]
+    assert report["read"] == 16 and 0 < report["kept"] < 16
+    assert report["dropped"]["too long"]["count"] == 16 - report["kept"]
+    assert load(tmp_path / "out" / "model").tokenizer.chat_template == TEMPLATES["simple"]
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import random
 import re
 import shutil
@@ -17,8 +18,10 @@ from accelerate import PartialState
 from transformers import TrainingArguments
 
 from unmask.config import DataConfig, DataSource, RunConfig, build_training_args, to_yaml
+from unmask.data.chat import read_template
 from unmask.data.problems import pose, read_problems
-from unmask.data.sources import load_mixture, load_rows
+from unmask.data.report import Rows as TokenRows
+from unmask.data.sources import load_examples, load_mixture, load_rows
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
@@ -30,12 +33,14 @@ from unmask.training.dpo import DPOConfig, DPOTrainer
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.log import LOG_NAME
+from unmask.training.pairs import PairConfig
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.samples import SAMPLES_NAME
 from unmask.training.sft import SFTConfig, SFTTrainer
 from unmask.training.stage_config import StageConfig
 from unmask.training.text import TextConfig
 
+DATA_REPORT = "data_report.json"
 GENERATED_ROWS = 10_000
 TRAINED_MODEL = "model"
 
@@ -136,6 +141,7 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
             if config.overwrite and not resume:
                 forget_earlier_run(output)
             write_atomic(output / "config.yaml", to_yaml(resolved(config, args).model_copy(update={"overwrite": False})))
+            write_data_report(trainer, output / DATA_REPORT)
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(output / TRAINED_MODEL))
     if args.should_save:
@@ -146,6 +152,14 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     processes = PartialState()
     processes.wait_for_everyone()
     processes.destroy_process_group()
+
+
+def write_data_report(trainer: Any, path: Path) -> None:
+    """What was found in the data, of verbs that report it."""
+    if isinstance(trainer, SFTTrainer | DPOTrainer):
+        data = {"train": trainer.train_dataset, "eval": trainer.eval_dataset}
+        reports = {name: rows.report.to_dict() for name, rows in data.items() if isinstance(rows, TokenRows)}
+        write_atomic(path, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
 
 
 def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
@@ -162,8 +176,10 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
     """The verb's trainer, with its model and data loaded; `rest` goes to it."""
     kind = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
-    train, held_out = read_data(config, kind, task)
+    train, held_out = read_data(config, kind, task, args)
     lm = load_model(config, verb)
+    if config.data.chat_template is not None:
+        lm.tokenizer.chat_template = read_template(config.data.chat_template)
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     if verb == "grpo":
@@ -181,7 +197,7 @@ def forget_earlier_run(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, Rows | None]:
+def read_data(config: RunConfig, kind: Verb, task: Task | None, args: StageConfig) -> tuple[Rows, Rows | None]:
     """Training and held-out rows: of a task (generated, or read from the file given), or of any data set."""
     data = config.data
     if data.shuffle_buffer is not None and not data.streaming:
@@ -194,14 +210,19 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None) -> tuple[Rows, R
         return kind.task_rows(task, problems, data), None
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
-    train = read_source(data, data.train, data.max_rows, streaming=data.streaming)
+    examples = args if isinstance(args, PairConfig) and not data.streaming else None
+    train = read_source(data, data.train, data.max_rows, examples, streaming=data.streaming)
     if data.shuffle_buffer is not None:
         train = train.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
-    return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows)
+    return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows, examples)
 
 
-def read_source(data: DataConfig, source: str | list[DataSource], max_rows: int | None, *, streaming: bool = False) -> Any:
-    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either."""
+def read_source(
+    data: DataConfig, source: str | list[DataSource], max_rows: int | None, examples: PairConfig | None, *, streaming: bool = False
+) -> Any:
+    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either; of one file of `examples` as written there."""
+    if examples is not None and isinstance(source, str):
+        return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=examples.bad_rows == "skip")
     kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
     return load_rows(source, **kept) if isinstance(source, str) else load_mixture(source, seed=data.seed, **kept)
 
