@@ -208,6 +208,25 @@ def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tm
     assert load(tmp_path / "out" / "model").tokenizer.chat_template == TEMPLATES["simple"]
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+def test_reasoning_traces_in_the_layout_of_s1k_train_by_the_recipe(tmp_path):
+    rows = [
+        {"question": f"{n} and {n}?", "thinking_trajectories": [f"{n} " * 9 * n, "unused"], "attempt": str(2 * n), "solution": None}
+        for n in range(1, 9)
+    ]
+    (tmp_path / "s1k.jsonl").write_text(lines(*rows))
+    tiny(max_position_embeddings=256).save(tmp_path / "tiny")  # of the words it knows a few letters, and the rest as <unk>
+    small = ["data.chat_template=simple", "lora.r=2"]
+    run = ["sft", "--recipe", "sft-s1k", "--model", tmp_path / "tiny", "--data", tmp_path / "s1k.jsonl", *QUICK, *small]
+    result = unmask(*run, "--output", tmp_path / "out")
+    assert result.exit_code == 0, (result.output, result.exception)
+    report = json.loads((tmp_path / "out" / "data_report.json").read_text())["train"]
+    assert (report["read"], report["kept"], report["dropped"]) == (8, 8, {})
+    assert 0 < report["truncated"]["completion"] < 8
+    config = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")
+    assert config["training"]["learning_rate"] == 1e-5 and config["lora"]["alpha"] == 256
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_an_incomplete_model_is_refused(missing, model, tmp_path):
     shutil.copytree(model, tmp_path / "broken")
