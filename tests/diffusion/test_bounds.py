@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests import toy
-from unmask.diffusion.bounds import elbo, exact_log_likelihood
-from unmask.diffusion.views import Draw
+from unmask.diffusion.bounds import any_order, elbo, exact_log_likelihood
+from unmask.diffusion.views import Draw, exact_views
 from unmask.errors import GenerationError
 
 PROMPT, LENGTH = 2, 4
@@ -112,6 +112,32 @@ def test_nothing_to_predict_is_certain():
     nothing = torch.zeros_like(maskable)
     assert exact_log_likelihood(lm, ids, None, nothing).tolist() == [0] * 4
     assert elbo(lm, ids, None, nothing, Draw(0, torch.arange(4)), samples=3).tolist() == [0] * 4
+
+
+@torch.enable_grad()
+def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
+    """Of groups of several sizes, some not in one piece, and of a row without any."""
+    group_BT = torch.tensor([[-1, 0, 0, 1, 1, 1, 2], [0, -1, 3, 0, 3, 0, -1], [-1] * 7])
+    log_prob_BVT = -torch.rand(3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    log_prob_BVT.requires_grad_()
+    expected = []
+    for row, group_T in zip(log_prob_BVT, group_BT, strict=True):
+        total = row.new_zeros(())
+        for group in group_T[group_T >= 0].unique():
+            members = (group_T == group).nonzero()[:, 0].tolist()
+            orders = []
+            for order in itertools.permutations(range(len(members))):
+                shown = [sum(1 << bit for bit in order[:place]) for place in range(len(order))]
+                orders.append(sum(row[view, members[bit]] for view, bit in zip(shown, order, strict=True)))
+            total = total + torch.stack(orders).logsumexp(0) - math.log(len(orders))
+        expected.append(total)
+    weights_B = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    found_B = any_order(group_BT, log_prob_BVT)
+    torch.testing.assert_close(found_B, torch.stack(expected), rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad((weights_B * part).sum(), log_prob_BVT)[0] for part in (found_B, torch.stack(expected))]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
+    views = exact_views(group_BT, 3)
+    assert torch.equal(gradients[0] != 0, views.scored_BVT) and torch.equal(views.scored_BVT, views.hidden_BVT)
 
 
 def test_too_many_orders_are_refused():

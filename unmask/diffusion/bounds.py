@@ -1,6 +1,6 @@
 """Log-likelihoods of completions: the ELBO by low-variance views, and the exact any-order likelihood where it is feasible.
 
-Shapes: B batch, V views, T tokens.
+Shapes: B batch, V views, T tokens; N maskable tokens of G groups of at most L, S subsets of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unmask.diffusion.score import noise_groups, score
-from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views
+from unmask.diffusion.views import Draw, all_masked_views, elbo_views, exact_views, group_sizes, place_in_group
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -49,38 +49,50 @@ def exact_log_likelihood(
         views = all_masked_views(maskable_BT)
         return score(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
-    totals = [
-        _any_order(lm, ids_BT[b : b + 1], None if attention_mask_BT is None else attention_mask_BT[b : b + 1], group_BT[b], chunk)
-        for b in range(len(ids_BT))
-    ]
-    return torch.stack(totals)
+    return torch.cat([_exact_row(lm, ids_BT, attention_mask_BT, group_BT, slice(b, b + 1), chunk) for b in range(len(ids_BT))])
 
 
-def _any_order(lm: DiffusionLM, ids_1T: Tensor, attention_mask_1T: Tensor | None, group_T: Tensor, chunk: int | None) -> Tensor:
-    members = [(group_T == g).nonzero().squeeze(1) for g in group_T.unique().tolist() if g >= 0]
-    width = max((len(m) for m in members), default=0)
+def _exact_row(
+    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, group_BT: Tensor, row: slice, chunk: int | None
+) -> Tensor:
+    group_1T = group_BT[row]
+    if not (group_1T >= 0).any():
+        return torch.zeros(1, dtype=torch.float64, device=group_BT.device)
+    width = int(group_sizes(group_1T).max())
     if width > MAX_EXACT_WIDTH:
         raise GenerationError(
             f"an exact likelihood over {width} tokens needs 2**{width} passes",
             where="estimator='exact'",
             remedy=f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens",
         )
-    # View S hides the tokens of every group whose bit is not in S.
-    hidden_VT = torch.zeros(2**width, len(group_T), dtype=torch.bool, device=ids_1T.device)
-    subset_V = torch.arange(2**width, device=ids_1T.device)
-    for positions in members:
-        for bit, position in enumerate(positions):
-            hidden_VT[:, position] = (subset_V >> bit) & 1 == 0
-    hidden_1VT = hidden_VT[None]
-    log_prob_VT = score(lm, ids_1T, attention_mask_1T, Views(hidden_1VT, hidden_1VT, hidden_1VT.float()), chunk=chunk)[0].double()
-    return sum((_orders_mixture(log_prob_VT[: 2 ** len(m), m]) for m in members), torch.zeros((), dtype=torch.float64))
+    mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
+    log_prob_1VT = score(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk=chunk)
+    return any_order(group_1T, log_prob_1VT.double())
 
 
-def _orders_mixture(log_prob_SL: Tensor) -> Tensor:
-    """log (1/L!) sum over orders of prod p(next | revealed), from log p(token | revealed subset S) for all subsets."""
-    length = log_prob_SL.shape[1]
-    reached = [torch.zeros((), dtype=log_prob_SL.dtype)]
-    for subset in range(1, 2**length):
-        ways = [reached[subset ^ (1 << i)] + log_prob_SL[subset ^ (1 << i), i] for i in range(length) if subset >> i & 1]
+def any_order(group_BT: Tensor, log_prob_BVT: Tensor) -> Tensor:
+    """log p(maskable tokens | the others) [B] in nats, from the scores of all of `exact_views`: the sum over groups of the log of the mean
+    over orders of revealing their L tokens, (1/L!) sum over orders of prod p(next | revealed).
+
+    The sum over orders is one over the 2^L subsets S, each reached by its last token. It can be differentiated. A group of fewer tokens
+    than the widest is filled with tokens that are certain, which changes no mean.
+    """
+    length, views = group_BT.shape[1], log_prob_BVT.shape[1]
+    width, valid_BT = views.bit_length(), group_BT >= 0
+    total_B = log_prob_BVT.new_zeros(len(group_BT))
+    if not valid_BT.any():
+        return total_B
+    row_N = valid_BT.nonzero()[:, 0]
+    group_G, group_N = torch.unique(row_N * length + group_BT[valid_BT], return_inverse=True)
+    subset_S = torch.arange(2**width, device=group_BT.device)
+    # Of a group's own tokens alone it matters which are revealed; where all are, nothing is read.
+    view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(views - 1)
+    log_prob_NS = log_prob_BVT.transpose(1, 2)[valid_BT].gather(1, view_NS)
+    table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)
+    table_GSL = table_GSL.index_put((group_N[:, None], subset_S, place_in_group(group_BT)[valid_BT][:, None]), log_prob_NS)
+    reached = [log_prob_NS.new_zeros(len(group_G))]
+    for subset in range(1, 2**width):
+        last = [bit for bit in range(width) if subset >> bit & 1]
+        ways = [reached[subset ^ (1 << bit)] + table_GSL[:, subset ^ (1 << bit), bit] for bit in last]
         reached.append(torch.stack(ways).logsumexp(0))
-    return reached[-1] - math.lgamma(length + 1)
+    return total_B.index_add(0, group_G // length, reached[-1] - math.lgamma(width + 1))

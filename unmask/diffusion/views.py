@@ -206,6 +206,21 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     return _weighted(torch.cat([valid_B1T, partial_BVT], 1), torch.cat([1 / size_B1T, weight_BVT, complement_BVT], 1))
 
 
+def exact_views(group_BT: Tensor, width: int) -> Views:
+    """A view for every set of tokens of a group that can have been revealed before another one: view s shows the tokens whose bit in s is
+    set, bits being numbered in the order of positions. The views of a group of L tokens are the first 2^L - 1.
+
+    Scores of them give the exact likelihood (`unmask.diffusion.bounds.any_order`); they are not summed, and all weigh 1.
+
+    Args:
+        group_BT: as in the other plans; no group has more than `width` tokens.
+    """
+    subset_1V1 = torch.arange(2**width - 1, device=group_BT.device)[None, :, None]
+    shown_BVT = subset_1V1 >> place_in_group(group_BT)[:, None] & 1 == 1
+    own_BVT = subset_1V1 < 2 ** group_sizes(group_BT)[:, None] - 1
+    return _weighted(~shown_BVT & own_BVT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device))
+
+
 def all_masked_views(
     completion_BT: Tensor, prompt_BT: Tensor | None = None, draw: Draw | None = None, *, prompt_rate: float = 0.0
 ) -> Views:
@@ -254,6 +269,11 @@ def group_sizes(group_BT: Tensor) -> Tensor:
     counts = torch.zeros(group_BT.shape[0], group_BT.shape[1] + 1, dtype=torch.long, device=group_BT.device)
     counts.scatter_add_(1, group_BT, torch.ones_like(group_BT))
     return torch.where(group_BT > 0, counts.gather(1, group_BT), 1)
+
+
+def place_in_group(group_BT: Tensor) -> Tensor:
+    """How many tokens of a token's group stand before it [B, T]; among those that are not maskable likewise."""
+    return _ranks(group_BT, (columns(group_BT).double() / group_BT.shape[1])[:, None])[:, 0]
 
 
 def _ranks(group_BT: Tensor, noise_BVT: Tensor) -> Tensor:
