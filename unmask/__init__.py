@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
     from unmask.models.load import load
     from unmask.training.convert import ConvertConfig, ConvertTrainer
-    from unmask.training.dpo import DPOConfig, DPOTrainer
+    from unmask.training.dpo import DPOTrainer
+    from unmask.training.dpo_config import DPOConfig
     from unmask.training.grpo import GRPOTrainer
     from unmask.training.grpo_config import GRPOConfig
     from unmask.training.pretrain import PretrainConfig, PretrainTrainer
@@ -40,7 +41,7 @@ _HOMES = {
     "load": "unmask.models.load",
     "ConvertConfig": "unmask.training.convert",
     "ConvertTrainer": "unmask.training.convert",
-    "DPOConfig": "unmask.training.dpo",
+    "DPOConfig": "unmask.training.dpo_config",
     "DPOTrainer": "unmask.training.dpo",
     "GRPOConfig": "unmask.training.grpo_config",
     "GRPOTrainer": "unmask.training.grpo",

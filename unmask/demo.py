@@ -27,7 +27,8 @@ from unmask.models.load import make_diffusion
 from unmask.monitor import Progress, Stage, peak_memory_bytes, write_atomic, write_manifest
 from unmask.tasks import Puzzle, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
-from unmask.training.dpo import DPOConfig, DPOTrainer
+from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer

@@ -18,7 +18,8 @@ from unmask.demo import DemoSettings, small_model
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.tasks import get_task
-from unmask.training.dpo import DPOConfig, DPOTrainer
+from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
@@ -86,7 +87,7 @@ def ranks(completions: list[str], **_: Any) -> list[float]:
 
 def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
     """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
-    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log") if name in more}
+    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log", "sampler") if name in more}
     if verb == "pretrain":
         args = PretrainConfig(**settings(folder, packing=False) | more)
         return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)

@@ -1,77 +1,124 @@
 """Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025, LLaDA 1.5).
 
-Shapes: B = 2P rows (P chosen, then their P rejected), V views, T tokens.
+Shapes: B responses (of pairs: P chosen, then their P rejected), V views, T tokens, R redraws.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from unmask.data.pairs import preference_rows
+from unmask.config import SamplerConfig
+from unmask.data.pairs import preference_rows, unpaired_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Collator
-from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
-from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating, fingerprint
-from unmask.objectives.preference import dpo
-from unmask.training.pairs import PairConfig, room
-from unmask.training.stage_config import steps_per_epoch
+from unmask.data.rows import Collator, Row
+from unmask.diffusion.bounds import any_order
+from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
+from unmask.errors import ConfigError, DataError
+from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
+from unmask.objectives.preference import dpo, hinge, ipo, kto, simpo
+from unmask.training.dpo_config import DPOConfig
+from unmask.training.pairs import room
+from unmask.training.reference import Reference
+from unmask.training.reference_scores import (
+    REFERENCE_FILE,
+    ScoreTable,
+    content,
+    digests,
+    identity,
+    read_scores,
+    score_rows,
+    write_scores,
+)
+from unmask.training.stage_config import canvas, steps_per_epoch
 from unmask.training.trainer import Batch
+from unmask.training.unpaired import UnpairedCollator, beside_others, unpaired
 from unmask.training.viewwise import Piece, ViewwiseTrainer
+from unmask.training.win_rate import Judge, find_judge, wins
 
-REFERENCE_FILE = "reference_scores.safetensors"
-
-
-@dataclass(kw_only=True)
-class DPOConfig(PairConfig):
-    """Settings of `DPOTrainer`."""
-
-    learning_rate: float = field(default=5e-6, metadata={"help": "The peak learning rate of AdamW."})
-    beta: float = field(default=0.2, metadata={"help": "How strongly the policy is held to the reference."})
-    samples: int = field(default=8, metadata={"help": "Views of each response: that many times, with one mask each."})
+REDRAWS = 8
+"""Plans over which the variance of the margin is taken."""
+FIRST_REDRAW = 1 << 30
+"""Their numbers begin here; those below are of the epochs."""
 
 
 class PairCollator(Collator):
     """Batches of chosen rows followed by their rejected ones."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        batch = super().__call__([row["chosen"] for row in rows] + [row["rejected"] for row in rows])
-        return batch | {"pair": torch.tensor([row["pair"] for row in rows])}
+        return super().__call__([row["chosen"] for row in rows] + [row["rejected"] for row in rows])
 
 
 class DPOTrainer(ViewwiseTrainer):
-    """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit).
+    """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit), with `loss_type: kto` also on
+    `prompt`, `completion`, `label`.
 
-    Policy and reference are scored on the same masks of the same response. The reference is the model as given: it is
-    scored once, before the first step, for every epoch's masks, and stored in the output directory; training then holds
-    one model. Dropout is off. One view is gone through at a time.
+    Policy and reference are scored on the same masks of the same response. The reference is the model as given: it is scored once, before
+    the first step, for every epoch's masks, and stored in the output directory; training then holds one model. It can also be scored
+    along, as a frozen copy or with the adapters off. Dropout is off. One view is gone through at a time.
+
+    Args:
+        model, args, datasets, rest: as in DiffusionTrainer.
+        judge: a function instead of the config's `judge`.
+        sampler: how completions for the judge are generated; a `canvas_length` is their length.
     """
 
-    def __init__(self, model: DiffusionLM | str | Path, args: DPOConfig, *datasets: Any, **rest: Any):
-        super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", PairCollator(0)), **rest)
+    def __init__(
+        self,
+        model: DiffusionLM | str | Path,
+        args: DPOConfig,
+        *datasets: Any,
+        judge: Judge | None = None,
+        sampler: SamplerConfig | None = None,
+        **rest: Any,
+    ):
+        self.judge = find_judge(judge or args.judge)  # what cannot be imported is told before the model is loaded
+        collator = UnpairedCollator(0) if args.loss_type == "kto" else PairCollator(0)
+        super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
+        if self.judge is not None and self.eval_dataset is None:
+            raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
         disable_dropout(self.lm.model)
-        epochs = args.max_steps / steps_per_epoch(args, self.train_dataset) if args.max_steps > 0 else args.num_train_epochs
-        self.reference = {"train": self._reference_scores(self.train_dataset, math.ceil(epochs), "train")}
-        if self.eval_dataset is not None:
-            self.reference["eval"] = self._reference_scores(self.eval_dataset, 1, "eval")
+        self.sampler = sampler or SamplerConfig()
+        if (length := canvas(self.lm, args)) is not None:
+            self.sampler = self.sampler.model_copy(update={"max_new_tokens": length})
+        self.exact = args.exact(self.lm)
+        self.reference: Reference | None = None
+        self.stored: dict[str, ScoreTable] = {}
+        if args.needs_reference:
+            self._make_reference(rest.get("progress"))
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
-        return preference_rows(lm.tokenizer, dataset, room(lm, args), args.data_report(where))
+        fits, report = room(lm, args), args.data_report(where)
+        if args.loss_type != "kto":
+            return preference_rows(lm.tokenizer, dataset, fits, report)
+        first = next((row for row in dataset if not isinstance(row, DataError)), {})
+        if "label" in first:
+            rows: Sequence[Row] = unpaired_rows(lm.tokenizer, dataset, fits, report)
+        else:
+            rows = unpaired(preference_rows(lm.tokenizer, dataset, fits, report))
+        return report.of(beside_others(rows, fits.max_length))
+
+    # Views, and what their scores come to.
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:
             return all_masked_views(batch["maskable"])
-        return exact_count_views(self.groups(batch), draw, views=self.args.samples)
+        group_BT = self.groups(batch)
+        if self.exact:
+            return exact_views(group_BT, self.lm.block_size or 1)
+        return (elbo_views if self.args.complementary else exact_count_views)(group_BT, draw, views=self.args.samples)
+
+    def draw(self, batch: Batch) -> Draw:
+        draw = super().draw(batch)
+        return replace(draw, iteration=0) if self.args.plan_reused else draw
 
     def views_of(self, batch: Any) -> Views:
         """Those of the epoch; made once, and kept in the batch."""
@@ -79,46 +126,193 @@ class DPOTrainer(ViewwiseTrainer):
             batch["views"] = self.plan(batch, self.draw(batch))
         return batch["views"]
 
-    def loss_on(self, batch: Batch, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
-        chosen_P, rejected_P = self._bounds(batch, log_prob_BVT).chunk(2)
-        stored = self.reference["train" if self.model.training else "eval"][self.draw(batch).iteration].to(chosen_P.device)[batch["pair"]]
-        loss = dpo(chosen_P, rejected_P, stored[:, 0], stored[:, 1], beta=self.args.beta)
-        pairs = len(loss.loss_P)
-        self.record("margin", loss.margin_P.mean(), pairs)
-        self.record("accuracy", (loss.margin_P > 0).float().mean(), pairs)
-        self.record("chosen", chosen_P.detach().mean(), pairs)
-        self.record("rejected", rejected_P.detach().mean(), pairs)
-        return loss.loss_P.sum()
-
-    def count_items(self, batch: Batch) -> Tensor:
-        return torch.tensor(len(batch["pair"]), device=batch["pair"].device)
-
-    def _bounds(self, batch: Batch, log_prob_BVT: Tensor) -> Tensor:
-        """The estimated log-likelihood bound of every response [B]."""
+    def bounds(self, batch: Batch, log_prob_BVT: Tensor) -> Tensor:
+        """The log-likelihood of every response [B], or the estimate of its lower bound, in nats."""
+        if self.exact and not self.lm.autoregressive:
+            return any_order(self.groups(batch), log_prob_BVT)
         return (self.views_of(batch).weight_BVT * log_prob_BVT).sum((1, 2))
 
     @torch.no_grad()
-    def _reference_scores(self, pairs: Sequence[Mapping[str, Any]], epochs: int, split: str) -> Tensor:
-        """The reference's bounds [epochs, pairs, 2], from disk if they were stored for these rows, masks and weights."""
-        identity = json.dumps([self.lm.settings, self.args.samples, self.args.seed, epochs, fingerprint(self.lm.model), list(pairs)])
-        key = hashlib.sha256(identity.encode()).hexdigest()
-        path = Path(self.args.output_dir) / f"{split}_{REFERENCE_FILE}"
-        if path.exists():
-            stored = load_file(path)
-            if key in stored:
-                return stored[key]
-        scores = torch.zeros(epochs, len(pairs), 2)
-        size = self.args.train_batch_size
-        with evaluating(self.lm), self.accelerator.autocast():
-            for start in range(0, len(pairs), size):
-                batch = self._prepare_inputs(self.data_collator(pairs[start : start + size]))
-                for epoch in range(epochs):
-                    planned = batch | {"views": self.plan(batch, Draw(self.args.seed, batch["sample_id"], epoch))}
-                    bounds = self._bounds(planned, self.score_views(self.lm, planned))
-                    scores[epoch, start : start + size] = bounds.view(2, -1).T.cpu()
-        if self.args.should_save:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(".unfinished")
-            save_file({key: scores}, unfinished)
-            unfinished.replace(path)
-        return scores
+    def score_responses(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        """The bounds [B] that a model gives to the responses of a batch, on its views."""
+        self.views_of(batch)  # while the mode still tells which these are
+        with evaluating(lm), self.accelerator.autocast(), self.phases("scoring"):
+            return self.bounds(batch, self.score_views(lm, batch))
+
+    # The loss.
+
+    def loss_on(self, batch: Batch, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
+        bound_B = self.bounds(batch, log_prob_BVT)
+        gain_B = self.gains(batch, bound_B, self.reference_of(batch))
+        if "desirable" in batch:
+            return self._unpaired_loss(batch, bound_B, gain_B)
+        margin_P = margins(gain_B)
+        loss_P = self._pair_loss(margin_P)
+        if self.args.rpo_alpha:
+            chosen_P, length_P = (part_B.chunk(2)[0] for part_B in (bound_B, batch["maskable"].sum(1)))
+            loss_P = loss_P - self.args.rpo_alpha * chosen_P / length_P
+        self._tell(margin_P, bound_B, torch.arange(len(bound_B), device=bound_B.device) < len(margin_P))
+        return loss_P.sum()
+
+    def gains(self, batch: Batch, bound_B: Tensor, reference_B: Tensor) -> Tensor:
+        """How much likelier than the reference the policy makes each response [B], in nats, or in nats per token."""
+        gain_B = bound_B - reference_B
+        per_token = self.args.length_normalization or self.args.loss_type == "simpo"
+        return gain_B / batch["maskable"].sum(1).clamp_min(1) if per_token else gain_B
+
+    def _pair_loss(self, margin_P: Tensor) -> Tensor:
+        args = self.args
+        if args.loss_type == "simpo":
+            return simpo(margin_P, beta=args.beta, gamma=args.simpo_gamma, label_smoothing=args.label_smoothing)
+        if args.loss_type == "sigmoid":
+            return dpo(margin_P, beta=args.beta, label_smoothing=args.label_smoothing)
+        return (ipo if args.loss_type == "ipo" else hinge)(margin_P, beta=args.beta)
+
+    def _unpaired_loss(self, batch: Any, bound_B: Tensor, gain_B: Tensor) -> Tensor:
+        """KTO; what is told as a margin is how far gains are on their right side of the baseline."""
+        if "baseline" not in batch:
+            batch["baseline"] = self.baseline([batch])
+        desirable_B, baseline, args = batch["desirable"], batch["baseline"], self.args
+        weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
+        loss_B = kto(gain_B, desirable_B, baseline, beta=args.beta, **weights)
+        self.record("kl", baseline, len(loss_B))
+        self._tell(torch.where(desirable_B, gain_B - baseline, baseline - gain_B), bound_B, desirable_B)
+        return loss_B.sum()
+
+    @torch.no_grad()
+    def baseline(self, batches: Sequence[Any]) -> Tensor:
+        """KTO's estimate of the divergence from the reference, over all processes: the mean gain of responses to other prompts, at least
+        0. Of a diffusion model bounds stand for likelihoods, on the same masks for both."""
+        others = [batch["mismatched"] for batch in batches]
+        gain_B = torch.cat([self.gains(other, self.score_responses(self.lm, other), self.reference_of(other)) for other in others])
+        total: Any = self.accelerator.reduce(torch.stack([gain_B.sum(), gain_B.new_tensor(len(gain_B))]), "sum")
+        return (total[0] / total[1]).clamp(min=0)
+
+    def _tell(self, margin: Tensor, bound_B: Tensor, chosen_B: Tensor) -> None:
+        self.record("margin", margin.detach().mean(), len(margin))
+        self.record("accuracy", (margin > 0).float().mean(), len(margin))
+        for name, part in (("chosen", bound_B[chosen_B]), ("rejected", bound_B[~chosen_B])):
+            if len(part) > 0:
+                self.record(name, part.detach().mean(), len(part))
+
+    def count_items(self, batch: Any) -> Tensor:
+        responses = len(batch["sample_id"])
+        return torch.tensor(responses if "desirable" in batch else responses // 2, device=batch["sample_id"].device)
+
+    # The reference.
+
+    @torch.no_grad()
+    def reference_of(self, batch: Any) -> Tensor:
+        """The reference's bounds [B] of the responses, on the views of the batch; 0 for a loss without a reference."""
+        if "reference" not in batch:
+            batch["reference"] = self._reference_of(batch)
+        return batch["reference"]
+
+    def _reference_of(self, batch: Any) -> Tensor:
+        if self.reference is not None:
+            with self.reference.scoring() as lm:
+                return self.score_responses(lm, batch)
+        if not self.args.needs_reference:
+            return torch.zeros(len(batch["sample_id"]), dtype=self.lm.score_dtype, device=batch["sample_id"].device)
+        table = self.stored["train" if self.model.training else "eval"]
+        return table.look_up(self.draw(batch).iteration, batch["sample_id"], digests(batch, self.views_of(batch)))
+
+    def _make_reference(self, progress: Any) -> None:
+        args, mode = self.args, self.args.reference
+        if mode == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
+            raise ConfigError("the policy has no adapters", where="reference", remedy="Set lora (peft_config), or use stored or frozen")
+        if mode != "stored":  # a frozen copy is one also where there are adapters
+            self.reference = Reference(self.lm, device=args.device, moves=mode == "frozen", path=args.reference_model)
+            return
+        epochs = args.max_steps / steps_per_epoch(args, self.train_dataset) if args.max_steps > 0 else args.num_train_epochs
+        plans = 1 if args.plan_reused else math.ceil(epochs)
+        with self._given_reference() as lm:
+            known = identity(lm)
+            for name, rows, count in (("train", self.train_dataset, plans), ("eval", self.eval_dataset, 1)):
+                if rows is not None:
+                    self.stored[name] = self._stored(name, lm, known, rows, range(count), progress)
+            if args.log_variance_steps:
+                redraws = range(FIRST_REDRAW, FIRST_REDRAW + REDRAWS)
+                self.stored["redrawn"] = self._stored("redrawn", lm, known, self._first_pairs(), redraws, progress)
+
+    def _given_reference(self) -> contextlib.AbstractContextManager[DiffusionLM]:
+        """The model to score with before training: the policy as it was given, or another one, which is then let go. A policy that will be
+        sharded is not on the device yet, and is copied there."""
+        path = self.args.reference_model
+        if path is None and not self.sharded:
+            return contextlib.nullcontext(self.lm)
+        return Reference(self.lm, device=self.args.device, moves=self.sharded, path=path).scoring()
+
+    def _stored(
+        self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Mapping[str, Any]], plans: range, progress: Any
+    ) -> ScoreTable:
+        """The reference's scores of all responses under all plans: from disk, or made and written there."""
+        args, rows = self.args, [part for item in items for part in item.values() if isinstance(part, dict)]
+        settings = {"samples": args.samples, "complementary": args.complementary, "exact": self.exact, "seed": args.seed}
+        settings |= {"first_plan": plans.start, "bf16": args.bf16, "fp16": args.fp16}
+        path, wanted = Path(args.output_dir) / f"{name}_{REFERENCE_FILE}", content(known, rows, settings)
+
+        def score(part: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
+            batch = self._prepare_inputs(Collator(0)(part))
+            batch["views"] = self.plan(batch, Draw(args.seed, batch["sample_id"], plans[plan]))
+            return self.score_responses(lm, batch), digests(batch, batch["views"])
+
+        def told(share: float) -> None:
+            if progress is not None:
+                progress.update(0.0, reference_scored=share)
+
+        if (table := read_scores(path, wanted, len(plans))) is None:
+            shape: dict[str, Any] = {"batch": 2 * args.train_batch_size, "dtype": self.lm.score_dtype}
+            table = score_rows(rows, len(plans), score, self.accelerator, told=told, **shape)
+            if args.should_save:
+                write_scores(path, table, wanted)
+        return table
+
+    # The variance of the margin, and evaluation.
+
+    def prepared(self, batches: list[Any]) -> list[Any]:
+        if not batches:
+            return batches
+        self.model.train()  # in evaluations masks are others
+        every = self.args.log_variance_steps
+        if every and (self.state.global_step + 1) % every == 0:
+            self.record("margin_variance", self.margin_variance())
+        if self.args.loss_type == "kto":  # one for all micro-batches, so that accumulating gradients changes nothing
+            baseline = self.baseline(batches)
+            batches = [batch | {"baseline": baseline} for batch in batches]
+        return batches
+
+    @torch.no_grad()
+    def margin_variance(self) -> Tensor:
+        """The variance of the margin over redraws of the masks, in nats squared, on average over the first pairs of the training data:
+        always the same ones, so that figures of different steps can be compared."""
+        batch = self._prepare_inputs(self.data_collator(self._first_pairs()))
+        redrawn = [batch | {"views": self.plan(batch, Draw(self.args.seed, batch["sample_id"], FIRST_REDRAW + r))} for r in range(REDRAWS)]
+        margin_RP = torch.stack([self._margins(number, part) for number, part in enumerate(redrawn)])
+        return margin_RP.var(0).mean()
+
+    def _first_pairs(self) -> list[Any]:
+        return [self.train_dataset[at] for at in range(min(self.args.train_batch_size, len(self.train_dataset)))]
+
+    def _margins(self, redraw: int, batch: Any) -> Tensor:
+        if "redrawn" in self.stored:
+            batch["reference"] = self.stored["redrawn"].look_up(redraw, batch["sample_id"], digests(batch, batch["views"]))
+        return margins(self.gains(batch, self.score_responses(self.lm, batch), self.reference_of(batch)))
+
+    def evaluate(
+        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        if self.judge is not None:
+            pairs: Any = self.eval_dataset if eval_dataset is None else eval_dataset
+            self.model.eval()
+            mine = range(self.accelerator.process_index, len(pairs), self.accelerator.num_processes)
+            values = wins(self.judge, self.lm, [pairs[at] for at in mine], self.sampler)
+            for value in values:
+                self.record("win_rate", value)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+
+def margins(gain_B: Tensor) -> Tensor:
+    """Of pairs [P]: the gain of the chosen less that of the rejected."""
+    chosen_P, rejected_P = gain_B.chunk(2)
+    return chosen_P - rejected_P

@@ -29,7 +29,8 @@ from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
 from unmask.tasks import Puzzle, Row, Task, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
-from unmask.training.dpo import DPOConfig, DPOTrainer
+from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.log import LOG_NAME
@@ -184,6 +185,8 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
         rest["peft_config"] = config.lora.to_peft()
     if verb == "grpo":
         rest["reward_funcs"] = config.rewards or ([task.name] if task else [])
+    if verb == "dpo":
+        rest["sampler"] = config.sampler  # of completions for a judge
     with naming_files(config.data):
         return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 

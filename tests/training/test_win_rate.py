@@ -1,0 +1,80 @@
+"""A judge compares what the policy writes greedily with the chosen responses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.training.conftest import PREFERENCES, make, tiny
+from unmask.config import SamplerConfig
+from unmask.errors import ConfigError, TrainingError
+from unmask.generation.sampler import generate
+from unmask.training.dpo import DPOTrainer
+from unmask.training.win_rate import split_row, wins
+
+SAMPLER = SamplerConfig(max_new_tokens=4)
+
+
+def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
+    lm, seen = tiny(), []
+
+    def judge(*given: list[str]) -> list[float]:
+        seen.append(given)
+        return [1, 0.5, 0]
+
+    args: Any = make_args()
+    pairs: Any = DPOTrainer.make_rows(lm, args, PREFERENCES[:3], "eval_dataset")
+    assert wins(judge, lm, pairs, SAMPLER) == [1.0, 0.5, 0.0]
+    [(prompts, completions, chosen)] = seen
+    assert prompts == [row["prompt"] for row in PREFERENCES[:3]] and chosen == [row["chosen"] for row in PREFERENCES[:3]]
+    assert completions == generate(lm, prompts, SAMPLER).texts
+    assert wins(judge, lm, [], SAMPLER) == [] and len(seen) == 1
+    prompt, response = split_row(pairs[1]["chosen"])
+    assert prompt + response == pairs[1]["chosen"]["input_ids"] and response[-1] == lm.eos_token_id
+
+
+def make_args() -> Any:
+    from unmask.training.dpo_config import DPOConfig
+
+    return DPOConfig(output_dir="unused", use_cpu=True, max_length=32)
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (lambda *_: [1], r"judge: gave \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
+        (lambda *_: [1, 2], "judge: gave"),
+        (lambda *_: [1, float("nan")], "judge: gave"),
+        (lambda *_: [1, "win"], "judge: raised ValueError"),
+        (lambda *_: 1 / 0, "judge: raised ZeroDivisionError"),
+    ],
+)
+def test_what_is_no_verdict_is_an_error(judge, message):
+    lm = tiny()
+    pairs: Any = DPOTrainer.make_rows(lm, make_args(), PREFERENCES[:2], "eval_dataset")
+    with pytest.raises(TrainingError, match=message):
+        wins(judge, lm, pairs, SAMPLER)
+
+
+def test_the_win_rate_is_logged_with_the_evaluation(tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def judge(prompts, completions, chosen):\n    return [0.5 * (len(text) <= 3) for text in completions]\n"
+    )
+    shape = {"eval_dataset": PREFERENCES[:4], "canvas_length": 9, "max_steps": 1, "judge": f"{tmp_path}/judge.py:judge"}
+    trainer = make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=30), **shape)
+    assert trainer.sampler.max_new_tokens == 9  # the canvas
+    metrics = trainer.evaluate()
+    texts = generate(trainer.lm, [row["prompt"] for row in PREFERENCES[:4]], trainer.sampler).texts
+    assert metrics["eval_win_rate"] == 0.5 * sum(len(text) <= 3 for text in texts) / 4
+    assert trainer.state.log_history[-1]["eval_win_rate"] == metrics["eval_win_rate"]
+    trainer.train()
+    assert "win_rate" not in trainer.state.log_history[0]
+
+
+def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.py:judge: cannot be imported"):
+        make("dpo", tmp_path, judge="absent.py:judge", eval_dataset=PREFERENCES)
+    (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
+    with pytest.raises(ConfigError, match="judge: there are no held-out pairs to judge on"):
+        make("dpo", tmp_path, judge=f"{tmp_path}/judge.py:judge")

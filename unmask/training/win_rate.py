@@ -1,0 +1,50 @@
+"""How often a judge prefers what the policy writes to the chosen responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from unmask.config import SamplerConfig
+from unmask.data.rows import Row
+from unmask.errors import TrainingError
+from unmask.generation.sampler import generate
+from unmask.models.diffusion_lm import DiffusionLM, evaluating
+from unmask.rewards.workers import load_function, told
+
+Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
+"""Given prompts, completions and the chosen responses: 1 for each completion that wins, 0.5 for a draw, 0 for one that loses."""
+
+
+def find_judge(named: Judge | str | None) -> Judge | None:
+    """A judge as it is, or the function that `path.py:function` or `package.module:function` names."""
+    return load_function(named) if isinstance(named, str) else named
+
+
+def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Mapping[str, Row]], sampler: SamplerConfig) -> list[float]:
+    """What a judge says of a completion of every pair's prompt against the chosen response; special tokens are left out of all texts.
+
+    Raises:
+        TrainingError: the judge raised, or did not give a number from 0 to 1 for each.
+    """
+    if not pairs:
+        return []
+    split = [split_row(pair["chosen"]) for pair in pairs]
+    with evaluating(lm):
+        completions = generate(lm, [prompt for prompt, _ in split], sampler).texts
+    prompts, chosen = (lm.tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in zip(*split, strict=True))
+    try:
+        values: Any = judge(prompts, completions, chosen)
+        values = [float(value) for value in values]
+    except Exception as error:  # user code
+        raise TrainingError(f"raised {told(error)}", where="judge", remedy="Mend it, or leave it out") from error
+    if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
+        what = f"gave {values!r:.80} for {len(completions)} completions"
+        raise TrainingError(what, where="judge", remedy="Return 1, 0.5 or 0 for each completion")
+    return values
+
+
+def split_row(row: Row) -> tuple[list[int], list[int]]:
+    """The ids of its prompt and of its response."""
+    start = row["maskable"].index(True)
+    return row["input_ids"][:start], row["input_ids"][start:]
