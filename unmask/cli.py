@@ -14,7 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 from unmask import __version__
-from unmask.config import DataConfig, ModelConfig, SamplerConfig, claim_output, resolve, to_yaml
+from unmask.config import DataConfig, ModelConfig, RunConfig, SamplerConfig, claim_output, resolve, to_yaml
 from unmask.config_files import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config_options import spread_configs
 from unmask.errors import ConfigError, DataError, UnmaskError
@@ -117,72 +117,84 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make two steps of every stage, print the plan and stop.")] = False,
+    measure_variance: Annotated[
+        bool, typer.Option("--measure-variance", help="dpo: print how far estimates of the margin scatter, by budget, and stop.")
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
     from unmask.training.modes import with_mode
     from unmask.training.variables import older_layers
 
+    verb = str(ctx.info_name)
     accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
     layers = read_layers(
         recipes=recipes,
         config_files=config or [],
-        older=older_layers(os.environ, str(ctx.info_name)),
+        older=older_layers(os.environ, verb),
         environ=os.environ,
         flags=flags,
         overrides=overrides or [],
     )
     if mode:
-        layers = with_mode(layers, mode, str(ctx.info_name), after=len(recipes))
+        layers = with_mode(layers, mode, verb, after=len(recipes))
     if debug:
+        from unmask.training.switches import watch_for_anomalies
+
         ctx.find_root().obj = True  # shows tracebacks
         watch_for_anomalies()
     settings = resolve(layers)
     profiling = ctx.meta.get(PROFILE)
     if profiling and (resume or dry_run):
         raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
-    if print_config:
-        from unmask.training.run import resolved, training_arguments
-
-        with layers.naming_sources():
-            typer.echo(to_yaml(resolved(settings, training_arguments(str(ctx.info_name), settings))), nl=False)
-        return
-    if profiling:
-        from unmask.training.profiling import profile_run
-
-        steps, trace = profiling
-        trace = trace or Path(settings.output_dir, "trace.json")
-        with layers.naming_sources():
-            tables = profile_run(str(ctx.info_name), settings, trace, steps)
-        for title, lines in tables.items():
-            show_table([line.values() for line in lines], f"{ctx.info_name}: {title}", head=lines[0])
-        typer.echo(f"{trace}: open it in https://ui.perfetto.dev")
-        return
-    if dry_run:
-        from unmask.training.rehearsal import rehearse
-
-        with layers.naming_sources():
-            lines = rehearse(str(ctx.info_name), settings)
-        by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
-        show_table(by_stage, f"{ctx.info_name}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
-        return
-    claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
-
-    from unmask.training.run import run_stage
-
     with layers.naming_sources():
-        run_stage(str(ctx.info_name), settings, resume)
+        if print_config:
+            show_config(verb, settings)
+        elif profiling:
+            show_profile(verb, settings, *profiling)
+        elif dry_run:
+            show_rehearsal(verb, settings)
+        elif measure_variance:
+            show_variance(verb, settings)
+        else:
+            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
+            from unmask.training.run import run_stage
+
+            run_stage(verb, settings, resume)
 
 
-def watch_for_anomalies() -> None:
-    """Let torch name the operation that makes a NaN, and transformers tell what it does."""
-    import torch
-    import transformers
+def show_config(verb: str, settings: RunConfig) -> None:
+    from unmask.training.run import resolved, training_arguments
 
-    torch.autograd.set_detect_anomaly(True)
-    transformers.logging.set_verbosity_info()
+    typer.echo(to_yaml(resolved(settings, training_arguments(verb, settings))), nl=False)
+
+
+def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
+    from unmask.training.profiling import profile_run
+
+    trace = trace or Path(settings.output_dir, "trace.json")
+    for title, lines in profile_run(verb, settings, trace, steps).items():
+        show_table([line.values() for line in lines], f"{verb}: {title}", head=lines[0])
+    typer.echo(f"{trace}: open it in https://ui.perfetto.dev")
+
+
+def show_rehearsal(verb: str, settings: RunConfig) -> None:
+    from unmask.training.rehearsal import rehearse
+
+    lines = rehearse(verb, settings)
+    by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
+    show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
+
+
+def show_variance(verb: str, settings: RunConfig) -> None:
+    from unmask.training.variance import as_table, measure_run
+
+    measured = measure_run(verb, settings)
+    head, rows = as_table(measured)
+    show_table(rows, f"variance of the margin in nats squared, {measured['pairs']} pairs", head)
+    typer.echo(json.dumps(measured))
 
 
 for _verb, _help in VERBS.items():
@@ -274,7 +286,9 @@ def evaluate(
         source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
         metrics, report = _evaluate_task(model, sampler, source, shots)
     else:
-        metrics = _evaluate_likelihood(model, str(likelihood), rows, estimator, samples, sampler.seed)
+        from unmask.evaluation.likelihood import likelihood_of_file
+
+        metrics = likelihood_of_file(load_model(model), str(likelihood), rows, estimator, samples, sampler.seed)
         report = json.dumps(metrics, indent=2)
     show_table([(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in metrics.items()], title=model.path)
     if output:
@@ -292,27 +306,6 @@ def _evaluate_task(model: ModelConfig, sampler: SamplerConfig, data: DataConfig,
     problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
     result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler)
     return {**result.metrics, **result.statuses}, result.to_json()
-
-
-def _evaluate_likelihood(
-    model: ModelConfig, path: str, rows: int, estimator: Literal["elbo", "exact"] | None, samples: int, seed: int
-) -> dict[str, Any]:
-    """The first token of a document is given, the others are scored, up to the model's context."""
-    import unmask
-    from unmask.data.rows import column
-    from unmask.data.sources import load_rows
-
-    texts = column(load_rows(path, max_rows=rows), "text", path)
-    lm = load_model(model)
-    documents = [ids[: lm.context_length] for ids in lm.tokenizer(texts).input_ids if len(ids) > 1]
-    if not documents:
-        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
-    estimator = estimator or ("exact" if lm.autoregressive else "elbo")
-    log_probs = unmask.log_likelihood(
-        lm, [ids[:1] for ids in documents], [ids[1:] for ids in documents], estimator=estimator, samples=samples, seed=seed
-    )
-    tokens = sum(len(ids) - 1 for ids in documents)
-    return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
 
 
 @app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")

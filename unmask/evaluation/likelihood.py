@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from unmask.data.chat import encode_prompt
-from unmask.data.rows import pad_rows
+from unmask.data.rows import column, pad_rows
+from unmask.data.sources import load_rows
 from unmask.diffusion.bounds import elbo, exact_log_likelihood
 from unmask.diffusion.noise import sequence_key
 from unmask.diffusion.views import Draw
-from unmask.errors import ConfigError, GenerationError
+from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import check_ids
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
@@ -66,6 +67,25 @@ def log_likelihood(
             chosen = by_length[start : start + rows]
             out_B[chosen] = _score(lm, [pairs[i] for i in chosen], estimator, samples, seed).double().cpu()
     return out_B.to(lm.score_dtype)
+
+
+def likelihood_of_file(
+    lm: DiffusionLM, path: str, rows: int, estimator: Literal["elbo", "exact"] | None, samples: int, seed: int
+) -> dict[str, Any]:
+    """What `unmask evaluate --likelihood` tells of a file's first documents. The first token of each is given, the others are scored, up to
+    the model's context; without an estimator exactly for a causal model.
+
+    Raises:
+        DataError: no document has two tokens.
+    """
+    texts = column(load_rows(path, max_rows=rows), "text", path)
+    documents = [ids[: lm.context_length] for ids in lm.tokenizer(texts).input_ids if len(ids) > 1]
+    if not documents:
+        raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
+    estimator = estimator or ("exact" if lm.autoregressive else "elbo")
+    log_probs = log_likelihood(lm, [ids[:1] for ids in documents], [ids[1:] for ids in documents], estimator, samples, seed)
+    tokens = sum(len(ids) - 1 for ids in documents)
+    return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
 
 
 def _score(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator: str, samples: int, seed: int) -> Tensor:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.utils import DistributedType
 from torch import nn
 from transformers import TrainingArguments
@@ -140,3 +141,9 @@ def check_sharding(args: Any, lm: DiffusionLM) -> None:
     sharded = args.fsdp or (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3
     if sharded and hasattr(lm.model, "merge_and_unload"):
         raise ConfigError("adapters cannot be merged into sharded weights", where="lora", remedy="Use zero1 or zero2, or no sharding")
+
+
+def watch_for_anomalies() -> None:
+    """Let torch name the operation that makes a NaN, and transformers tell what it does."""
+    torch.autograd.set_detect_anomaly(True)
+    transformers.logging.set_verbosity_info()
