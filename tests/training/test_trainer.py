@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -16,6 +17,7 @@ from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, eq
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
+from unmask.training import trainer as trainer_module
 from unmask.training.log import RunLog
 from unmask.training.sft import SFTConfig, SFTTrainer
 
@@ -247,8 +249,18 @@ def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
     trainer.train()
     assert progress.fractions == sorted(progress.fractions)
     assert progress.fractions[-1] == 1.0 and 0.25 in progress.fractions
-    assert set(progress.metrics) == {"loss", "cross_entropy"}
+    assert set(progress.metrics) == {"loss", "cross_entropy", "learning_rate", "tokens_per_second", "memory_gb"}
     assert capsys.readouterr().out == ""
+
+
+def test_tokens_per_second_are_those_since_the_last_line(tmp_path, monkeypatch):
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    trainer = make("sft", tmp_path, max_steps=4, logging_steps=2)
+    trainer.train()
+    lines = [line["tokens_per_second"] for line in trainer.state.log_history if "loss" in line]
+    tokens = sum(len(row["input_ids"]) for row in trainer.train_dataset)  # an epoch is two steps
+    assert len(lines) == 2 and lines[0] * 10 == tokens == trainer.state.num_input_tokens_seen / 2
 
 
 def test_float16_falls_back_where_it_cannot_work(tmp_path):

@@ -10,12 +10,15 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from transformers import TrainerCallback
 
-from unmask.monitor import MetricsLog, write_atomic
+from unmask.monitor import MetricsLog, peak_memory_bytes, write_atomic
 from unmask.training.phases import Phases
 
 LOG_NAME = "training_logs.json"
+SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
+"""What a display shows, beside the memory."""
 
 
 class Progress(Protocol):
@@ -65,6 +68,11 @@ class RunLog:
         return MetricsLog(path).read() if path.exists() else []
 
 
+def memory_bytes() -> int:
+    """What the GPU's allocator holds; on a CPU the most that the process has held."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else peak_memory_bytes()
+
+
 class RunCallback(TrainerCallback):
     """Keeps the log of the run and the progress display, and ends the steps of the phases."""
 
@@ -75,8 +83,8 @@ class RunCallback(TrainerCallback):
         if state.is_world_process_zero and logs:
             self.log.write(state.global_step, logs)
         if self.progress is not None and logs:
-            shown = {k: v for k, v in logs.items() if k in ("loss", "cross_entropy", "reward", "margin", "accuracy") and math.isfinite(v)}
-            self.progress.update(state.global_step / max(state.max_steps, 1), **shown)
+            shown = {name: logs[name] for name in SHOWN if math.isfinite(logs.get(name, math.nan))}
+            self.progress.update(state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": memory_bytes() / 1e9})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.phases.end_step()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
@@ -202,6 +203,7 @@ class DiffusionTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
         """As in transformers.Trainer, but that True means the last whole checkpoint and is no error where there is none yet, that the
         checkpoints of an earlier run are not overwritten, and that what is logged again replaces what was."""
+        self._counted: tuple[float, int | None] = time.perf_counter(), None
         folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
             if self.state.global_step == 0 and (earlier := checkpoints(folder)):
@@ -333,11 +335,19 @@ class DiffusionTrainer(Trainer):
             total, count = map(sum, zip(*(sums[name] for sums in ranks if name in sums), strict=True))
             if count > 0:
                 logs[name] = total / count
+        if "loss" in logs:  # of the steps since the last such line
+            logs["tokens_per_second"] = self._tokens_per_second()
         if self.args.log_memory_usage:
             logs["memory_gb"] = peak_memory_bytes() / 1e9
         super().log(logs, start_time)
         if "train_runtime" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
+
+    def _tokens_per_second(self) -> float:
+        """Of all processes since it was last asked, pauses for evaluation and checkpoints included."""
+        (since, counted), now, seen = self._counted, time.perf_counter(), self.state.num_input_tokens_seen
+        self._counted = now, seen
+        return (seen - (self._initial_num_input_tokens_seen if counted is None else counted)) / (now - since)
 
     def floating_point_ops(self, inputs: Batch) -> int:
         return 0
