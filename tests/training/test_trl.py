@@ -2,9 +2,6 @@
 
 Two rollouts of two updates each (mu = 2) are compared. In the first update the ratio is 1 and the KL 0; in the second the ratio is clipped
 and the KL has a gradient; the third has old log-probabilities of its own, and a reference that is not the policy.
-
-What remains between the two: TRL computes the head in float32, whatever the dtype of the model. Our model has one token more, the mask,
-which it never predicts: its rows have no gradient.
 """
 
 from __future__ import annotations
@@ -18,10 +15,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, TrainerCallback
 
-from tests.training.conftest import settings, share_of_a, stock, tiny
+from tests.training.conftest import settings, share_of_a, tiny
+from tests.training.peers import Gradients, Watch, distance, stock_on_disk
 from unmask.data.chat import encode_prompt
 from unmask.generation.trace import Generation, Trace
 from unmask.training.grpo import GRPOTrainer
@@ -37,8 +33,6 @@ pytestmark = [
 GROUP, LENGTH = 4, 6
 COMPLETIONS = {"ab": ["a", "bcdefg", "aac", ""], "cdefg": ["hhaaaa", "gfa", "abgh", "b"]}
 """By prompt. Completions of `LENGTH` characters are truncated, all others end."""
-
-Gradients = list[dict[str, Tensor]]
 
 
 def unscored_if_truncated(completions: list[str], **_: Any) -> list[float | None]:
@@ -78,16 +72,6 @@ SETTINGS = {
     # bnpo takes the mean over the tokens of a micro-batch, then over micro-batches: ours only where there is one.
     "bnpo": Case({}, {"loss_type": "bnpo"}, both={"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}),
 }
-
-
-class Watch(TrainerCallback):
-    """Keeps the gradients that each optimizer step is made with."""
-
-    def __init__(self) -> None:
-        self.seen: Gradients = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: nn.Module, **_: Any) -> None:
-        self.seen.append({name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None})
 
 
 def shared(folder: Path, accumulation: int, beta: float) -> dict[str, Any]:
@@ -131,10 +115,7 @@ def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
 
 def theirs(case: Case, config: dict[str, Any]) -> Gradients:
     watch = Watch()
-    source, tokenizer = stock()
-    path = Path(config["output_dir"]) / "model"
-    source.save_pretrained(path)  # where TRL looks for the reference model
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    model, tokenizer = stock_on_disk(Path(config["output_dir"]) / "model")
     plain = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
     # Our defaults: TRL's own KL is multiplied with the ratio, which has a gradient too.
     loss = {"loss_type": "dapo", "scale_rewards": "none", "use_bias_correction_kl": False}
@@ -150,17 +131,6 @@ def theirs(case: Case, config: dict[str, Any]) -> Gradients:
     )
     trainer.train()
     return watch.seen
-
-
-def distance(mine: dict[str, Tensor], other: dict[str, Tensor]) -> float:
-    """The largest distance of the gradients of a parameter, relative to their norm."""
-    assert mine.keys() == other.keys()
-    gaps = []
-    for name, gradient in other.items():
-        rows = len(gradient)
-        assert gradient.norm() > 0 and not mine[name][rows:].any()
-        gaps.append(float((mine[name][:rows] - gradient).norm() / gradient.norm()))
-    return max(gaps)
 
 
 def check(case: Case, folder: Path, accumulation: int, beta: float) -> None:
