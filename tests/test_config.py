@@ -202,6 +202,7 @@ def test_recipes_are_all_but_the_modes() -> None:
 @pytest.mark.parametrize("path", [recipe_path(name) for name in recipe_names()], ids=lambda path: path.stem)
 def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     from unmask.training.convert import ConvertConfig
+    from unmask.training.dpo_config import DPOConfig
     from unmask.training.grpo_config import GRPOConfig
     from unmask.training.sft import SFTConfig
     from unmask.training.stage_config import StageConfig
@@ -209,7 +210,7 @@ def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))
     verb = {"sft": SFTConfig}.get(path.stem.split("-")[0], StageConfig)  # of recipes that begin with one
-    kind = {"conversion": ConvertConfig, "rl": GRPOConfig}.get(path.parent.name, verb)
+    kind = {"conversion": ConvertConfig, "preference": DPOConfig, "rl": GRPOConfig}.get(path.parent.name, verb)
     build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)
 
