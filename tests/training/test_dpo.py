@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tests.training.conftest import PREFERENCES, batch, equal, make, tiny, weigh
 from unmask.diffusion.views import Draw
 from unmask.errors import DataError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
 from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import DPOConfig
 from unmask.training.reference_scores import ScoreTable
@@ -366,6 +368,21 @@ def test_adapters_alone_are_trained_and_the_base_stays(tmp_path):
     kept = {name.removeprefix("base_model.model.").replace(".base_layer", ""): weight for name, weight in weights(trainer.lm).items()}
     assert all(torch.equal(kept[name], weight) for name, weight in start.items())
     assert trainer.evaluate()["eval_margin"] > 0.5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("reference", ["stored", "adapter"])
+def test_adapters_on_weights_in_4_bits_are_trained(reference, tmp_path):
+    tiny(hidden_size=64, intermediate_size=64).save(tmp_path / "model")
+    lm = load(tmp_path / "model", quantization="4bit")
+    shape = {"max_steps": 20, "learning_rate": 3e-2, "reference": reference, "eval_dataset": PREFERENCES}
+    trainer = make("dpo", tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), **shape)
+    start = {name: weight for name, weight in weights(trainer.lm).items() if weight.dtype == torch.uint8}
+    assert start and trainer.evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    trainer.train()
+    assert trainer.evaluate()["eval_margin"] > 0.5
+    assert all(torch.equal(weights(trainer.lm)[name], weight) for name, weight in start.items())
 
 
 def test_a_run_of_several_epochs_resumes_bit_for_bit(tmp_path):
