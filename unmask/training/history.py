@@ -19,7 +19,10 @@ SHAPING = {
     *("optim", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
 }
 """The settings of TrainingArguments that a result depends on; of a verb's own settings all do but these:"""
-WITHOUT_EFFECT = {"cudnn_benchmark", "data_source", "flash_attention", "log_memory_usage", "score_chunk", "token_cache"}
+WITHOUT_EFFECT = {
+    *("cudnn_benchmark", "data_source", "flash_attention", "judge", "log_memory_usage", "log_variance_steps"),
+    *("score_chunk", "token_cache"),
+}
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "total_flos", "num_input_tokens_seen")
 
 
