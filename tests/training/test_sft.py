@@ -156,8 +156,8 @@ def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"learn": "first"}, "learn: 'first' is refused. Use all or last"),
-        ({"bad_rows": "drop"}, "bad_rows: 'drop' is refused. Use error or skip"),
+        ({"learn": "first"}, "learn: unknown learn 'first'. Use one of all, last"),
+        ({"bad_rows": "drop"}, "bad_rows: unknown bad_rows 'drop'. Use one of error, skip"),
         ({"truncate_completion": True, "canvas_length": 9}, "truncate_completion, canvas_length: what is cut fills no canvas"),
     ],
 )

@@ -1,99 +1,70 @@
 """The settings of preference optimisation."""
+# ruff: noqa: RUF009 (the calls make fields)
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.objectives.preference import LossType
 from unmask.training.pairs import PairConfig
+from unmask.training.settings import setting
 
 Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
 WIDEST_EXACT = 4
 """Tokens of an attention block whose likelihood is exact by default: 15 passes for all blocks together. Each token more doubles them."""
-CHOICES = {"loss_type": get_args(LossType), "bound": get_args(Bound), "reference": get_args(ReferenceMode)}
-RANGES: dict[str, tuple[float, float]] = {
-    "beta": (1e-6, math.inf),
-    "label_smoothing": (0, 0.499),
-    "rpo_alpha": (0, math.inf),
-    "simpo_gamma": (0, math.inf),
-    "desirable_weight": (0, math.inf),
-    "undesirable_weight": (0, math.inf),
-    "samples": (1, math.inf),
-    "log_variance_steps": (0, math.inf),
-}
-"""The least and the most of each; NaN is neither."""
-OF_LOSSES = {
-    "label_smoothing": ("sigmoid", "simpo"),
-    "rpo_alpha": ("sigmoid", "ipo", "hinge", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-    "reference": ("sigmoid", "ipo", "hinge", "kto"),
-    "reference_model": ("sigmoid", "ipo", "hinge", "kto"),
-    "log_variance_steps": ("sigmoid", "ipo", "hinge", "simpo"),
-    "judge": ("sigmoid", "ipo", "hinge", "simpo"),
-}
-"""The losses that read a setting."""
+PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
+"""Losses of pairs, and of a policy beside a reference."""
 
 
 @dataclass(kw_only=True)
 class DPOConfig(PairConfig):
     """Settings of `DPOTrainer`. `per_device_train_batch_size` counts pairs; with `loss_type: kto` responses."""
 
-    learning_rate: float = field(default=5e-6, metadata={"help": "The peak learning rate of AdamW."})
-    loss_type: LossType = field(default="sigmoid", metadata={"help": "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)."})
-    beta: float = field(default=0.2, metadata={"help": "How strongly the policy is held to the reference; of simpo the scale."})
-    label_smoothing: float = field(default=0.0, metadata={"help": "sigmoid, simpo: the share of labels taken to be wrong (cDPO)."})
-    rpo_alpha: float = field(default=0.0, metadata={"help": "Weight of an SFT term: less the bound of the chosen per token (RPO)."})
-    length_normalization: bool = field(
-        default=False, metadata={"help": "Whether gains are divided by the response's tokens; of simpo they always are."}
+    learning_rate: float = setting(5e-6, "The peak learning rate of AdamW")
+    loss_type: LossType = setting("sigmoid", "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)", choices=get_args(LossType))
+    beta: float = setting(0.2, "How strongly the policy is held to the reference; of simpo the scale", low=1e-6)
+    label_smoothing: float = setting(
+        0.0, "The share of labels taken to be wrong (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"]
     )
-    simpo_gamma: float = field(default=0.5, metadata={"help": "simpo: the margin, times beta, that a pair is to have."})
-    desirable_weight: float = field(default=1.0, metadata={"help": "kto: weight of the loss of desirable responses."})
-    undesirable_weight: float = field(default=1.0, metadata={"help": "kto: weight of the loss of undesirable responses."})
+    rpo_alpha: float = setting(0.0, "Weight of an SFT term: less the bound of the chosen per token (RPO)", low=0, needs=[PAIRED])
+    length_normalization: bool = setting(False, "Whether gains are divided by the response's tokens; of simpo they always are")
+    simpo_gamma: float = setting(0.5, "The margin, times beta, that a pair is to have", low=0, needs=["loss_type=simpo"])
+    desirable_weight: float = setting(1.0, "Weight of the loss of desirable responses", low=0, needs=["loss_type=kto"])
+    undesirable_weight: float = setting(1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"])
 
-    bound: Bound | None = field(
-        default=None,
-        metadata={"help": "What scores a response: elbo, or exact; unset: exact for causal models and blocks of at most 4 tokens."},
+    bound: Bound | None = setting(
+        None,
+        "What scores a response: elbo, or exact; unset: exact for causal models and blocks of at most 4 tokens",
+        choices=get_args(Bound),
     )
-    samples: int = field(default=8, metadata={"help": "elbo: views of each response: that many times, with one mask each."})
-    complementary: bool = field(
-        default=False, metadata={"help": "elbo: masks in pairs that hide what the other shows, beside one that hides all."}
-    )
-    log_variance_steps: int = field(
-        default=0, metadata={"help": "Log the variance of the margin over redrawn masks every so many steps; 0: never."}
+    samples: int = setting(8, "elbo: views of each response: that many times, with one mask each", low=1)
+    complementary: bool = setting(False, "elbo: masks in pairs that hide what the other shows, beside one that hides all")
+    log_variance_steps: int = setting(
+        0, "Log the variance of the margin over redrawn masks every so many steps; 0: never", low=0, needs=[PAIRED]
     )
 
-    reference: ReferenceMode = field(
-        default="stored",
-        metadata={"help": "stored: scored before training and kept on disk; frozen: a second model; adapter: the base under the adapters."},
+    reference: ReferenceMode = setting(
+        "stored",
+        "stored: scored before training and kept on disk; frozen: a second model; adapter: the base under the adapters",
+        choices=get_args(ReferenceMode),
+        needs=[COMPARED],
     )
-    reference_model: str | None = field(
-        default=None, metadata={"help": "What the policy is held to: a folder or a hub name; unset: the policy as it was given."}
+    reference_model: str | None = setting(
+        None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=[COMPARED]
     )
-    plan_reused: bool = field(default=False, metadata={"help": "Whether every epoch has the same masks, so that stored scores are fewer."})
+    plan_reused: bool = setting(False, "Whether every epoch has the same masks, so that stored scores are fewer")
 
-    judge: str | None = field(
-        default=None,
-        metadata={"help": "Evaluation: path.py:function, given prompts, completions and the chosen ones; tells which win (docs)."},
+    judge: str | None = setting(
+        None, "Evaluation: path.py:function, given prompts, completions and the chosen ones; tells which win (docs)", needs=[PAIRED]
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, known in CHOICES.items():
-            if (value := getattr(self, name)) is not None and value not in known:
-                raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
-        for name, (low, high) in RANGES.items():
-            if not low <= (number := getattr(self, name)) <= high:
-                raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {low:g} to {high:g}")
-        for name, losses in OF_LOSSES.items():
-            if self.loss_type not in losses and getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                raise ConfigError(f"{self.loss_type} does not read it", where=name, remedy=f"Leave it out, or use {', '.join(losses)}")
         if self.complementary and self.samples < 2:
             raise ConfigError("a pair takes two views", where="samples", remedy="Use 2 or more, or leave complementary out")
         if self.reference == "adapter" and self.reference_model is not None:

@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
 from unmask.config import RolloutConfig, SamplerConfig, build_training_args
@@ -14,33 +12,8 @@ from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method
 from unmask.methods.masking import MaskingStrategy, find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
+from unmask.training.settings import check_settings, setting
 from unmask.training.stage_config import StageConfig
-
-
-def setting(
-    default: Any,
-    help: str,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    choices: Sequence[str] = (),
-    needs: Sequence[str] = (),
-    otherwise: Any = None,
-) -> Any:
-    """A field that knows what is refused.
-
-    Args:
-        default: its default.
-        help: what it is.
-        low, high: the least and the most of a number; NaN is neither.
-        choices: all that a word can be.
-        needs: settings without which it means nothing: "beta" is one that is on, "advantage=softmax" one that has this value.
-        otherwise: the default where neither a config nor a method gives it.
-    """
-    told = f"{help}; needs {' and '.join(needs)}." if needs else f"{help}."
-    return field(
-        default=default, metadata={"help": told, "low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
-    )
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
@@ -142,7 +115,7 @@ class GRPOConfig(StageConfig):
         for each in fields(self):
             if each.default is None and getattr(self, each.name) is None:
                 setattr(self, each.name, self._unless_given(each))
-        self._check_fields()
+        check_settings(self, self._given)
         self._check(method)
         self.refuse_unread(find_masking(self), final=False)
         try:
@@ -164,24 +137,6 @@ class GRPOConfig(StageConfig):
     def _given(self, each: Field[Any]) -> bool:
         """Whether a setting is there, and other than by itself: what was filled in can be read again."""
         return getattr(self, each.name) not in (None, self._unless_given(each))
-
-    def _check_fields(self) -> None:
-        for each in fields(self):
-            if "needs" not in each.metadata:
-                continue
-            name, value, known = each.name, getattr(self, each.name), each.metadata["choices"]
-            low, high = each.metadata["low"], each.metadata["high"]
-            if known and value not in known:
-                raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
-            for number in value if isinstance(value, list) else [value]:
-                if isinstance(number, int | float) and not low <= number <= high:
-                    bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
-                    raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {' and '.join(bounds) or 'a number'}")
-            for needed in each.metadata["needs"] if self._given(each) else ():
-                other, _, wanted = needed.partition("=")
-                there = getattr(self, other)
-                if there != wanted if wanted else not there:
-                    raise ConfigError(f"needs {needed}", where=name, remedy=f"Leave it out, or set {needed}")
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True) -> None:
         """Refuse a setting that is given, and that other methods read, but not this one.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from unmask.data.pairs import Room
 from unmask.data.report import DataReport
-from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.settings import check_settings, setting
 from unmask.training.stage_config import StageConfig, canvas, row_length
 
 
@@ -16,24 +16,19 @@ from unmask.training.stage_config import StageConfig, canvas, row_length
 class PairConfig(StageConfig):
     """Settings of the stages that train on answers to prompts."""
 
-    canvas_length: int | None = field(
-        default=None,
-        metadata={
-            "help": "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas. Unset: only "
-            "the rest of the last block of a block-causal model."
-        },
+    canvas_length: int | None = setting(
+        None,
+        "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas. Unset: only the rest of "
+        "the last block of a block-causal model",
     )
-    bad_rows: Literal["error", "skip"] = field(
-        default="error", metadata={"help": "What becomes of rows that cannot be used: error, or skip: left out and counted by reason."}
+    bad_rows: Literal["error", "skip"] = setting(
+        "error", "What becomes of rows that cannot be used: error, or skip: left out and counted by reason", choices=("error", "skip")
     )
-    truncate_prompt: bool = field(
-        default=False, metadata={"help": "Of a prompt that leaves no room for the completion, keep only the end."}
-    )
+    truncate_prompt: bool = setting(False, "Of a prompt that leaves no room for the completion, keep only the end")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.bad_rows not in ("error", "skip"):
-            raise ConfigError(f"{self.bad_rows!r} is refused", where="bad_rows", remedy="Use error or skip")
+        check_settings(self)
 
     def data_report(self, where: str) -> DataReport:
         """An empty report, with this policy."""

@@ -1,10 +1,11 @@
 """Supervised fine-tuning: the completion is noised, the prompt stays clean."""
+# ruff: noqa: RUF009 (the calls make fields)
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, get_args
 
 from unmask.data.chat import Learn
 from unmask.data.pairs import pair_rows
@@ -15,6 +16,7 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.noising import NoisingConfig
 from unmask.training.pairs import PairConfig, room
+from unmask.training.settings import setting
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 
@@ -22,17 +24,15 @@ from unmask.training.trainer import Batch, DiffusionTrainer
 class SFTConfig(NoisingConfig, PairConfig):
     """Settings of `SFTTrainer`."""
 
-    views: int = field(default=1, metadata={"help": "Noised copies of each row in a step, with stratified times."})
-    learn: Learn = field(default="all", metadata={"help": "Of messages: all of the assistant's turns, or the last."})
-    packing: bool = field(default=False, metadata={"help": "Lay examples together in rows of max_length; they do not see one another."})
-    truncate_completion: bool = field(
-        default=False, metadata={"help": "Cut a completion that is too long. It is then learnt without an end, for a cut is not an end."}
+    views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
+    learn: Learn = setting("all", "Of messages: all of the assistant's turns, or the last", choices=get_args(Learn))
+    packing: bool = setting(False, "Lay examples together in rows of max_length; they do not see one another")
+    truncate_completion: bool = setting(
+        False, "Cut a completion that is too long. It is then learnt without an end, for a cut is not an end"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.learn not in ("all", "last"):
-            raise ConfigError(f"{self.learn!r} is refused", where="learn", remedy="Use all or last")
         if self.truncate_completion and self.canvas_length is not None:
             remedy = "Leave one of them out (of a task: canvas_length=null)"
             raise ConfigError("what is cut fills no canvas", where="truncate_completion, canvas_length", remedy=remedy)
