@@ -15,13 +15,11 @@ from tests.generation.servers import FakeVLLM, Server, serving, write_model
 from tests.serving.servers import copied, served
 from tests.training.conftest import PAIRS, equal, make, share_of_a, tiny, weights
 from unmask.config import LoraSettings
-from unmask.errors import ConfigError, GenerationError, TrainingError
+from unmask.errors import ConfigError, GenerationError
 from unmask.generation.http import RemoteError
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
 from unmask.rewards.verdict import Verdict
-from unmask.training import collecting
-from unmask.training.collecting import failing_together
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.prompts import Judged
@@ -74,32 +72,6 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
         for each in (trainer, resumed):
             each.backend.close()
     assert equal(weights(resumed.lm), weights(straight.lm))
-
-
-def test_what_fails_on_one_process_fails_on_all(monkeypatch):
-    """Seen from a process, of which the others are made up."""
-    told: list[Any] = []
-
-    def gather(own: list[Any]) -> list[Any]:
-        told[:] = own
-        return [*others, *own]
-
-    monkeypatch.setattr(collecting, "gather_object", gather)
-    others: list[Any] = []
-    with failing_together():
-        pass
-    assert told == []
-    others = [(RemoteError, "h: it is gone")]
-    with pytest.raises(RemoteError, match=r"another process has failed \(h: it is gone\)"), failing_together():
-        pass
-    with pytest.raises(RemoteError, match="another process"), failing_together():
-        raise GenerationError("NaN")  # all raise the same: some errors leave a checkpoint, which takes every process
-    with pytest.raises(RemoteError, match="mine"), failing_together():
-        raise RemoteError("mine")
-    others = []
-    with pytest.raises(TrainingError, match="mine"), failing_together():
-        raise TrainingError("mine")
-    assert told == [(TrainingError, "mine")]
 
 
 @pytest.mark.parametrize("failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")])

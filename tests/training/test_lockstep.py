@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.toy import KINDS, toy
-from unmask.errors import GenerationError
+from unmask.errors import GenerationError, TrainingError
+from unmask.generation.http import RemoteError
 from unmask.training import lockstep
 
 MODELS: dict[str, dict[str, Any]] = {name: {"kind": name} for name in KINDS} | {
@@ -42,3 +43,29 @@ def test_a_process_that_is_through_goes_along_with_the_others(mine, theirs, fail
     assert len(passes) == max(mine, theirs)
     assert said == [True] * mine + [False] * (max(mine, theirs) - mine + 1)  # once before each pass, and when all are through
     assert passes == [True] * mine + [False] * (len(passes) - mine) and lm.model._forward_pre_hooks == before
+
+
+def test_what_fails_on_one_process_fails_on_all(monkeypatch):
+    """Seen from a process, of which the others are made up."""
+    told: list[Any] = []
+
+    def gather(own: list[Any]) -> list[Any]:
+        told[:] = own
+        return [*others, *own]
+
+    monkeypatch.setattr(lockstep, "gather_object", gather)
+    others: list[Any] = []
+    with lockstep.failing_together("rollout"):
+        pass
+    assert told == []
+    others = [(RemoteError, "h: it is gone")]
+    with pytest.raises(RemoteError, match=r"rollout: another process has failed \(h: it is gone\)"), lockstep.failing_together("rollout"):
+        pass
+    with pytest.raises(RemoteError, match="another process"), lockstep.failing_together("rollout"):
+        raise GenerationError("NaN")  # all raise the same: some errors leave a checkpoint, which takes every process
+    with pytest.raises(RemoteError, match="mine"), lockstep.failing_together("rollout"):
+        raise RemoteError("mine")
+    others = []
+    with pytest.raises(TrainingError, match="mine"), lockstep.failing_together("rollout"):
+        raise TrainingError("mine")
+    assert told == [(TrainingError, "mine")]

@@ -20,7 +20,7 @@ from unmask.config_files import did_you_mean
 from unmask.data.chat import encode_prompt
 from unmask.data.rows import column, naming
 from unmask.diffusion.noise import sequence_key
-from unmask.errors import ConfigError, DataError, TrainingError, UnmaskError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.backends import make_backend
 from unmask.generation.http import RemoteError
 from unmask.generation.trace import Generation
@@ -30,6 +30,7 @@ from unmask.objectives.policy import advantages, kept_groups, overlong_penalty
 from unmask.sandbox.outcome import Status
 from unmask.training.adapters import merged
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.lockstep import failing_together
 from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.rollouts import PromptRows, cut_at_end
@@ -110,7 +111,7 @@ class CollectingTrainer(ViewwiseTrainer):
         """Completions, and what the reward functions give for them. Arguments as of `sample`."""
         generation = self.sample(rows, temperature=temperature, step=step)
         reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
-        with failing_together(), self.phases("reward"):
+        with failing_together("rollout"), self.phases("reward"):
             if rows:
                 scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
                 self._record_calls(len(rows))
@@ -129,7 +130,7 @@ class CollectingTrainer(ViewwiseTrainer):
         keys = [completion_key(row, step) for row in rows]
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
         generation = Generation([], [], [], [], [], [], trace=[])
-        with failing_together(), self.phases("generation"), self.lockstep():
+        with failing_together("rollout"), self.phases("generation"), self.lockstep():
             if rows:
                 generation = self.backend.generate([row["prompt"] for row in rows], config, keys)
         self.phases.count(generated=sum(map(len, generation.tokens)))
@@ -165,7 +166,7 @@ class CollectingTrainer(ViewwiseTrainer):
         are). No process goes on before it has them."""
         if not self.backend.due(step):
             return
-        with self.phases("sync"), failing_together():
+        with self.phases("sync"), failing_together("rollout"):
             whole = self.args.rollouts.sync != "lora" and hasattr(self.lm.model, "merge_and_unload")
             self.backend.sync(merged(self.lm) if whole else self.lm, self.state.global_step)
 
@@ -294,26 +295,6 @@ class CollectingTrainer(ViewwiseTrainer):
 def completion_key(row: Mapping[str, Any], step: int | None) -> int:
     """What the noise of a completion follows from, beside the seed of the run. Arguments as of `sample`."""
     return sequence_key([row["sample_id"]] if step is None else [row["sample_id"], step], row["repeat"])
-
-
-@contextmanager
-def failing_together() -> Iterator[None]:
-    """What fails in here on one process fails on all, which would else wait for it for ever. Nothing in here may wait for another one.
-
-    Raises:
-        UnmaskError: of one kind on all processes.
-    """
-    error: UnmaskError | None = None
-    try:
-        yield
-    except UnmaskError as raised:
-        error = raised
-    failures = gather_object([] if error is None else [(type(error), str(error))])
-    if failures:
-        kind, what = failures[0]
-        if error is not None and type(error) is kind:
-            raise error
-        raise kind(f"another process has failed ({what})", where="rollout", remedy="See there") from error
 
 
 def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:

@@ -25,8 +25,9 @@ from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.preference import dpo, hinge, ipo, kto, simpo
 from unmask.training.dpo_config import DPOConfig
+from unmask.training.lockstep import failing_together
 from unmask.training.pairs import room
-from unmask.training.reference import Reference
+from unmask.training.reference import Reference, make_reference
 from unmask.training.reference_scores import (
     REFERENCE_FILE,
     ScoreTable,
@@ -222,7 +223,7 @@ class DPOTrainer(ViewwiseTrainer):
         if mode == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
             raise ConfigError("the policy has no adapters", where="reference", remedy="Set lora (peft_config), or use stored or frozen")
         if mode != "stored":  # a frozen copy is one also where there are adapters
-            self.reference = Reference(self.lm, device=args.device, moves=mode == "frozen", path=args.reference_model)
+            self.reference = make_reference(self.lm, self.accelerator, moves=mode == "frozen", path=args.reference_model)
             return
         epochs = args.max_steps / steps_per_epoch(args, self.train_dataset) if args.max_steps > 0 else args.num_train_epochs
         plans = 1 if args.plan_reused else math.ceil(epochs)
@@ -241,7 +242,7 @@ class DPOTrainer(ViewwiseTrainer):
         path = self.args.reference_model
         if path is None and not self.sharded:
             return contextlib.nullcontext(self.lm)
-        return Reference(self.lm, device=self.args.device, moves=self.sharded, path=path).scoring()
+        return make_reference(self.lm, self.accelerator, moves=self.sharded, path=path).scoring()
 
     def _stored(
         self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Mapping[str, Any]], plans: range, progress: Any
@@ -306,7 +307,8 @@ class DPOTrainer(ViewwiseTrainer):
             pairs: Any = self.eval_dataset if eval_dataset is None else eval_dataset
             self.model.eval()
             mine = range(self.accelerator.process_index, len(pairs), self.accelerator.num_processes)
-            values = wins(self.judge, self.lm, [pairs[at] for at in mine], self.sampler)
+            with failing_together("judge"), self.lockstep():
+                values = wins(self.judge, self.lm, [pairs[at] for at in mine], self.sampler)
             for value in values:
                 self.record("win_rate", value)
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)

@@ -31,7 +31,7 @@ from unmask.training.checkpoints import steps_done
 from unmask.training.collecting import CollectingTrainer, completion_key
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.prompts import Judged
-from unmask.training.reference import Reference
+from unmask.training.reference import Reference, make_reference
 from unmask.training.rewards import RewardFunction
 from unmask.training.rollouts import GroupSampler, make_rollout
 from unmask.training.viewwise import Piece
@@ -285,14 +285,11 @@ class GRPOTrainer(CollectingTrainer):
         return updates
 
     def _make_reference(self) -> Reference:
-        moves, plugin = self.args.reference_sync_steps is not None, getattr(self.accelerator.state, "fsdp_plugin", None)
+        moves = self.args.reference_sync_steps is not None
         if self.shares_weights and moves:
             remedy = "Leave it out, or train without FSDP and ZeRO 3"
             raise ConfigError("weights that are shared out cannot be followed", where="reference_sync_steps", remedy=remedy)
-        if plugin is not None and plugin.cpu_ram_efficient_loading:
-            what = "only the first process has weights to make a reference of"
-            raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy="Leave it out, or set beta to 0")
-        return Reference(self.lm, device=self.args.device, moves=moves, path=self.args.reference_model)
+        return make_reference(self.lm, self.accelerator, moves=moves, path=self.args.reference_model)
 
     def _move_reference(self) -> None:
         every, step = self.args.reference_sync_steps, self.state.global_step

@@ -1,4 +1,8 @@
-"""Forward passes of weights that are shared out over processes: each pass gathers them, so that all processes must make as many."""
+"""Work that processes do apart from one another, and what must not differ between them in it.
+
+Of weights that are shared out each forward pass gathers all, so that all processes must make as many; and of processes that wait for one
+another all must fail where one does.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, gather_object
 
+from unmask.errors import UnmaskError
 from unmask.models.diffusion_lm import DiffusionLM
 
 
@@ -39,3 +44,26 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
         while passing(False).any():
             with torch.no_grad():
                 lm.logits(any_11, hidden_BT=torch.zeros_like(any_11, dtype=torch.bool))
+
+
+@contextmanager
+def failing_together(where: str) -> Iterator[None]:
+    """What fails in here on one process fails on all, which would else wait for it for ever. Nothing in here may wait for another one.
+
+    Args:
+        where: what the others are told has failed.
+
+    Raises:
+        UnmaskError: of one kind on all processes.
+    """
+    error: UnmaskError | None = None
+    try:
+        yield
+    except UnmaskError as raised:
+        error = raised
+    failures = gather_object([] if error is None else [(type(error), str(error))])
+    if failures:
+        kind, what = failures[0]
+        if error is not None and type(error) is kind:
+            raise error
+        raise kind(f"another process has failed ({what})", where=where, remedy="See there") from error

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from unmask.errors import ConfigError
@@ -14,6 +15,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 
 FILE = "reference.safetensors"
+WITHOUT = "what needs no reference (beta 0, or loss_type simpo)"
 
 
 class Reference:
@@ -36,8 +38,8 @@ class Reference:
         self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None
         source = lm if path is None else same_vocabulary(load(path), lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
-            remedy = "Set beta to 0, or use zero1, zero2 or FSDP"
-            raise ConfigError("no reference can be made of weights that ZeRO 3 has shared out", where="beta", remedy=remedy)
+            what = "no reference can be made of weights that ZeRO 3 has shared out"
+            raise ConfigError(what, where="reference", remedy=f"Use zero1, zero2 or FSDP, or {WITHOUT}")
         self.lm = lm if self.is_base else lm.frozen_copy() if path is None else source
         if not self.is_base:
             self.lm.model.eval().requires_grad_(False).to(device)
@@ -69,6 +71,19 @@ class Reference:
     def _moving(self) -> dict[str, torch.Tensor]:
         trained = {name for name, weight in self.policy.model.named_parameters() if weight.requires_grad}
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
+
+
+def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = False, path: str | None = None) -> Reference:
+    """The reference of a run on these processes; the rest as in `Reference`.
+
+    Raises:
+        ConfigError: as `Reference`; or FSDP leaves all but the first process without weights.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.cpu_ram_efficient_loading:
+        what = "only the first process has weights to make a reference of"
+        raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}")
+    return Reference(lm, device=accelerator.device, moves=moves, path=path)
 
 
 def same_vocabulary(other: DiffusionLM, lm: DiffusionLM, path: str) -> DiffusionLM:
