@@ -12,7 +12,6 @@ weights; stopped in the middle and resumed. What takes long to make (the models 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +27,8 @@ from benchmarks import stories
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report
 from benchmarks.methods import make_start
-from unmask.data.sources import load_rows
+from unmask.data.chat import read_template
+from unmask.data.sources import load_examples, load_rows
 from unmask.demo import Demo, DemoSettings
 from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
@@ -41,10 +41,6 @@ Pairs = list[dict[str, Any]]
 CONVERSION = {"recipe": "full", "steps": 1000, "batch": 16, "rate": 3e-3}
 PROMPT, ANSWER, FEWEST = 20, 40, 35  # words
 SHAPE = (512, 8, 32_000)
-TEMPLATE = (
-    "{% for turn in messages %}[{{ turn.role }}]{{ turn.content }}{% if turn.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 def arguments(folder: Path, steps: int, batch: int, rate: float, **more: Any) -> dict[str, Any]:
@@ -179,15 +175,6 @@ def measure_sudoku(folder: Path, steps: int, rate: float, batch: int = 32) -> No
 
 # A real file.
 
-ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
-
-
-def as_messages(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of ShareGPT's layout as messages."""
-    sides = {name: [row[name]] for name in ("chosen", "rejected")}
-    parts = {"prompt": row["conversations"], **sides}
-    return {name: [{"role": ROLES[m["from"]], "content": m["value"]} for m in messages] for name, messages in parts.items()}
-
 
 def byte_pair_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerFast:
     """Learnt from the texts."""
@@ -195,13 +182,8 @@ def byte_pair_tokenizer(texts: Sequence[str], size: int) -> PreTrainedTokenizerF
     learner.train_from_iterator(texts, vocab_size=size, special_tokens=["<pad>", "<s>", "</s>"], show_progress=False)
     special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=learner._tokenizer, **special)
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = read_template("simple")
     return tokenizer
-
-
-def length(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> int:
-    """Tokens of a conversation."""
-    return len(tokenizer(tokenizer.apply_chat_template(messages, tokenize=False)).input_ids)
 
 
 def small_random_model(tokenizer: PreTrainedTokenizerFast) -> DiffusionLM:
@@ -215,12 +197,18 @@ def small_random_model(tokenizer: PreTrainedTokenizerFast) -> DiffusionLM:
 
 
 def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
-    read = [as_messages(row) for row in json.loads(Path(path).read_text(encoding="utf-8"))]
-    texts = [message["content"] for row in read for messages in row.values() for message in messages]
+    read: Any = load_examples(path)
+    texts = [message["value"] for row in read for message in (*row["conversations"], row["chosen"], row["rejected"])]
     tokenizer = byte_pair_tokenizer(texts, 4000)
-    fitting = [row for row in read if max(length(tokenizer, row["prompt"] + row[side]) for side in ("chosen", "rejected")) < longest]
-    train, held_out = fitting[: -len(fitting) // 8], fitting[-len(fitting) // 8 :]
-    common = {"max_length": longest, "samples": 4, "logging_steps": 5, "save_strategy": "steps", "save_steps": steps // 2}
+    train, held_out = read[: -len(read) // 8], read[-len(read) // 8 :]
+    common = {
+        "max_length": longest,
+        "bad_rows": "skip",
+        "samples": 4,
+        "logging_steps": 5,
+        "save_strategy": "steps",
+        "save_steps": steps // 2,
+    }
 
     def made(name: str) -> Any:
         args = unmask.DPOConfig(**arguments(folder / name, steps, 4, 1e-3) | common)
@@ -234,14 +222,15 @@ def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
     resumed = made("file")
     resumed.train(resume_from_checkpoint=str(folder / "file" / f"checkpoint-{steps // 2}"))
     weights = zip(straight.model.parameters(), resumed.model.parameters(), strict=True)
+    trained, told = (rows.report.kept for rows in (straight.train_dataset, straight.eval_dataset))
     report(
-        f"{Path(path).name}: {len(read)} conversations, {len(fitting)} of at most {longest} tokens; {steps} steps of 4 pairs",
+        f"{Path(path).name}: {len(read)} conversations, {trained} and {told} of at most {longest} tokens; {steps} steps of 4 pairs",
         [
-            (f"margin of {len(held_out)} held-out pairs", f"{before['eval_margin']:.3f} to {after['eval_margin']:.3f}", "rises"),
+            (f"margin of the {told} held-out pairs", f"{before['eval_margin']:.3f} to {after['eval_margin']:.3f}", "rises"),
             ("their reward accuracy", f"{after['eval_accuracy']:.1%}", ""),
             (f"resumed at step {steps // 2}: the same weights, bit for bit", str(all(torch.equal(*pair) for pair in weights)), "True"),
         ],
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
