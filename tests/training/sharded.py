@@ -14,10 +14,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.training.conftest import PAIRS, ROLLOUT, settings, share_of_a, tiny
+from tests.training.conftest import PAIRS, PREFERENCES, ROLLOUT, settings, share_of_a, tiny
 from unmask.generation.backends import LocalBackend
 from unmask.generation.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.sft import SFTConfig, SFTTrainer
@@ -35,10 +37,13 @@ def pass_for_gpus() -> None:
 def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     """The same run in all modes, but for what shards it."""
     given = settings(folder, **RUN | more)
-    args = SFTConfig(**given) if verb == "sft" else GRPOConfig(**given | ROLLOUT)
+    own = {"sft": {}, "dpo": {"samples": 2}, "grpo": ROLLOUT}[verb]
+    args = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}[verb](**given | own)
     if args.fsdp:
         pass_for_gpus()
-    return SFTTrainer(tiny(), args, PAIRS) if isinstance(args, SFTConfig) else GRPOTrainer(tiny(), share_of_a, args, PAIRS)
+    if isinstance(args, SFTConfig):
+        return SFTTrainer(tiny(), args, PAIRS)
+    return DPOTrainer(tiny(), args, PREFERENCES) if isinstance(args, DPOConfig) else GRPOTrainer(tiny(), share_of_a, args, PAIRS)
 
 
 def switches(mode: str) -> dict[str, Any]:

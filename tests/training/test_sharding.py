@@ -42,6 +42,7 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     ("verb", "mode"),
     [
         *[pytest.param("sft", mode, marks=marks) for mode, marks in MODES.items()],
+        *[pytest.param("dpo", mode, marks=MODES[mode]) for mode in ("fsdp", "zero2")],
         *[pytest.param("grpo", mode, marks=MODES[mode]) for mode in ("fsdp-offload", "zero2-offload")],
     ],
 )
