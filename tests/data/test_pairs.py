@@ -242,7 +242,6 @@ def preferred(rows: Sequence[Any], room: Room | None = None, *, skip: bool = Fal
 def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, block_size):
     room = Room(40, None, block_size)
     rows = preferred([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts], room)
-    assert [row["pair"] for row in rows] == list(range(len(texts)))
     for side, column in (("chosen", 1), ("rejected", 2)):
         alone = made([{"prompt": text[0], "completion": text[column]} for text in texts], room)
         for row, other in zip(rows, alone, strict=True):

@@ -114,7 +114,7 @@ def pair_rows(
 
 
 def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room: Room, report: DataReport) -> Rows[dict[str, Any]]:
-    """Rows of a preference: `chosen` and `rejected`, each a row of its own with a `sample_id` of its own, and `pair`, numbered from 0.
+    """Rows of a preference: `chosen` and `rejected`, each a row of its own with a `sample_id` of its own.
 
     Args:
         tokenizer, room, report: as in `pair_rows`; answers are never cut.
@@ -134,7 +134,7 @@ def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room
             report.measure(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
             kept, answers = room.fit(tokenizer, prompt, chosen, rejected)
             sides = [_row(tokenizer, kept, side, room, 2 * len(pairs) + k) for k, side in enumerate(answers)]
-            pairs.append({"chosen": sides[0], "rejected": sides[1], "pair": len(pairs)})
+            pairs.append({"chosen": sides[0], "rejected": sides[1]})
             report.cut(prompt=len(kept) < len(prompt))
     return report.of(pairs)
 
