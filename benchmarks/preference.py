@@ -210,9 +210,11 @@ def measure_file(folder: Path, path: str, steps: int, longest: int) -> None:
         "save_steps": steps // 2,
     }
 
+    small_random_model(tokenizer).save(folder / "small")
+
     def made(name: str) -> Any:
         args = unmask.DPOConfig(**arguments(folder / name, steps, 4, 1e-3) | common)
-        return unmask.DPOTrainer(small_random_model(tokenizer), args, train, held_out)
+        return unmask.DPOTrainer(folder / "small", args, train, held_out)
 
     fresh(folder / "file")
     straight = made("file")
