@@ -123,23 +123,16 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    from unmask.training.modes import with_mode
+    from unmask.training.modes import arranged
     from unmask.training.variables import older_layers
 
     verb = str(ctx.info_name)
     accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    layers = read_layers(
-        recipes=recipes,
-        config_files=config or [],
-        older=older_layers(os.environ, verb),
-        environ=os.environ,
-        flags=flags,
-        overrides=overrides or [],
-    )
-    if mode:
-        layers = with_mode(layers, mode, verb, after=len(recipes))
+    older, own = older_layers(os.environ, verb), overrides or []
+    layers = read_layers(recipes=recipes, config_files=config or [], older=older, environ=os.environ, flags=flags, overrides=own)
+    layers = arranged(layers, verb, mode, recipes=len(recipes))
     if debug:
         from unmask.training.switches import watch_for_anomalies
 

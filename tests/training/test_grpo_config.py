@@ -19,6 +19,7 @@ from unmask.methods import METHODS, get_method
 from unmask.monitor import MetricsLog
 from unmask.tasks import get_rewards, get_task
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.modes import arranged
 from unmask.training.run import resolved, training_arguments
 
 D1 = {
@@ -80,6 +81,20 @@ def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_
     assert GRPOConfig.for_task("gsm8k", beta=0.0, reference_sync_steps=None).beta == 0
     with pytest.raises(ConfigError, match=r"there is no recipe for 'sudoko'.*'sudoku'"):
         GRPOConfig.for_task("sudoko")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recipe_leaves_another_method_its_own_settings(name):
+    """Also those that it lacks, which would be refused; what is no method's stays."""
+    layers = read_layers(recipes=["grpo-sudoku"], overrides=["model.path=m", "output_dir=out", f"training.method={name}"])
+    config = resolve(arranged(layers, "grpo", None, recipes=1))
+    plain = GRPOConfig(output_dir="out", method=name)
+    for args in (training_arguments("grpo", config), GRPOConfig.for_task("sudoku", output_dir="out", method=name)):
+        for setting in ("epsilon", "epsilon_high", "beta", "kl", "reference_sync_steps", "prompt_mask_rate", "aggregation", "advantage"):
+            expected = D1.get(setting, getattr(plain, setting)) if name == "diffu-grpo" else getattr(plain, setting)
+            assert getattr(args, setting) == expected, setting
+        assert args.num_iterations == (1 if get_method(name).on_policy else 8)
+        assert (args.temperature, args.max_completion_length) == (0.3, 256)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -207,4 +208,18 @@ class GRPOConfig(StageConfig):
         known = [name.removeprefix("grpo-") for name in recipe_names() if name.startswith("grpo-")]
         if task not in known:
             raise ConfigError(f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known))
-        return build_training_args(cls, read_recipe(f"grpo-{task}").get("training", {}) | settings)
+        recipe = read_recipe(f"grpo-{task}").get("training", {})
+        return build_training_args(cls, for_method(recipe, settings.get("method")) | settings)
+
+
+def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
+    """The `training` section of a recipe, where this method is asked for: of one for another method without what is that method's, so
+    that this one has its own."""
+    if method is None or recipe.get("method", method) == method:
+        return dict(recipe)
+    own = {name for other in METHODS.values() for name in (*other.defaults, *other.uses, *other.plan_uses)}
+    own |= {"method"} | ({"num_iterations"} if get_method(method).on_policy else set())
+    for each in fields(GRPOConfig):  # what needs a setting is declared behind it
+        if any(needed.partition("=")[0] in own for needed in each.metadata.get("needs", ())):
+            own.add(each.name)
+    return {name: value for name, value in recipe.items() if name not in own}

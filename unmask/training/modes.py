@@ -6,6 +6,17 @@ from collections.abc import Collection
 from typing import Any
 
 from unmask.config_files import MODES, Layer, Layers, read_settings
+from unmask.training.grpo_config import for_method
+
+
+def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
+    """The layers, of which the first so many are recipes, as they are meant: a recipe for another method of reinforcement learning does
+    not speak for the one that is asked for, and a mode stands behind the recipes."""
+    if verb == "grpo":
+        method = layers.value_of("training.method")
+        ours = [Layer(name, values | {"training": for_method(values.get("training", {}), method)}) for name, values in layers[:recipes]]
+        layers = Layers([*ours, *layers[recipes:]])
+    return with_mode(layers, mode, verb, after=recipes) if mode else layers
 
 
 def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
