@@ -227,6 +227,16 @@ def test_reasoning_traces_in_the_layout_of_s1k_train_by_the_recipe(tmp_path):
     assert config["training"]["learning_rate"] == 1e-5 and config["lora"]["alpha"] == 256
 
 
+@pytest.mark.parametrize("verb", ["sft", "dpo", "grpo"])
+def test_a_task_has_held_out_rows_while_it_trains(verb, model, tmp_path):
+    evaluating = ["training.eval_strategy=steps", "training.eval_steps=1", "data.eval_rows=4"]
+    more = GRPO if verb == "grpo" else []
+    result = unmask(verb, "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK, *more, *evaluating)
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = MetricsLog(tmp_path / "out" / "training_logs.json").read()
+    assert [line["step"] for line in lines if ("eval_reward" if verb == "grpo" else "eval_loss") in line] == [1, 2]
+
+
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_an_incomplete_model_is_refused(missing, model, tmp_path):
     shutil.copytree(model, tmp_path / "broken")

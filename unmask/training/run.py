@@ -165,12 +165,16 @@ def write_data_report(trainer: Any, path: Path) -> None:
 
 def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
     """The task, and the problems of it that the trained model is evaluated on: of the file given, else new ones if the task makes any."""
-    data = config.data
-    task = get_task(data.task) if data.task else None
-    if task is None or not (isinstance(task, Puzzle) or data.eval):
-        return task, []
-    problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
-    return task, pose(task, problems, data.style)
+    task = get_task(config.data.task) if config.data.task else None
+    problems = unseen_problems(task, config.data) if task else []
+    return task, pose(task, problems, config.data.style) if task and problems else []
+
+
+def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
+    """Held-out problems: of the file given, else new ones; none of a task that makes none."""
+    if not (isinstance(task, Puzzle) or data.eval):
+        return []
+    return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 
 
 def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
@@ -210,7 +214,8 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None, args: StageConfi
     if task is not None:
         count = data.max_rows or (None if data.train else GENERATED_ROWS)
         problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
-        return kind.task_rows(task, problems, data), None
+        held_out = unseen_problems(task, data) if args.eval_strategy != "no" else []
+        return kind.task_rows(task, problems, data), kind.task_rows(task, held_out, data) if held_out else None
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
     examples = args if isinstance(args, PairConfig) and not data.streaming else None
