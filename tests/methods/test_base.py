@@ -6,7 +6,9 @@ Shapes: B completions, V views, T positions.
 from __future__ import annotations
 
 import random
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from tests.methods.rollouts import (
     stopping,
     usual,
 )
+from unmask.config_files import parse_yaml
 from unmask.diffusion.score import score
 from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method, register
@@ -164,6 +167,14 @@ OTHERS = {
     "gdpo": {"samples": 3, "log_ratio_clamp": 20.0},
 }
 SWITCHES = {"dual_clip": None, "log_ratio_clamp": None, "stop_at_eos": True, "difficulty": None, "drop_equal_groups": False}
+
+
+def test_the_docs_have_every_setting_of_every_method():
+    lines = (Path(__file__).parents[2] / "docs" / "rl.md").read_text(encoding="utf-8").splitlines()
+    told = {name: dict(re.findall(r"`(\w+): ([^`]+)`", line)) for line in lines for name in METHODS if line.startswith(f"| `{name}` (")}
+    assert {name: {key: parse_yaml(value, name) for key, value in found.items()} for name, found in told.items()} == {
+        name: method.defaults for name, method in METHODS.items()
+    }
 
 
 @every_method

@@ -43,6 +43,7 @@ def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
         assert equal(weights(there.lm), weights(here.lm))
     stats = there.get_performance_stats()
     assert {"generation", "reward", "scoring", "forward", "backward", "sync"} <= stats["seconds"].keys()
+    assert {"reward", "ratio", "clipped", "kl", "entropy", "truncated", "unscored"} <= stats["logged"].keys()
     assert any("time/sync" in line for line in there.state.log_history)
 
 
