@@ -237,7 +237,7 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
             raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section.")
         if key not in known:
             raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
-    values = {key: _checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
+    values = {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
     try:
         return cls(**values, **fixed)
     except UnmaskError as error:
@@ -250,7 +250,12 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
         raise ConfigError(str(error).rstrip("."), where=key, remedy="Change it in this section.") from error
 
 
-def _checked(value: Any, annotation: Any, where: str) -> Any:
+def checked(value: Any, annotation: Any, where: str) -> Any:
+    """The value as this annotation has it.
+
+    Raises:
+        ConfigError: it is of another type; names `where` it stands.
+    """
     try:
         adapter = pydantic.TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value, strict=isinstance(value, bool))  # strict: True is not the number 1

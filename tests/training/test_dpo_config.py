@@ -27,7 +27,7 @@ def config(folder: Any, **more: Any) -> DPOConfig:
         ({"loss_type": "dpo"}, r"loss_type: unknown loss_type 'dpo'\. Use one of sigmoid, ipo, hinge, simpo, kto"),
         ({"reference": "copy"}, "reference: unknown reference 'copy'"),
         ({"bound": "eubo"}, "bound: unknown bound 'eubo'"),
-        ({"beta": 0}, "beta: 0 is refused"),
+        ({"beta": 0}, "beta: 0.0 is refused"),
         ({"beta": math.nan}, "beta: nan is refused"),
         ({"samples": 0}, "samples: 0 is refused"),
         ({"label_smoothing": 0.5}, "label_smoothing: 0.5 is refused"),

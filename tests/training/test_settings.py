@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from unmask.errors import ConfigError
-from unmask.training.settings import check_settings, setting
+from unmask.training.settings import check_settings, check_types, setting
 
 
 @dataclass
@@ -51,3 +51,15 @@ def test_what_is_given_by_itself_may_be_told():
     check_settings(config, lambda each: False)
     with pytest.raises(ConfigError, match="of_switch: needs on"):
         check_settings(config, lambda each: each.name == "of_switch")
+
+
+@pytest.mark.parametrize(("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)])
+def test_what_is_of_another_type_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        check_types(Config(**{name: value}))
+
+
+def test_what_can_be_read_as_the_type_is():
+    args = Config(share=1, rates=[1])
+    check_types(args)
+    assert isinstance(args.share, float) and isinstance(args.rates[0], float)

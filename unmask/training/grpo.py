@@ -204,7 +204,7 @@ class GRPOTrainer(CollectingTrainer):
 
     def get_performance_stats(self) -> dict[str, Any]:
         """As of `CollectingTrainer`; as `mask_cache` how often masks were reused, as `logged` the last line of the log with a reward."""
-        logged = next((line for line in reversed(self.state.log_history) if "reward" in line), {})
+        logged: dict[str, Any] = next((line for line in reversed(self.state.log_history) if "reward" in line), {})
         return super().get_performance_stats() | {"mask_cache": self.get_cache_stats(), "logged": logged}
 
     # Rollouts.

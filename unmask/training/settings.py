@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import Field, field, fields
-from typing import Any
+from typing import Any, get_type_hints
 
+from unmask.config import checked
 from unmask.errors import ConfigError
 
 
@@ -40,6 +41,18 @@ def setting(
 def changed(args: Any, each: Field[Any]) -> bool:
     """Whether a setting is there, and other than by default."""
     return getattr(args, each.name) not in (None, each.default)
+
+
+def check_types(args: Any) -> None:
+    """Refuse settings of another type than declared, where these were made by `setting`, and bring the others into it.
+
+    Raises:
+        ConfigError: one is refused.
+    """
+    hints = get_type_hints(type(args))
+    for each in fields(args):
+        if "needs" in each.metadata and not each.metadata["choices"]:  # those are words
+            setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
 
 
 def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None) -> None:

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.settings import check_types
 from unmask.training.switches import amp_works, check_optimizer, deepspeed_config, set_backends
 
 
@@ -35,6 +36,7 @@ class StageConfig(TrainingArguments):
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
 
     def __post_init__(self) -> None:
+        check_types(self)
         args: Any = self  # mypy does not read the fields of TrainingArguments
         args.remove_unused_columns = False
         args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
