@@ -68,10 +68,14 @@ def test_scores_are_kept_for_the_same_content(tmp_path, scored):
         ({"lm": other, "samples": 3}, "another model and another settings"),
     ],
 )
-def test_what_is_of_other_content_is_told_and_scored_again(change, told, tmp_path, scored):
+def test_what_is_of_other_content_is_an_error_or_scored_again(change, told, tmp_path, scored):
     before = make("dpo", tmp_path).stored["train"].score_EN
     scored.clear()
     change = {"lm": tiny, **change}
+    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds scores of {told}. .*stale_reference"):
+        make("dpo", tmp_path, **change | {"lm": change["lm"]()})
+    assert not scored and torch.equal(on_disk(tmp_path), before)
+    change["stale_reference"] = "replace"
     with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds scores of {told}: {AGAIN}"):
         trainer = make("dpo", tmp_path, **change | {"lm": change["lm"]()})
     assert len(scored) == 2
@@ -99,8 +103,10 @@ def renamed() -> DiffusionLM:
 def test_a_file_that_cannot_be_read_is_told(tmp_path, scored):
     make("dpo", tmp_path)
     (tmp_path / f"train_{REFERENCE_FILE}").write_bytes(b"torn")
-    with pytest.warns(RuntimeWarning, match=f"cannot be read .*: {AGAIN}"):
+    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: cannot be read"):
         make("dpo", tmp_path)
+    with pytest.warns(RuntimeWarning, match=f"cannot be read .*: {AGAIN}"):
+        make("dpo", tmp_path, stale_reference="replace")
     assert len(scored) == 4
 
 

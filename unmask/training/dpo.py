@@ -262,7 +262,7 @@ class DPOTrainer(ViewwiseTrainer):
             if progress is not None:
                 progress.update(0.0, reference_scored=share)
 
-        if (table := read_scores(path, wanted, len(plans))) is None:
+        if (table := read_scores(path, wanted, len(plans), replace=args.stale_reference == "replace")) is None:
             shape: dict[str, Any] = {"batch": 2 * args.train_batch_size, "dtype": self.lm.score_dtype}
             table = score_rows(rows, len(plans), score, self.accelerator, told=told, **shape)
             if args.should_save:

@@ -57,6 +57,12 @@ class DPOConfig(PairConfig):
     reference_model: str | None = setting(
         None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=[COMPARED]
     )
+    stale_reference: str = setting(
+        "error",
+        "What is done where the output folder holds scores of another model, tokenizer or data: error, or replace",
+        choices=("error", "replace"),
+        needs=["reference=stored"],
+    )
     plan_reused: bool = setting(False, "Whether every epoch has the same masks, so that stored scores are fewer")
 
     judge: str | None = setting(

@@ -84,8 +84,13 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_scores(path: Path, wanted: Mapping[str, str], plans: int) -> ScoreTable | None:
-    """The scores in a file, where it holds those wanted under so many plans at least; else None. What is of other content is told."""
+def read_scores(path: Path, wanted: Mapping[str, str], plans: int, *, replace: bool) -> ScoreTable | None:
+    """The scores in a file, where it holds those wanted under so many plans at least; None where there is no such file, or it is to be
+    replaced: that is told.
+
+    Raises:
+        TrainingError: it holds scores of other content, or cannot be read, and is not to be replaced.
+    """
     if not path.exists():
         return None
     try:
@@ -98,6 +103,9 @@ def read_scores(path: Path, wanted: Mapping[str, str], plans: int) -> ScoreTable
         what = f"holds scores of another {' and another '.join(others)}"
     except SafetensorError as error:
         what = f"cannot be read ({error})"
+    if not replace:
+        remedy = "Use what it was made with, move it away, or set stale_reference to replace"
+        raise TrainingError(what, where=str(path), remedy=remedy)
     warnings.warn(f"{path} {what}: the reference is scored again", RuntimeWarning, stacklevel=2)
     return None
 
