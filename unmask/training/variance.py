@@ -125,7 +125,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
         remedy = "Give the model that the policy was trained from"
         raise ConfigError("the policy is its own reference, so that every margin is 0", where="training.reference_model", remedy=remedy)
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or PAIRS})
-    training = config.training | {"reference": "frozen", "log_variance_steps": 0, "judge": None}
+    training = config.training | {"reference": "frozen", "stale_reference": "error", "log_variance_steps": 0, "judge": None}
     with short_trainer(verb, config.model_copy(update={"data": data, "training": training, "lora": None}), args, 1) as trainer:
         lm = trainer.lm
         found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=REDRAWS)
