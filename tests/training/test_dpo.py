@@ -15,7 +15,6 @@ from tests.toy import any_order, conditionals, groups, lower_bound, toy
 from tests.training.conftest import PREFERENCES, batch, equal, make, tiny, weights
 from unmask.diffusion.views import Draw
 from unmask.errors import DataError
-from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import DPOConfig
@@ -65,9 +64,9 @@ def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks
     """With a rate of 0 the margin stays 0: the stored scores are those of each epoch's own masks."""
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0)
     trainer.train()
-    scores = trainer.stored["train"].score_EN
-    assert scores.shape == (3, 16)
-    assert len({tuple(epoch.tolist()) for epoch in scores}) == 3
+    scores = trainer.stored["train"].score_EIR
+    assert scores.shape == (3, 8, 2)
+    assert len({tuple(epoch.flatten().tolist()) for epoch in scores}) == 3
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
@@ -77,7 +76,7 @@ def test_a_plan_that_is_reused_is_scored_once(tmp_path):
     plan = trainer.plan
     trainer.plan = lambda batch, draw: seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
     trainer.train()
-    assert trainer.stored["train"].score_EN.shape == (1, 16)
+    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
     assert len(seen) == 6 and all((ids % 100 == 0).all() for ids in seen)
 
@@ -178,6 +177,12 @@ def test_views_by_estimator(attention, block_size, more, count, tmp_path):
         assert torch.equal(views.hidden_BVT[:, 1] ^ views.hidden_BVT[:, 3], rows["maskable"] & (rows["maskable"].sum(1) > 1)[:, None])
 
 
+def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The ids of every chosen response with its prompt, then of every rejected one, and which of them are learnt."""
+    places = [(row, rows["documents"][row] == side) for side in (1, 2) for row in range(len(rows["documents"]))]
+    return [(rows["input_ids"][row][part_T], rows["maskable"][row][part_T]) for row, part_T in places]
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("shift", [False, True])
 def test_blocks_of_four_are_scored_as_the_mean_over_all_orders(shift, tmp_path):
@@ -185,11 +190,9 @@ def test_blocks_of_four_are_scored_as_the_mean_over_all_orders(shift, tmp_path):
     trainer = make("dpo", tmp_path, lm)
     rows = batch(trainer, 0, 3, 5)
     found = trainer.score_responses(lm, rows)
-    for row in range(6):
-        length = int((rows["documents"][row] > 0).sum())
-        start, ids_T = int(rows["maskable"][row].nonzero()[0]), rows["input_ids"][row, :length]
-        expected = sum(any_order(conditionals(lm, ids_T, positions)) for positions in groups(lm, start, length))
-        assert found[row].item() == pytest.approx(expected, abs=1e-9)
+    for number, (ids_T, maskable_T) in enumerate(each_response(rows)):
+        expected = sum(any_order(conditionals(lm, ids_T, part)) for part in groups(lm, int(maskable_T.nonzero()[0]), len(ids_T)))
+        assert found[number].item() == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, None])
@@ -229,19 +232,15 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
         rows = trainer.data_collator([trainer.train_dataset[0]] * 200)
         drawn = []
         for iteration in (0, 1):
-            rows["views"] = trainer.plan(rows, Draw(iteration, torch.arange(400)))
+            rows["views"] = trainer.plan(rows, Draw(iteration, torch.arange(200)))
             drawn.append(trainer.score_responses(trainer.lm, rows))
         bound = torch.cat([part.view(2, -1) for part in drawn], 1)
         spread[complementary], means[complementary] = bound.std(1), bound.mean(1)
-        for side, row in enumerate((trainer.train_dataset[0]["chosen"], trainer.train_dataset[0]["rejected"])):
-            exact = sum(_elbo(trainer.lm, row))
+        for side, (ids_T, maskable_T) in enumerate(each_response(batch(trainer, 0))):
+            parts = groups(trainer.lm, int(maskable_T.nonzero()[0]), len(ids_T))
+            exact = sum(lower_bound(conditionals(trainer.lm, ids_T, part)) for part in parts)
             assert means[complementary][side].item() == pytest.approx(exact, abs=5 * bound[side].std().item() / 20)
     assert (spread[True] < spread[False]).all()
-
-
-def _elbo(lm: DiffusionLM, row: dict[str, Any]) -> list[float]:
-    start = row["maskable"].index(True)
-    return [lower_bound(conditionals(lm, torch.tensor(row["input_ids"]), part)) for part in groups(lm, start, len(row["input_ids"]))]
 
 
 def test_the_variance_of_the_margin_is_logged_every_so_many_steps(tmp_path):
@@ -265,8 +264,8 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
         trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), rpo_alpha=alpha)
         rows = batch(trainer, 0, 2, 5)
         losses.append(trainer.compute_loss(trainer.model.train(), rows, num_items_in_batch=torch.tensor(3)).item())
-    bound_B = trainer.score_responses(trainer.lm, rows)
-    term = (bound_B[:3] / rows["maskable"][:3].sum(1)).mean().item()
+    bound_N = trainer.score_responses(trainer.lm, rows)
+    term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
     assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
 
 
@@ -303,8 +302,9 @@ def test_chosen_and_rejected_are_hidden_apart(tmp_path):
     trainer = make("dpo", tmp_path, rows=same, samples=4)
     rows = batch(trainer, *range(4))
     hidden_BVT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT
-    assert len({tuple(row.flatten().tolist()) for row in hidden_BVT}) == 8
-    assert rows["input_ids"][:4].equal(rows["input_ids"][:1].expand(4, -1))
+    masks = {str(hidden_BVT[row][:, rows["documents"][row] == side].tolist()) for row in range(4) for side in (1, 2)}
+    assert len(masks) == 8
+    assert rows["input_ids"].equal(rows["input_ids"][:1].expand(4, -1))
 
 
 def test_training_raises_the_margin_and_the_accuracy(tmp_path):
@@ -351,7 +351,7 @@ def calls(trainer: DPOTrainer) -> list[bool]:
 def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_path):
     ends, counts = [], []
     for more in ({}, {"activation_checkpointing": True}):
-        trainer = make("dpo", tmp_path, tiny(), optim="sgd", max_steps=3, samples=2, score_chunk=8, **more)
+        trainer = make("dpo", tmp_path, tiny(), optim="sgd", max_steps=3, samples=2, score_chunk=4, **more)
         seen = calls(trainer)
         trainer.train()
         counts.append(len(seen))
@@ -363,7 +363,7 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_
 def test_adapters_alone_are_trained_and_the_base_stays(tmp_path):
     lm = tiny()
     start = weights(lm)
-    trainer = make("dpo", tmp_path, lm, peft_config=peft.LoraConfig(**LORA), max_steps=20, learning_rate=3e-2, eval_dataset=PREFERENCES)
+    trainer = make("dpo", tmp_path, lm, peft_config=peft.LoraConfig(**LORA), max_steps=30, learning_rate=3e-2, eval_dataset=PREFERENCES)
     trainer.train()
     kept = {name.removeprefix("base_model.model.").replace(".base_layer", ""): weight for name, weight in weights(trainer.lm).items()}
     assert all(torch.equal(kept[name], weight) for name, weight in start.items())

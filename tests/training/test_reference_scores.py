@@ -50,8 +50,8 @@ def test_scores_are_kept_for_the_same_content(tmp_path, scored):
     assert len(scored) == 2
     again = make("dpo", tmp_path)
     assert len(scored) == 2
-    assert torch.equal(again.stored["train"].score_EN, first.stored["train"].score_EN)
-    assert torch.equal(on_disk(tmp_path), first.stored["train"].score_EN)
+    assert torch.equal(again.stored["train"].score_EIR, first.stored["train"].score_EIR)
+    assert torch.equal(on_disk(tmp_path), first.stored["train"].score_EIR)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_scores_are_kept_for_the_same_content(tmp_path, scored):
     ],
 )
 def test_what_is_of_other_content_is_an_error_or_scored_again(change, told, tmp_path, scored):
-    before = make("dpo", tmp_path).stored["train"].score_EN
+    before = make("dpo", tmp_path).stored["train"].score_EIR
     scored.clear()
     change = {"lm": tiny, **change}
     with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds scores of {told}. .*stale_reference"):
@@ -79,7 +79,7 @@ def test_what_is_of_other_content_is_an_error_or_scored_again(change, told, tmp_
     with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds scores of {told}: {AGAIN}"):
         trainer = make("dpo", tmp_path, **change | {"lm": change["lm"]()})
     assert len(scored) == 2
-    after = trainer.stored["train"].score_EN
+    after = trainer.stored["train"].score_EIR
     assert torch.equal(on_disk(tmp_path), after)
     if "tokenizer" not in told:
         assert not torch.equal(after, before)
@@ -137,11 +137,11 @@ def test_digests_tell_rows_and_masks_apart_and_pass_over_padding(tmp_path):
     trainer.model.train()
     rows, wide = batch(trainer, 0, 1), batch(trainer, 0, 1, 6)
     found = digests(rows, trainer.views_of(rows))
-    assert len(set(found.tolist())) == 4
+    assert len(set(found.tolist())) == 2
     assert wide["input_ids"].shape[1] > rows["input_ids"].shape[1]
-    assert torch.equal(digests(wide, trainer.views_of(wide))[[0, 1, 3, 4]], found)
+    assert torch.equal(digests(wide, trainer.views_of(wide))[:2], found)
     rows["input_ids"][0, 1] += 1
-    assert digests(rows, trainer.views_of(rows)).ne(found).tolist() == [True, False, False, False]
+    assert digests(rows, trainer.views_of(rows)).ne(found).tolist() == [True, False]
 
 
 def test_progress_is_shown_while_the_reference_is_scored(tmp_path):

@@ -34,7 +34,7 @@ def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DP
 
 def copies(trainer: DPOTrainer, count: int) -> Any:
     """The first pair so many times, each with masks of its own: margins of one redraw are then as many redraws."""
-    return trainer.data_collator(trainer.train_dataset[:1] * count) | {"sample_id": torch.arange(2 * count)}
+    return trainer.data_collator(trainer.train_dataset[:1] * count) | {"sample_id": torch.arange(count)}
 
 
 def drawn(trainer: DPOTrainer, name: str, views: int, count: int = 300) -> torch.Tensor:
@@ -69,7 +69,7 @@ def test_shared_masks_are_the_same_for_both_models_and_independent_ones_are_not(
 def test_independent_draws_are_independent(tmp_path):
     """So that their variance falls as one over their number, and no two redraws are alike."""
     trainer = trainer_of(tmp_path)
-    one, four = (drawn(trainer, SHARED, views, 600).var() for views in (1, 4))
+    one, four = (drawn(trainer, SHARED, views, 2400).var() for views in (1, 4))
     assert 2.5 < one / four < 6.5
     margin_RP = drawn_margins(trainer, trainer.data_collator(trainer.train_dataset), ESTIMATORS[INDEPENDENT], 3, 10)
     assert len(set(margin_RP[:, 0].tolist())) == 10

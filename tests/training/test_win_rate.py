@@ -30,8 +30,8 @@ def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
     assert prompts == [row["prompt"] for row in PREFERENCES[:3]] and chosen == [row["chosen"] for row in PREFERENCES[:3]]
     assert completions == generate(lm, prompts, SAMPLER).texts
     assert wins(judge, lm, [], SAMPLER) == [] and len(seen) == 1
-    prompt, response = split_row(pairs[1]["chosen"])
-    assert prompt + response == pairs[1]["chosen"]["input_ids"] and response[-1] == lm.eos_token_id
+    prompt, response = split_row(pairs[1])
+    assert prompt + response == pairs[1]["input_ids"][: pairs[1]["documents"].count(1)] and response[-1] == lm.eos_token_id
 
 
 def make_args() -> Any:

@@ -114,7 +114,7 @@ def pair_rows(
 
 
 def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room: Room, report: DataReport) -> Rows[dict[str, Any]]:
-    """Rows of a preference: `chosen` and `rejected`, each a row of its own with a `sample_id` of its own.
+    """Rows of a preference: `chosen` and `rejected`, each a row of its own.
 
     Args:
         tokenizer, room, report: as in `pair_rows`; answers are never cut.
@@ -133,7 +133,7 @@ def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])
             report.measure(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
             kept, answers = room.fit(tokenizer, prompt, chosen, rejected)
-            sides = [_row(tokenizer, kept, side, room, 2 * len(pairs) + k) for k, side in enumerate(answers)]
+            sides = [_row(tokenizer, kept, side, room, len(pairs)) for side in answers]
             pairs.append({"chosen": sides[0], "rejected": sides[1]})
             report.cut(prompt=len(kept) < len(prompt))
     return report.of(pairs)
@@ -173,10 +173,11 @@ def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
         left, number = space.pop(at)
         packs[number].append(row)
         insort(space, (left - len(row["input_ids"]), number))
-    return [_joined(pack, sample_id) for sample_id, pack in enumerate(packs)]
+    return [joined(pack, sample_id) for sample_id, pack in enumerate(packs)]
 
 
-def _joined(rows: Sequence[Row], sample_id: int) -> Row:
+def joined(rows: Sequence[Row], sample_id: int) -> Row:
+    """Rows of one document each as one row."""
     ids, maskable = ([*chain.from_iterable(row[name] for row in rows)] for name in ("input_ids", "maskable"))
     documents = [number for number, row in enumerate(rows, start=1) for _ in row["input_ids"]]
     return make_row(ids, documents, maskable, sample_id)

@@ -1,6 +1,7 @@
 """Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025, LLaDA 1.5).
 
-Shapes: B responses (of pairs: P chosen, then their P rejected), V views, T tokens, R redraws.
+Shapes: B rows (pairs, each of which holds its chosen and its rejected response as two documents; of KTO single responses), N responses (of
+pairs: P chosen, then their P rejected), V views, T tokens, R redraws.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from unmask.config import SamplerConfig
-from unmask.data.pairs import preference_rows, unpaired_rows
+from unmask.data.pairs import joined, preference_rows, unpaired_rows
 from unmask.data.report import Rows
 from unmask.data.rows import Collator, Row
 from unmask.diffusion.bounds import any_order
@@ -40,7 +41,7 @@ from unmask.training.reference_scores import (
 )
 from unmask.training.stage_config import canvas, steps_per_epoch
 from unmask.training.trainer import Batch
-from unmask.training.unpaired import UnpairedCollator, beside_others, unpaired
+from unmask.training.unpaired import UnpairedCollator, beside_others, labelled
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 from unmask.training.win_rate import Judge, find_judge, wins
 
@@ -48,13 +49,6 @@ REDRAWS = 8
 """Plans over which the variance of the margin is taken."""
 FIRST_REDRAW = 1 << 30
 """Their numbers begin here; those below are of the epochs."""
-
-
-class PairCollator(Collator):
-    """Batches of chosen rows followed by their rejected ones."""
-
-    def __call__(self, rows: Sequence[Mapping[str, Any]]) -> Batch:
-        return super().__call__([row["chosen"] for row in rows] + [row["rejected"] for row in rows])
 
 
 class DPOTrainer(ViewwiseTrainer):
@@ -81,7 +75,9 @@ class DPOTrainer(ViewwiseTrainer):
         **rest: Any,
     ):
         self.judge = find_judge(judge or args.judge)  # what cannot be imported is told before the model is loaded
-        collator = UnpairedCollator(0) if args.loss_type == "kto" else PairCollator(0)
+        unpaired = args.loss_type == "kto"
+        self.responses = 1 if unpaired else 2  # in a row
+        collator = UnpairedCollator(0) if unpaired else Collator(0)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
@@ -99,12 +95,13 @@ class DPOTrainer(ViewwiseTrainer):
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
         fits, report = room(lm, args), args.data_report(where)
         if args.loss_type != "kto":
-            return preference_rows(lm.tokenizer, dataset, fits, report)
+            pairs = preference_rows(lm.tokenizer, dataset, fits, report)
+            return report.of([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
         first = next((row for row in dataset if not isinstance(row, DataError)), {})
         if "label" in first:
             rows: Sequence[Row] = unpaired_rows(lm.tokenizer, dataset, fits, report)
         else:
-            rows = unpaired(preference_rows(lm.tokenizer, dataset, fits, report))
+            rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report))
         return report.of(beside_others(rows, fits.max_length))
 
     # Views, and what their scores come to.
@@ -127,15 +124,20 @@ class DPOTrainer(ViewwiseTrainer):
             batch["views"] = self.plan(batch, self.draw(batch))
         return batch["views"]
 
+    def of_responses(self, batch: Batch, value_BT: Tensor) -> Tensor:
+        """What the tokens of every response [N] come to."""
+        return torch.cat([(value_BT * (batch["documents"] == number)).sum(1) for number in range(1, self.responses + 1)])
+
     def bounds(self, batch: Batch, log_prob_BVT: Tensor) -> Tensor:
-        """The log-likelihood of every response [B], or the estimate of its lower bound, in nats."""
-        if self.exact and not self.lm.autoregressive:
-            return any_order(self.groups(batch), log_prob_BVT)
-        return (self.views_of(batch).weight_BVT * log_prob_BVT).sum((1, 2))
+        """The log-likelihood of every response [N], or the estimate of its lower bound, in nats."""
+        if not self.exact or self.lm.autoregressive:
+            return self.of_responses(batch, (self.views_of(batch).weight_BVT * log_prob_BVT).sum(1))
+        group_BT, numbers = self.groups(batch), range(1, self.responses + 1)
+        return torch.cat([any_order(group_BT.where(batch["documents"] == number, -1), log_prob_BVT) for number in numbers])
 
     @torch.no_grad()
     def score_responses(self, lm: DiffusionLM, batch: Batch) -> Tensor:
-        """The bounds [B] that a model gives to the responses of a batch, on its views."""
+        """The bounds [N] that a model gives to the responses of a batch, on its views."""
         self.views_of(batch)  # while the mode still tells which these are
         with evaluating(lm), self.accelerator.autocast(), self.phases("scoring"):
             return self.bounds(batch, self.score_views(lm, batch))
@@ -143,23 +145,23 @@ class DPOTrainer(ViewwiseTrainer):
     # The loss.
 
     def loss_on(self, batch: Batch, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
-        bound_B = self.bounds(batch, log_prob_BVT)
-        gain_B = self.gains(batch, bound_B, self.reference_of(batch))
+        bound_N = self.bounds(batch, log_prob_BVT)
+        gain_N = self.gains(batch, bound_N, self.reference_of(batch))
         if "desirable" in batch:
-            return self._unpaired_loss(batch, bound_B, gain_B)
-        margin_P = margins(gain_B)
+            return self._unpaired_loss(batch, bound_N, gain_N)
+        margin_P = margins(gain_N)
         loss_P = self._pair_loss(margin_P)
         if self.args.rpo_alpha:
-            chosen_P, length_P = (part_B.chunk(2)[0] for part_B in (bound_B, batch["maskable"].sum(1)))
+            chosen_P, length_P = (part_N.chunk(2)[0] for part_N in (bound_N, self.of_responses(batch, batch["maskable"])))
             loss_P = loss_P - self.args.rpo_alpha * chosen_P / length_P
-        self._tell(margin_P, bound_B, torch.arange(len(bound_B), device=bound_B.device) < len(margin_P))
+        self._tell(margin_P, bound_N, torch.arange(len(bound_N), device=bound_N.device) < len(margin_P))
         return loss_P.sum()
 
-    def gains(self, batch: Batch, bound_B: Tensor, reference_B: Tensor) -> Tensor:
-        """How much likelier than the reference the policy makes each response [B], in nats, or in nats per token."""
-        gain_B = bound_B - reference_B
+    def gains(self, batch: Batch, bound_N: Tensor, reference_N: Tensor) -> Tensor:
+        """How much likelier than the reference the policy makes each response [N], in nats, or in nats per token."""
+        gain_N = bound_N - reference_N
         per_token = self.args.length_normalization or self.args.loss_type == "simpo"
-        return gain_B / batch["maskable"].sum(1).clamp_min(1) if per_token else gain_B
+        return gain_N / self.of_responses(batch, batch["maskable"]).clamp_min(1) if per_token else gain_N
 
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
         args = self.args
@@ -169,42 +171,41 @@ class DPOTrainer(ViewwiseTrainer):
             return dpo(margin_P, beta=args.beta, label_smoothing=args.label_smoothing)
         return (ipo if args.loss_type == "ipo" else hinge)(margin_P, beta=args.beta)
 
-    def _unpaired_loss(self, batch: Any, bound_B: Tensor, gain_B: Tensor) -> Tensor:
+    def _unpaired_loss(self, batch: Any, bound_N: Tensor, gain_N: Tensor) -> Tensor:
         """KTO; what is told as a margin is how far gains are on their right side of the baseline."""
         if "baseline" not in batch:
             batch["baseline"] = self.baseline([batch])
-        desirable_B, baseline, args = batch["desirable"], batch["baseline"], self.args
+        desirable_N, baseline, args = batch["desirable"], batch["baseline"], self.args
         weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
-        loss_B = kto(gain_B, desirable_B, baseline, beta=args.beta, **weights)
-        self.record("kl", baseline, len(loss_B))
-        self._tell(torch.where(desirable_B, gain_B - baseline, baseline - gain_B), bound_B, desirable_B)
-        return loss_B.sum()
+        loss_N = kto(gain_N, desirable_N, baseline, beta=args.beta, **weights)
+        self.record("kl", baseline, len(loss_N))
+        self._tell(torch.where(desirable_N, gain_N - baseline, baseline - gain_N), bound_N, desirable_N)
+        return loss_N.sum()
 
     @torch.no_grad()
     def baseline(self, batches: Sequence[Any]) -> Tensor:
         """KTO's estimate of the divergence from the reference, over all processes: the mean gain of responses to other prompts, at least
         0. Of a diffusion model bounds stand for likelihoods, on the same masks for both."""
         others = [batch["mismatched"] for batch in batches]
-        gain_B = torch.cat([self.gains(other, self.score_responses(self.lm, other), self.reference_of(other)) for other in others])
-        total: Any = self.accelerator.reduce(torch.stack([gain_B.sum(), gain_B.new_tensor(len(gain_B))]), "sum")
+        gain_N = torch.cat([self.gains(other, self.score_responses(self.lm, other), self.reference_of(other)) for other in others])
+        total: Any = self.accelerator.reduce(torch.stack([gain_N.sum(), gain_N.new_tensor(len(gain_N))]), "sum")
         return (total[0] / total[1]).clamp(min=0)
 
-    def _tell(self, margin: Tensor, bound_B: Tensor, chosen_B: Tensor) -> None:
+    def _tell(self, margin: Tensor, bound_N: Tensor, chosen_N: Tensor) -> None:
         self.record("margin", margin.detach().mean(), len(margin))
         self.record("accuracy", (margin > 0).float().mean(), len(margin))
-        for name, part in (("chosen", bound_B[chosen_B]), ("rejected", bound_B[~chosen_B])):
+        for name, part in (("chosen", bound_N[chosen_N]), ("rejected", bound_N[~chosen_N])):
             if len(part) > 0:
                 self.record(name, part.detach().mean(), len(part))
 
     def count_items(self, batch: Any) -> Tensor:
-        responses = len(batch["sample_id"])
-        return torch.tensor(responses if "desirable" in batch else responses // 2, device=batch["sample_id"].device)
+        return torch.tensor(len(batch["sample_id"]), device=batch["sample_id"].device)
 
     # The reference.
 
     @torch.no_grad()
     def reference_of(self, batch: Any) -> Tensor:
-        """The reference's bounds [B] of the responses, on the views of the batch; 0 for a loss without a reference."""
+        """The reference's bounds [N] of the responses, on the views of the batch; 0 for a loss without a reference."""
         if "reference" not in batch:
             batch["reference"] = self._reference_of(batch)
         return batch["reference"]
@@ -214,7 +215,7 @@ class DPOTrainer(ViewwiseTrainer):
             with self.reference.scoring() as lm:
                 return self.score_responses(lm, batch)
         if not self.args.needs_reference:
-            return torch.zeros(len(batch["sample_id"]), dtype=self.lm.score_dtype, device=batch["sample_id"].device)
+            return torch.zeros(self.responses * len(batch["sample_id"]), dtype=self.lm.score_dtype, device=batch["sample_id"].device)
         table = self.stored["train" if self.model.training else "eval"]
         return table.look_up(self.draw(batch).iteration, batch["sample_id"], digests(batch, self.views_of(batch)))
 
@@ -245,10 +246,11 @@ class DPOTrainer(ViewwiseTrainer):
         return make_reference(self.lm, self.accelerator, moves=self.sharded, path=path).scoring()
 
     def _stored(
-        self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Mapping[str, Any]], plans: range, progress: Any
+        self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Row], plans: range, progress: Any
     ) -> ScoreTable:
         """The reference's scores of all responses under all plans: from disk, or made and written there."""
-        args, rows = self.args, [part for item in items for part in item.values() if isinstance(part, dict)]
+        args = self.args
+        rows = [item[name] for item in items for name in ("response", "mismatched")] if args.loss_type == "kto" else items
         settings = {"samples": args.samples, "complementary": args.complementary, "exact": self.exact, "seed": args.seed}
         settings |= {"first_plan": plans.start, "bf16": args.bf16, "fp16": args.fp16}
         path, wanted = Path(args.output_dir) / f"{name}_{REFERENCE_FILE}", content(known, rows, settings)
@@ -263,7 +265,7 @@ class DPOTrainer(ViewwiseTrainer):
                 progress.update(0.0, reference_scored=share)
 
         if (table := read_scores(path, wanted, len(plans), replace=args.stale_reference == "replace")) is None:
-            shape: dict[str, Any] = {"batch": 2 * args.train_batch_size, "dtype": self.lm.score_dtype}
+            shape: dict[str, Any] = {"batch": args.train_batch_size, "responses": self.responses, "dtype": self.lm.score_dtype}
             table = score_rows(rows, len(plans), score, self.accelerator, told=told, **shape)
             if args.should_save:
                 write_scores(path, table, wanted)
@@ -314,7 +316,7 @@ class DPOTrainer(ViewwiseTrainer):
         return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
 
-def margins(gain_B: Tensor) -> Tensor:
+def margins(gain_N: Tensor) -> Tensor:
     """Of pairs [P]: the gain of the chosen less that of the rejected."""
-    chosen_P, rejected_P = gain_B.chunk(2)
+    chosen_P, rejected_P = gain_N.chunk(2)
     return chosen_P - rejected_P

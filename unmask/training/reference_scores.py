@@ -1,6 +1,7 @@
 """What a reference gives to every response of a data set: scored once, before training, and kept on disk.
 
-Shapes: E plans of views, N sample ids, B responses, V views, T tokens.
+Shapes: E plans of views, I sample ids, B rows, R responses in a row, N responses (of all rows the first, then of all the second), V views,
+T tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from unmask.models.diffusion_lm import DiffusionLM, fingerprint
 
 REFERENCE_FILE = "reference_scores.safetensors"
 Scorer = Callable[[Sequence[Row], int], tuple[Tensor, Tensor]]
-"""Gives the scores [B] of rows under a plan, by its number, and their digests [B]."""
+"""Gives the scores [N] of the responses of rows under a plan, by its number, and the digests [B] of the rows."""
 
 
 @dataclass(frozen=True)
@@ -34,25 +35,25 @@ class ScoreTable:
     """Scores by plan and sample id.
 
     Attributes:
-        score_EN: in nats.
-        digest_EN: of the responses and the masks that they were scored with (`digests`).
+        score_EIR: in nats.
+        digest_EI: of the rows and the masks that they were scored with (`digests`).
     """
 
-    score_EN: Tensor
-    digest_EN: Tensor
+    score_EIR: Tensor
+    digest_EI: Tensor
 
     def look_up(self, plan: int, sample_id_B: Tensor, digest_B: Tensor) -> Tensor:
-        """The scores [B] of responses.
+        """The scores [N] of the responses of rows.
 
         Raises:
             TrainingError: other responses were scored, or under other masks.
         """
-        at_B, (plans, count) = sample_id_B.cpu(), self.score_EN.shape
-        if plan >= plans or at_B.max() >= count or not torch.equal(self.digest_EN[plan, at_B], digest_B):
+        at_B, (plans, count) = sample_id_B.cpu(), self.digest_EI.shape
+        if plan >= plans or at_B.max() >= count or not torch.equal(self.digest_EI[plan, at_B], digest_B):
             what = f"the reference was scored on other responses, or other masks than those of plan {plan}"
             remedy = f"Evaluate on the rows given as eval_dataset, use reference frozen or adapter, or remove {REFERENCE_FILE}"
             raise TrainingError(what, where="reference", remedy=remedy)
-        return self.score_EN[plan, at_B].to(sample_id_B.device)
+        return self.score_EIR[plan, at_B].T.flatten().to(sample_id_B.device)
 
 
 def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
@@ -99,7 +100,7 @@ def read_scores(path: Path, wanted: Mapping[str, str], plans: int, *, replace: b
             others = [name for name in wanted if found.get(name) != wanted[name]]
             if not others:
                 table = ScoreTable(file.get_tensor("scores"), file.get_tensor("digests"))
-                return table if len(table.score_EN) >= plans else None
+                return table if len(table.digest_EI) >= plans else None
         what = f"holds scores of another {' and another '.join(others)}"
     except SafetensorError as error:
         what = f"cannot be read ({error})"
@@ -117,26 +118,28 @@ def score_rows(
     accelerator: Accelerator,
     *,
     batch: int,
+    responses: int,
     dtype: torch.dtype,
     told: Callable[[float], None],
 ) -> ScoreTable:
     """Score all rows under every plan, each process a part of them, those of like length together.
 
     Args:
+        responses: in each row.
         told: called with the share that is done.
     """
     ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
     mine = ordered[accelerator.process_index :: accelerator.num_processes]
     count = 1 + max(row["sample_id"] for row in rows)
-    score_EN, digest_EN = torch.zeros(plans, count, dtype=dtype), torch.zeros(plans, count, dtype=torch.int64)
+    score_EIR, digest_EI = torch.zeros(plans, count, responses, dtype=dtype), torch.zeros(plans, count, dtype=torch.int64)
     for start in range(0, len(mine), batch):
         part = mine[start : start + batch]
         ids = [row["sample_id"] for row in part]
         for plan in range(plans):
-            score_B, digest_EN[plan, ids] = score(part, plan)
-            score_EN[plan, ids] = score_B.cpu().to(dtype)
+            score_N, digest_EI[plan, ids] = score(part, plan)
+            score_EIR[plan, ids] = score_N.view(responses, -1).T.cpu().to(dtype)
         told(min(1.0, (start + batch) / len(mine)))
-    whole: Any = [accelerator.reduce(part.to(accelerator.device), "sum").cpu() for part in (score_EN, digest_EN)]
+    whole: Any = [accelerator.reduce(part.to(accelerator.device), "sum").cpu() for part in (score_EIR, digest_EI)]
     return ScoreTable(*whole)
 
 
@@ -144,5 +147,5 @@ def write_scores(path: Path, table: ScoreTable, wanted: Mapping[str, str]) -> No
     """Write the scores whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".unfinished")
-    save_file({"scores": table.score_EN, "digests": table.digest_EN}, unfinished, metadata=dict(wanted))
+    save_file({"scores": table.score_EIR, "digests": table.digest_EI}, unfinished, metadata=dict(wanted))
     unfinished.replace(path)

@@ -19,7 +19,7 @@ class UnpairedCollator(Collator):
         return batch | {"desirable": torch.tensor([row["desirable"] for row in rows])}
 
 
-def unpaired(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
+def labelled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
     """The responses of pairs with a label, all chosen ones before the rejected, so that neighbours have other prompts."""
     return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
 

@@ -1,6 +1,6 @@
 """How far estimates of the preference margin scatter, by estimator and budget: what `unmask dpo --measure-variance` prints.
 
-Shapes: B responses, P pairs, R redraws, V views, T tokens.
+Shapes: B rows (pairs), N responses, P pairs, R redraws, V views, T tokens.
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
         draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
         with trainer.reference.scoring() as reference:
-            theirs_B = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views))
-        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views)) - theirs_B))
+            theirs_N = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views))
+        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views)) - theirs_N))
     return torch.stack(drawn)
 
 
 def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
     with evaluating(lm), trainer.accelerator.autocast():
-        return (views.weight_BVT * trainer.score_views(lm, batch | {"views": views})).sum((1, 2))
+        return trainer.of_responses(batch, (views.weight_BVT * trainer.score_views(lm, batch | {"views": views})).sum(1))
 
 
 def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:

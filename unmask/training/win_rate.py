@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from unmask.config import SamplerConfig
@@ -21,7 +21,7 @@ def find_judge(named: Judge | str | None) -> Judge | None:
     return load_function(named) if isinstance(named, str) else named
 
 
-def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Mapping[str, Row]], sampler: SamplerConfig) -> list[float]:
+def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> list[float]:
     """What a judge says of a completion of every pair's prompt against the chosen response; special tokens are left out of all texts.
 
     Raises:
@@ -29,7 +29,7 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Mapping[str, Row]], samp
     """
     if not pairs:
         return []
-    split = [split_row(pair["chosen"]) for pair in pairs]
+    split = [split_row(pair) for pair in pairs]
     with evaluating(lm):
         completions = generate(lm, [prompt for prompt, _ in split], sampler).texts
     prompts, chosen = (lm.tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in zip(*split, strict=True))
@@ -45,6 +45,6 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Mapping[str, Row]], samp
 
 
 def split_row(row: Row) -> tuple[list[int], list[int]]:
-    """The ids of its prompt and of its response."""
-    start = row["maskable"].index(True)
-    return row["input_ids"][:start], row["input_ids"][start:]
+    """The ids of its prompt and of its first response."""
+    start, end = row["maskable"].index(True), row["documents"].count(1)
+    return row["input_ids"][:start], row["input_ids"][start:end]
