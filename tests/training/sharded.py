@@ -102,12 +102,12 @@ RATIOS = {"tokens": "token", "sequences": "sequence"}
 QUESTIONS = [{"prompt": prompt} for prompt in ("ab", "ha", "ccg")]
 
 
-def ragged(folder: Path, **more: Any) -> GRPOTrainer:
-    """The same ragged run in all modes, in float64."""
+def ragged(folder: Path, mode: str, **more: Any) -> GRPOTrainer:
+    """The same ragged run in all modes, in float64; in float32 where it is compared with ZeRO 3, which takes no more."""
     args = GRPOConfig(**settings(folder, **ROLLOUT | RAGGED | more))
     if args.fsdp:
         pass_for_gpus()
-    lm = tiny(dtype=torch.float64)
+    lm = tiny(dtype=torch.float32 if mode == "zero3" else torch.float64)
     with torch.no_grad():  # completions end here and there
         lm.model.lm_head.weight[lm.eos_token_id] *= 10
     return GRPOTrainer(lm, share_of_a, args, PAIRS, QUESTIONS)
@@ -115,7 +115,7 @@ def ragged(folder: Path, **more: Any) -> GRPOTrainer:
 
 def run_ragged(mode: str, folder: Path, **more: Any) -> None:
     """Make the run and say how many views and steps the completions of this process took, and what an evaluation gives."""
-    run = ragged(folder, per_device_train_batch_size=2, **switches(mode) | more)
+    run = ragged(folder, mode, per_device_train_batch_size=2, **switches(mode) | more)
     run.train()
     views = [[update.views.count for update in updates] for updates in run.buffer]
     run.save_model(str(folder / "model"))
