@@ -42,13 +42,31 @@ def test_a_draw_has_no_prompt_twice_and_none_that_is_excluded(seen, target, numb
     assert chosen == history(seen, target).choose(number, 3, step, sorted(exclude))
 
 
+@given(
+    means=st.lists(st.floats(0, 1e-3), min_size=10, max_size=10) | st.floats(-1e30, 1e30).map(lambda mean: [mean] * 10),
+    target=st.floats(-1e6, 1e6),
+    exclude=st.sets(st.integers(0, 9)),
+    step=st.integers(0, 2**24),
+)
+def test_what_is_excluded_is_not_drawn_however_far_all_prompts_are_from_the_target(means, target, exclude, step):
+    made = history(enumerate(means), target)
+    assert set(made.choose(10, 3, step, exclude)) == set(range(10)) - exclude
+
+
+@pytest.mark.parametrize(("mean", "target"), [(0.0, 0.5), (0.1, 0.5), (-3e38, 0.5), (0.5, 0.5)])
+def test_prompts_of_one_mean_are_drawn_evenly(mean, target):
+    made = history([(prompt, mean) for prompt in range(10)], target)
+    counts = torch.bincount(torch.tensor([prompt for step in range(500) for prompt in made.choose(3, 0, step)]), minlength=10)
+    assert all(count == pytest.approx(150, abs=5 * math.sqrt(150 * 0.7)) for count in counts.tolist())
+
+
 def test_prompts_come_as_often_as_their_weights_say():
     """Of means 0, 1 and 2 and a target of 2: exp(-2 / s), exp(-1 / s), 1, with s their deviation, 1; new prompts weigh 1 too."""
     made = PromptHistory(4, 2.0)
     for prompt in range(3):
         made.add(prompt, float(prompt))
     weights = [math.exp(-2), math.exp(-1), 1.0, 1.0]
-    torch.testing.assert_close(made.weights(), torch.tensor(weights, dtype=torch.float64))
+    torch.testing.assert_close(made.log_weights().exp(), torch.tensor(weights, dtype=torch.float64))
     steps = 1000
     counts = torch.bincount(torch.tensor([made.choose(1, 0, step)[0] for step in range(steps)]), minlength=4) / steps
     for share, weight in zip(counts.tolist(), weights, strict=True):
@@ -57,7 +75,7 @@ def test_prompts_come_as_often_as_their_weights_say():
 
 
 def test_without_a_target_all_prompts_weigh_the_same():
-    assert (history([(1, 4), (2, -4), (2, 0)]).weights() == 1).all()
+    assert (history([(1, 4), (2, -4), (2, 0)]).log_weights() == 0).all()
 
 
 def test_what_was_seen_is_read_back(tmp_path):
@@ -65,7 +83,7 @@ def test_what_was_seen_is_read_back(tmp_path):
     made.save(tmp_path)
     again = PromptHistory(10, 0.5)
     again.load(tmp_path)
-    assert again.seen == made.seen and torch.equal(again.weights(), made.weights())
+    assert again.seen == made.seen and torch.equal(again.log_weights(), made.log_weights())
 
 
 def judged(ids):

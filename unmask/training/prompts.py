@@ -28,7 +28,8 @@ class PromptHistory:
     Args:
         count: prompts of the data set.
         target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread), the spread being the
-            standard deviation of all means. New prompts weigh as much as those at the target. None: all weigh the same.
+            standard deviation of all means (at least a millionth of the largest distance, and of 1). New prompts weigh as much as
+            those at the target. None: all weigh the same.
     """
 
     def __init__(self, count: int, target: float | None = None):
@@ -41,21 +42,22 @@ class PromptHistory:
             number, mean = self.seen.get(prompt, (0, 0.0))
             self.seen[prompt] = number + 1, mean + (reward - mean) / (number + 1)
 
-    def weights(self) -> Tensor:
-        """Of every prompt [N]."""
-        weight_N = torch.ones(self.count, dtype=torch.float64)
+    def log_weights(self) -> Tensor:
+        """The logarithm of the weight of every prompt [N]. It is bounded, so that the noise of a draw beside it is not rounded away."""
+        log_weight_N = torch.zeros(self.count, dtype=torch.float64)
         if self.target is None or len(self.seen) < 2:
-            return weight_N
+            return log_weight_N
         prompts = torch.tensor(list(self.seen))
         means = torch.tensor([mean for _, mean in self.seen.values()], dtype=torch.float64)
-        weight_N[prompts] = (-(means - self.target).abs() / means.std().clamp_min(1e-6)).exp()
-        return weight_N
+        distances = (means - self.target).abs()
+        log_weight_N[prompts] = -distances / means.std().clamp_min(1e-6 * max(1.0, float(distances.max())))
+        return log_weight_N
 
     def choose(self, number: int, seed: int, step: int, exclude: Collection[int] = ()) -> list[int]:
         """At most `number` different prompts, drawn in proportion to their weights: the same for the same history, seed and step
         (Gumbel's top-k, Kool et al. 2019)."""
         uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=Stream.ROLLOUT)
-        score_N = self.weights().log() - (-uniform_N.clamp_min(2.0**-53).log()).log()
+        score_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
         score_N[list(exclude)] = -torch.inf
         best = score_N.topk(min(number, self.count - len(set(exclude)))).indices
         return best.tolist()
