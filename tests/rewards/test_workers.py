@@ -7,16 +7,20 @@ import time
 
 import pytest
 
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, TrainingError
 from unmask.rewards.workers import Worker, WorkerDeathError, WorkerError, WorkerTimeoutError, load_function
 
 REWARDS = """
 import asyncio, os, sys, time
+from unmask.errors import TrainingError
 print("imported", flush=True)
 NUMBER = 7
 def length(completions, **_): return [float(len(text)) for text in completions]
 def where(**_): return os.getpid()
 def raises(**_): raise KeyError("no")
+def wrong(**_): raise TrainingError("no", where="f", remedy="Mend it")
+async def later_wrong(**_): wrong()
+def twice(function): return lambda **given: 2 * function(**given)
 def sleeps(**_): time.sleep(60)
 def ends(**_): os._exit(7)
 def unpicklable(**_): return lambda: 0
@@ -70,6 +74,21 @@ def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
     for _ in range(2):
         with pytest.raises(WorkerError, match="raised KeyError: 'no'"):
             worker.call(timeout=60)
+    worker.close()
+
+
+@pytest.mark.parametrize("name", ["wrong", "later_wrong"])
+def test_a_training_error_is_raised_here_as_it_is(path, name):
+    worker = Worker(f"{path}:{name}")
+    with pytest.raises(TrainingError, match=r"^f: no\. Mend it$") as caught:
+        worker.call(timeout=60)
+    assert (caught.value.what, caught.value.where, caught.value.remedy) == ("no", "f", "Mend it")
+    worker.close()
+
+
+def test_what_is_served_may_be_wrapped(path):
+    worker = Worker(f"{path}:length", f"{path}:twice")
+    assert worker.call(timeout=60, completions=["ab"]) == [2.0, 2.0]
     worker.close()
 
 

@@ -320,8 +320,8 @@ def test_processes_get_the_attributes_of_the_state_and_columns_of_any_name(tmp_p
     (tmp_path / "hangs.py").write_text(HANGS)
     rewards = Rewards(f"{tmp_path}/hangs.py:state", workers=2)
     rows = [{"prompt": "p", "timeout": 1, "self": 2}] * 3
-    # prompts, completions, completion_ids and self
-    assert_equal(rewards(rows, TEXTS, IDS, TrainerState(global_step=7)).value_BF, [[11.0]] * 3)
+    # prompts, completions, completion_ids, self and the two ways to log
+    assert_equal(rewards(rows, TEXTS, IDS, TrainerState(global_step=7)).value_BF, [[13.0]] * 3)
 
 
 def test_each_function_tells_once_of_each_kind_of_failure(caplog):
@@ -463,21 +463,53 @@ def test_columns_are_logged_once_though_a_function_logs_them_again():
         assert rewards.extras == {"seen": TEXTS}
 
 
-def test_a_function_that_does_not_take_its_arguments_is_an_error():
-    def short(prompts, completions):
-        return [0.0] * len(completions)
+UNFIT = """
+def short(prompts, completions): return [0.0] * len(completions)
+def elsewhere(missing, **_): return [0.0] * len(missing)
+async def late(completions): return [0.0] * len(completions)
+"""
 
-    def elsewhere(missing, **_):
-        return [0.0] * len(missing)
 
-    async def late(completions):
-        return [0.0] * len(completions)
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("name", "what"), [("short", "unexpected keyword"), ("elsewhere", "missing"), ("late", "unexpected keyword")])
+def test_a_function_that_does_not_take_its_arguments_is_an_error(tmp_path, workers, name, what):
+    (tmp_path / "unfit.py").write_text(UNFIT)
+    with pytest.raises(TrainingError, match=rf"^reward function {name}: cannot be called: .*{what}.*kwargs"):
+        Rewards(f"{tmp_path}/unfit.py:{name}", workers=workers)(ROWS, TEXTS, IDS)
 
-    for function, what in [(short, "unexpected keyword argument"), (elsewhere, "missing"), (late, "unexpected keyword argument")]:
-        with pytest.raises(TrainingError, match=rf"reward function {function.__name__}: cannot be called: .*{what}.*kwargs"):
-            Rewards(function)(ROWS, TEXTS, IDS)
+
+def test_a_task_whose_columns_are_missing_is_an_error():
     with pytest.raises(TrainingError, match=r"reward function sudoku: .*no column"):
         Rewards("sudoku")(ROWS, TEXTS, IDS)
+
+
+LOGS = """
+def logs(completions, log_extra, log_metric, **_):
+    if "bad" in completions: raise ValueError
+    log_extra("twice", [1] * len(completions))
+    log_extra("seen", completions)
+    log_extra("too few", [1][:len(completions) - 1])
+    log_metric("words", sum(map(len, completions)))
+    return [1.0] * len(completions)
+async def later(completions, log_extra, log_metric, **_): return logs(completions, log_extra, log_metric)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["logs", "later"])
+def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, name):
+    (tmp_path / "logs.py").write_text(LOGS)
+    rewards = Rewards(f"{tmp_path}/logs.py:{name}", workers=workers)
+    assert_equal(values(rewards), [[1.0]] * 3)
+    assert rewards.extras["seen"] == TEXTS and rewards.extras["twice"] == [1, 1, 1] and "too few" not in rewards.extras
+    assert sum(rewards.logged["words"]) == 3 and len(rewards.logged["words"]) == max(1, workers)
+
+
+def test_what_a_process_logs_stays_with_its_completions(tmp_path):
+    (tmp_path / "logs.py").write_text(LOGS)
+    rewards = Rewards(f"{tmp_path}/logs.py:logs", workers=2)
+    assert rewards([ROWS[0]] * 4, ["a", "b", "bad", "d"], [[1]] * 4).failed_BF[:, 0].tolist() == [False, False, True, False]
+    assert rewards.extras["seen"] == ["a", "b", None, None] and rewards.logged["words"] == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf])

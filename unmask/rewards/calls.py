@@ -6,6 +6,7 @@ Where a function answers nothing for a completion, the exception that came inste
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -116,6 +117,19 @@ def answers(call: Call, arguments: Arguments, seconds: float, *, name: str, alon
         what = f"returned {found} for {count} completions"
         raise TrainingError(what, where=f"reward function {name}", remedy="Return one float or None per completion")
     return list(values)
+
+
+def check_signature(function: Callable[..., Any], arguments: Arguments, name: str) -> None:
+    """Raise a TrainingError where a function does not take the arguments: it would fail on everything."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some functions written in C
+        return
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        remedy = "Name columns that the dataset has, and accept **kwargs for all others"
+        raise TrainingError(f"cannot be called: {error}", where=f"reward function {name}", remedy=remedy) from error
 
 
 def part(arguments: Arguments, at: slice) -> Arguments:

@@ -21,7 +21,7 @@ from pathlib import Path
 from traceback import format_exception_only
 from typing import Any
 
-from unmask.errors import ConfigError, UnmaskError
+from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.calls import LateError, awaited
 
 GRACE_SECONDS = 10.0
@@ -79,10 +79,11 @@ class Worker:
 
     Args:
         target: `package.module:function` or `path/to/file.py:function`.
+        wrapper: the same of a function that makes of it what is served; empty: none.
     """
 
-    def __init__(self, target: str):
-        self.target = target
+    def __init__(self, target: str, wrapper: str = ""):
+        self.target, self.wrapper = target, wrapper
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
@@ -101,7 +102,8 @@ class Worker:
         Raises:
             WorkerTimeoutError: it took longer.
             WorkerDeathError: it ended the process.
-            WorkerCallError: it raised.
+            TrainingError: it raised one.
+            WorkerCallError: it raised something else.
             WorkerError: it cannot be imported.
         """
         with self._lock:
@@ -126,7 +128,7 @@ class Worker:
 
     def _start(self) -> Connection:
         self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), self.target]
+        command = [sys.executable, "-m", __name__, str(theirs.fileno()), self.target, self.wrapper]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
         theirs.close()
@@ -152,17 +154,19 @@ class Worker:
             self.close()
             raise WorkerDeathError(f"its process ended (exit code {code})", where=self.target) from None
         if failed:
-            raise WorkerCallError(answer, where=self.target)
+            raise answer if isinstance(answer, TrainingError) else WorkerCallError(answer, where=self.target)
         return answer
 
     def __del__(self) -> None:
         self.close()
 
 
-def serve(pipe: Connection, target: str) -> None:
+def serve(pipe: Connection, target: str, wrapper: str) -> None:
     """What a worker's process does: say that it is there, then answer call after call with (failed, value or message)."""
     try:
         function = load_function(target)
+        if wrapper:
+            function = load_function(wrapper)(function)
     except ConfigError as error:
         pipe.send((True, error.what))
         return
@@ -178,10 +182,12 @@ def serve(pipe: Connection, target: str) -> None:
         try:
             value = function(*args, **kwargs)
             pipe.send((False, runner.run(awaited(value)) if inspect.isawaitable(value) else value))
+        except TrainingError as error:
+            pipe.send((True, error))
         except Exception as error:  # user code, and what it returns may not be picklable
             pipe.send((True, f"raised {told(error)}"))
         faulthandler.cancel_dump_traceback_later()
 
 
 if __name__ == "__main__":
-    serve(Connection(int(sys.argv[1])), sys.argv[2])
+    serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3])

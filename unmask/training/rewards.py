@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import math
 import numbers
 import re
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
@@ -23,8 +24,9 @@ from torch import Tensor
 
 from unmask.data.chat import is_conversational
 from unmask.errors import ConfigError, DataError, TrainingError
-from unmask.rewards.calls import EVENT_LOOP, Arguments, LateError, answers, in_thread, limited, part, shown
+from unmask.rewards.calls import EVENT_LOOP, Arguments, LateError, answers, check_signature, in_thread, limited, part, shown
 from unmask.rewards.http import HttpJudge
+from unmask.rewards.logged import Log
 from unmask.rewards.verdict import Verdict
 from unmask.rewards.workers import Worker, WorkerError, load_function, told
 from unmask.sandbox.isolation import SandboxError
@@ -53,27 +55,39 @@ class WorkerReward:
 
     def __init__(self, target: str, workers: int):
         self.__name__ = target.rpartition(":")[2]
-        self.workers = [Worker(target) for _ in range(workers)]
+        self.workers = [Worker(target, "unmask.rewards.logged:served") for _ in range(workers)]
         for start in [in_thread(worker.start) for worker in self.workers]:
             start.result()
 
     def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
-        """As `answers`, for each part; of the trainer's state with the attributes alone, and without ways to log."""
+        """As `answers`, for each part; of the trainer's state with the attributes alone. A function that does not take these arguments:
+        TrainingError. What it logs where it answers is logged here, None where it does not."""
         sent = {key: value for key, value in arguments.items() if key not in ("log_extra", "log_metric")}
         if "trainer_state" in sent:
             sent["trainer_state"] = SimpleNamespace(**vars(sent["trainer_state"]))  # so that no worker needs to import transformers
         count = len(sent["completions"])
         size = math.ceil(count / len(self.workers))
-        calls = []
+        calls, logs = [], []
         for worker, start in zip(self.workers, range(0, count, size), strict=False):
-            call = functools.partial(self._call, worker)
+            logs.append(Log())
+            call = functools.partial(self._call, worker, logs[-1])
             given = part(sent, slice(start, start + size))
             calls.append(in_thread(functools.partial(answers, call, given, seconds, name=self.__name__, alone=alone)))
-        return [answer for call in calls for answer in call.result()]
+        parts = [call.result() for call in calls]
+        columns = [log.columns(len(found)) for log, found in zip(logs, parts, strict=True)]
+        for name in dict.fromkeys(name for each in columns for name in each):
+            values = [each.get(name, [None] * len(found)) for each, found in zip(columns, parts, strict=True)]
+            arguments["log_extra"](name, itertools.chain(*values))
+        for log in logs:
+            for name, logged in log.metrics.items():
+                for value in logged:
+                    arguments["log_metric"](name, value)
+        return [answer for found in parts for answer in found]
 
-    @staticmethod
-    def _call(worker: Worker, arguments: Arguments, seconds: float) -> Any:
-        return worker.apply((), arguments, seconds)
+    def _call(self, worker: Worker, log: Log, arguments: Arguments, seconds: float) -> Any:
+        values, logged = worker.apply((self.__name__,), arguments, seconds)
+        log.add(logged)
+        return values
 
 
 class LocalReward:
@@ -148,19 +162,6 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
     return list(get_rewards(named))
 
 
-def check_signature(function: RewardFunction, arguments: Arguments, name: str) -> None:
-    """Raise a TrainingError where a function does not take the arguments: it would fail on everything."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of some functions written in C
-        return
-    try:
-        signature.bind(**arguments)
-    except TypeError as error:
-        remedy = "Name columns that the dataset has, and accept **kwargs for all others"
-        raise TrainingError(f"cannot be called: {error}", where=f"reward function {name}", remedy=remedy) from error
-
-
 def is_async(function: RewardFunction) -> bool:
     """Whether calling a function gives a coroutine: an async function, an object with an async `__call__`, or a partial of either."""
     while isinstance(function, functools.partial):
@@ -209,7 +210,7 @@ class Rewards:
         statuses: how often each verdict's status came in the last call, by the name of the function; of those that give verdicts.
         failures: on how many completions of the last call each function `raised` (or gave a verdict without a value), was late
             (`timeout`) or gave no number (`invalid`), by its name. The first of each kind is logged.
-        logged: by name, what functions of this process passed to `log_metric` in the last call.
+        logged: by name, what functions passed to `log_metric` in the last call.
         extras: by name, the columns that they passed to `log_extra`, a value for each completion; of several of one name the last.
     """
 
@@ -257,8 +258,7 @@ class Rewards:
         Raises:
             TrainingError: see the class.
         """
-        logged: dict[str, list[float]] = defaultdict(list)
-        extras: dict[str, list[Any]] = defaultdict(list)
+        log = Log()
         chat = is_conversational(rows[0])
         arguments = {
             **{name: [row[name] for row in rows] for name in rows[0] if name not in ("sample_id", "repeat", "completion", "prompt")},
@@ -266,13 +266,13 @@ class Rewards:
             "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
             "completion_ids": list(ids),
             **({} if state is None else {"trainer_state": state}),
-            "log_extra": lambda column, values: extras[column].extend(values),
-            "log_metric": lambda name, value: logged[name].append(float(value)),
+            "log_extra": log.log_extra,
+            "log_metric": log.log_metric,
         }
         answer_FB = self._answers(arguments)
-        # Copies, as a thread that was given up on may still log; the last values, as a function that raised logged twice.
-        self.logged = {name: list(values) for name, values in list(logged.items())}
-        self.extras = {name: values[-len(rows) :] for name, values in list(extras.items()) if len(values) >= len(rows)}
+        # Copies, as a thread that was given up on may still log.
+        self.logged = {name: list(values) for name, values in list(log.metrics.items())}
+        self.extras = log.columns(len(rows))
         self.statuses, self.failures = {}, {name: Counter() for name in self.names}
         read_FB = [[self._read(name, answer) for answer in answer_B] for name, answer_B in zip(self.names, answer_FB, strict=True)]
         for name, read_B in zip(self.names, read_FB, strict=True):
