@@ -244,6 +244,9 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
         judged = Judged(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
         _, kept_B = trainer.advantages(judged)
         assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
+    twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
+    _, kept_B = twice.advantages(judged)
+    assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
     with pytest.raises(ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"):
         make("grpo", tmp_path, difficulty_reward="solve", **shape)
 

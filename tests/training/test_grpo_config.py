@@ -104,7 +104,7 @@ def test_a_recipe_trains_a_model_of_characters(model, tmp_path):
     assert result.exit_code == 0, (result.output, result.exception)
     metrics = MetricsLog(output / "training_logs.json").read()
     assert [line["step"] for line in metrics if "kl" in line] == [1, 2]
-    assert "rewards/sudoku" in metrics[0]
+    assert "rewards/sudoku/published" in metrics[0]
     assert json.loads((output / "evaluation.json").read_text())["rows"] == 4
     training = parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]
     assert (training["beta"], training["num_iterations"], training["max_completion_length"]) == (0.04, 8, 17)

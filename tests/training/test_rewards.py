@@ -17,12 +17,14 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import TrainerState
 
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Task, get_task
-from unmask.training.rewards import Rewards, Scored
+from unmask.training.rewards import Rewards, Scored, distinct
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "sample_id": i, "repeat": 0, "completion": "c"} for i in range(3)]
 TEXTS = ["0", "x", "2"]
@@ -77,6 +79,28 @@ def test_sync_async_and_objects_side_by_side():
     nan = math.nan
     assert_equal(values(rewards), [[1.0, 0.25, 2.0, 2.0], [0.0, nan, 2.0, 2.0], [1.0, nan, 3.0, 3.0]])
     assert rewards.names == ["right", "only_first", "length", "Late"]
+
+
+@given(st.lists(st.sampled_from(["f", "f_2", "f_3", "g"])))
+def test_each_function_has_a_name_of_its_own(given_names):
+    names = distinct(given_names)
+    assert len(set(names)) == len(names) and all(name.startswith(given) for name, given in zip(names, given_names, strict=True))
+    once = list(dict.fromkeys(given_names))
+    assert distinct(once) == once
+
+
+def test_functions_of_one_name_are_told_apart(path):
+    task = get_task("sudoku").generate("train", 1, seed=0)
+    rewards = Rewards(["sudoku", "sudoku/partial", "sudoku/published", lambda **_: [1.0], lambda **_: 1 / 0])
+    assert rewards.names == ["sudoku", "sudoku/partial", "sudoku/published", "<lambda>", "<lambda>_2"]
+    rewards(task, [task[0]["completion"]], IDS[:1])
+    assert rewards.failures["<lambda>"] == {} and rewards.failures["<lambda>_2"] == {"raised": 1}
+    assert [rewards.statuses[name].total() for name in rewards.names[:3]] == [1, 1, 1]
+    for workers in (0, 1):
+        again = Rewards([f"{path}:few", right, f"{path}:few"], workers=workers)
+        assert again.names == ["few", "right", "few_2"]
+        with pytest.raises(TrainingError, match="reward function few_2"):
+            again._judges[2]({"completions": TEXTS, "log_extra": print, "log_metric": print}, 60)
 
 
 def test_totals_weigh_what_applies():
@@ -144,6 +168,7 @@ def test_a_reward_that_misbehaves_is_named_where_errors_are_asked_for(function, 
 REWARDS = """
 import os
 def right(completions, answer, **_): return [float(t == a) if t != "?" else None for t, a in zip(completions, answer)]
+def few(completions, **_): return []
 def process(completions, **_): return [float(os.getpid())] * len(completions)
 """
 

@@ -129,7 +129,8 @@ class Task(abc.ABC):
 
         Args:
             shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: the components of the
-                published reward, one function each (tasks for which there is one).
+                published reward, one function each (tasks for which there is one). A function that is all of a shaping has the
+                name that it is asked for by: `sudoku`, `sudoku/partial`.
 
         Raises:
             ConfigError: a shaping that the task does not have.
@@ -137,7 +138,8 @@ class Task(abc.ABC):
         known = self.shapings()
         if shaping not in known:
             raise ConfigError(f"{self.name} has no shaping {shaping!r}", where="rewards", remedy=did_you_mean(shaping, known))
-        return [Reward(name, self.columns, judge) for name, judge in known[shaping].items()]
+        parts, whole = known[shaping], self.name if shaping == "strict" else f"{self.name}/{shaping}"
+        return [Reward(name if len(parts) > 1 else whole, self.columns, judge) for name, judge in parts.items()]
 
     def shapings(self) -> dict[str, dict[str, Judge]]:
         """By the name of each shaping, its components."""

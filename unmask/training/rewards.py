@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -59,7 +59,7 @@ class WorkerReward:
         for start in [in_thread(worker.start) for worker in self.workers]:
             start.result()
 
-    def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
+    def ask(self, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
         """As `answers`, for each part; of the trainer's state with the attributes alone. A function that does not take these arguments:
         TrainingError. What it logs where it answers is logged here, None where it does not."""
         sent = {key: value for key, value in arguments.items() if key not in ("log_extra", "log_metric")}
@@ -70,22 +70,23 @@ class WorkerReward:
         calls, logs = [], []
         for worker, start in zip(self.workers, range(0, count, size), strict=False):
             logs.append(Log())
-            call = functools.partial(self._call, worker, logs[-1])
+            call = functools.partial(self._call, worker, name, logs[-1])
             given = part(sent, slice(start, start + size))
-            calls.append(in_thread(functools.partial(answers, call, given, seconds, name=self.__name__, alone=alone)))
+            calls.append(in_thread(functools.partial(answers, call, given, seconds, name=name, alone=alone)))
         parts = [call.result() for call in calls]
         columns = [log.columns(len(found)) for log, found in zip(logs, parts, strict=True)]
-        for name in dict.fromkeys(name for each in columns for name in each):
-            values = [each.get(name, [None] * len(found)) for each, found in zip(columns, parts, strict=True)]
-            arguments["log_extra"](name, itertools.chain(*values))
+        for column in dict.fromkeys(column for each in columns for column in each):
+            values = [each.get(column, [None] * len(found)) for each, found in zip(columns, parts, strict=True)]
+            arguments["log_extra"](column, itertools.chain(*values))
         for log in logs:
-            for name, logged in log.metrics.items():
+            for metric, logged in log.metrics.items():
                 for value in logged:
-                    arguments["log_metric"](name, value)
+                    arguments["log_metric"](metric, value)
         return [answer for found in parts for answer in found]
 
-    def _call(self, worker: Worker, log: Log, arguments: Arguments, seconds: float) -> Any:
-        values, logged = worker.apply((self.__name__,), arguments, seconds)
+    @staticmethod
+    def _call(worker: Worker, name: str, log: Log, arguments: Arguments, seconds: float) -> Any:
+        values, logged = worker.apply((name,), arguments, seconds)
         log.add(logged)
         return values
 
@@ -162,6 +163,15 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
     return list(get_rewards(named))
 
 
+def distinct(names: Iterable[str]) -> list[str]:
+    """Names, with a number behind each further one of those that came before."""
+    made: list[str] = []
+    for name in names:
+        numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))
+        made.append(next(each for each in numbered if each not in made))
+    return made
+
+
 def is_async(function: RewardFunction) -> bool:
     """Whether calling a function gives a coroutine: an async function, an object with an async `__call__`, or a partial of either."""
     while isinstance(function, functools.partial):
@@ -207,6 +217,7 @@ class Rewards:
         errors: unscored, or raise: a TrainingError for whatever fails.
 
     Attributes:
+        names: of the functions, by which all is told of them; a number is behind a further one of one name: `reward`, `reward_2`.
         statuses: how often each verdict's status came in the last call, by the name of the function; of those that give verdicts.
         failures: on how many completions of the last call each function `raised` (or gave a verdict without a value), was late
             (`timeout`) or gave no number (`invalid`), by its name. The first of each kind is logged.
@@ -238,7 +249,7 @@ class Rewards:
             raise ConfigError(f"unknown {errors!r}", where="reward_errors", remedy=f"Use one of {', '.join(get_args(Errors))}")
         found = [(function, weight) for named, weight in zip(listed, given, strict=True) for function in find_rewards(named, workers)]
         self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
-        self.names = [f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions]
+        self.names = distinct(f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions)
         self.seconds, self.errors = seconds, errors
         self.statuses: dict[str, Counter[str]] = {}
         self.failures: dict[str, Counter[str]] = {}
@@ -291,8 +302,10 @@ class Rewards:
     def _judge(self, function: RewardFunction | WorkerReward, name: str) -> Judge:
         if isinstance(function, HttpJudge):
             return function.ask
-        judge = function if isinstance(function, WorkerReward) else LocalReward(function, name)
-        return functools.partial(judge.ask, alone=self.errors == "unscored")
+        alone = self.errors == "unscored"
+        if isinstance(function, WorkerReward):
+            return functools.partial(function.ask, name=name, alone=alone)
+        return functools.partial(LocalReward(function, name).ask, alone=alone)
 
     def _answers(self, arguments: Arguments) -> list[list[Any]]:
         """What each function answers to each completion [F][B]."""
