@@ -146,7 +146,7 @@ def compare_times(steps: int, rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         lm = random_model(*SHAPE, "bidirectional")
         trainer = trainer_of(lm, folder, steps)
-        plain = Plain(lm, trainer.train_dataset[0]["prompt"], steps)
+        plain = Plain(lm, trainer.train_dataset[0].prompt, steps)
         loss_apart, gradient_apart = check_same(trainer, plain)
 
         def ours() -> None:
@@ -172,7 +172,7 @@ def compare_memory() -> None:
     steps = 4  # each holds the same memory
     with tempfile.TemporaryDirectory() as folder:
         lm = random_model(*SHAPE, "bidirectional")
-        prompt = trainer_of(lm, folder, steps).train_dataset[0]["prompt"]
+        prompt = trainer_of(lm, folder, steps).train_dataset[0].prompt
 
         def plain() -> None:
             trainer = Plain(lm, prompt, steps)

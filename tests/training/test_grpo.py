@@ -65,9 +65,9 @@ def rollouts(folder: Path, size: int, accumulation: int, **more: Any) -> tuple[d
 
     def recording(rows: Any, **arguments: Any) -> Any:
         generation = sample(rows, **arguments)
-        assert set(Counter(row["sample_id"] for row in rows).values()) == {4}
+        assert set(Counter(row.sample_id for row in rows).values()) == {4}
         for row, tokens in zip(rows, generation.tokens, strict=True):
-            made[trainer.state.global_step, row["sample_id"], row["repeat"]] = tokens
+            made[trainer.state.global_step, row.sample_id, row.repeat] = tokens
         return generation
 
     trainer.sample = recording
@@ -172,9 +172,12 @@ def test_rewards_are_asked_as_trl_asks_them(chat, tmp_path):
         return [0.0] * len(prompts)
 
     prompts = [[{"role": "user", "content": pair["prompt"]}] if chat else pair["prompt"] for pair in PAIRS]
-    trainer = run(tmp_path, reward, rows=[{"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(prompts)], max_steps=1)
+    rows = [{"prompt": prompt, "answer": str(i), "sample_id": f"s{i}", "repeat": -i} for i, prompt in enumerate(prompts)]
+    trainer = run(tmp_path, reward, rows=rows, max_steps=1)
     [call] = calls
-    assert call["rest"].keys() == {"trainer_state", "log_extra", "log_metric"}
+    assert call["rest"].keys() == {"trainer_state", "log_extra", "log_metric", "sample_id", "repeat"}
+    assert call["rest"]["sample_id"] == [f"s{answer}" for answer in call["answer"]]
+    assert call["rest"]["repeat"] == [-int(answer) for answer in call["answer"]]
     assert call["rest"]["trainer_state"] is trainer.state
     assert [prompts[int(answer)] for answer in call["answer"]] == call["prompts"]
     assert call["answer"][0::2] == call["answer"][1::2]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from unmask.generation.trace import Generation, Trace
 from unmask.training.prompts import Judged, PromptHistory
+from unmask.training.rollouts import PromptRow
 
 REWARDS = st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(-4, 4)), max_size=40)
 
@@ -92,7 +93,7 @@ def judged(ids):
         [[i] for i in ids], [str(i) for i in ids], [[i] for i in ids], [[0.0]] * len(ids), [[0]] * len(ids), ids, traces
     )
     value_B = torch.tensor([float(i) for i in ids])
-    return Judged([{"sample_id": i} for i in ids], generation, value_B[:, None], value_B, {"seen": [f"{i}!" for i in ids]})
+    return Judged([PromptRow({}, i, 0) for i in ids], generation, value_B[:, None], value_B, {"seen": [f"{i}!" for i in ids]})
 
 
 def test_rows_are_exchanged_in_all_that_is_known_of_them():

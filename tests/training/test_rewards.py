@@ -26,7 +26,7 @@ from unmask.rewards.verdict import Verdict
 from unmask.tasks import Task, get_task
 from unmask.training.rewards import Rewards, Scored, distinct
 
-ROWS = [{"prompt": f"p{i}", "answer": str(i), "sample_id": i, "repeat": 0, "completion": "c"} for i in range(3)]
+ROWS = [{"prompt": f"p{i}", "answer": str(i), "completion": "c"} for i in range(3)]
 TEXTS = ["0", "x", "2"]
 IDS = [[4, 2], [5, 2], [6, 7, 2]]
 
@@ -68,10 +68,10 @@ def test_functions_are_called_with_prompts_completions_ids_and_columns():
 
 def test_messages_are_answered_with_messages():
     seen = {}
-    rows = [{"prompt": [{"role": "user", "content": "hi"}], "sample_id": 0, "repeat": 0}]
-    Rewards(lambda **arguments: seen.update(arguments) or [0.0])(rows, ["yes"], [[4]])
-    assert seen["completions"] == [[{"role": "assistant", "content": "yes"}]]
-    assert seen["prompts"] == [rows[0]["prompt"]]
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}]
+    Rewards(lambda **arguments: seen.update(arguments) or [0.0, 0.0])(rows, ["yes", "no"], [[4], [5]])
+    assert seen["completions"] == [[{"role": "assistant", "content": "yes"}], "no"]
+    assert seen["prompts"] == [row["prompt"] for row in rows]
 
 
 def test_sync_async_and_objects_side_by_side():

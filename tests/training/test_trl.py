@@ -7,7 +7,7 @@ and the KL has a gradient; the third has old log-probabilities of its own, and a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from unmask.data.chat import encode_prompt
 from unmask.generation.trace import Generation, Trace
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
+from unmask.training.rollouts import PromptRow
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
 pytestmark = [
@@ -98,8 +99,8 @@ def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
     model = tiny("causal", dtype=torch.float64)
     trainer = GRPOTrainer(model, case.reward, GRPOConfig(**config | case.both | case.ours), rows, callbacks=[watch])
 
-    def sample(rows: Sequence[Mapping[str, Any]], **_: Any) -> Generation:
-        prompts, tokens = completed(trainer.lm.tokenizer, [row["prompt"] for row in rows])
+    def sample(rows: Sequence[PromptRow], **_: Any) -> Generation:
+        prompts, tokens = completed(trainer.lm.tokenizer, [row.prompt for row in rows])
         texts = trainer.lm.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         log_probs, steps = [[0.0] * len(ids) for ids in tokens], [list(range(len(ids))) for ids in tokens]
         traces = []

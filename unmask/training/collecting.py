@@ -33,7 +33,7 @@ from unmask.training.grpo_config import GRPOConfig
 from unmask.training.lockstep import failing_together
 from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.rewards import RewardFunction, Rewards
-from unmask.training.rollouts import PromptRows, cut_at_end
+from unmask.training.rollouts import PromptRow, PromptRows, cut_at_end
 from unmask.training.samples import Samples
 from unmask.training.viewwise import ViewwiseTrainer
 
@@ -80,14 +80,14 @@ class CollectingTrainer(ViewwiseTrainer):
                 raise DataError(what, where=f"{where}, row {index}", remedy="Lower max_completion_length or drop the row")
         return PromptRows(dataset, args.num_generations)
 
-    def collect(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
+    def collect(self, rows: list[PromptRow], step: int) -> Judged:
         """Completions of the rows' prompts (of a curriculum, of its own), rewarded; where a group teaches nothing those of another
         prompt, as often as `dynamic_sampling` says."""
         group = self.args.num_generations
         used: list[int] = []
         if self.args.curriculum is not None:
             rows = self._other_rows(len(rows) // group, step, used)
-        used += [row["sample_id"] for row in rows]
+        used += [row.sample_id for row in rows]
         judged = self.judge(rows, step)
         for number in range(self.args.dynamic_sampling):
             _, kept_B = self.advantages(judged)
@@ -99,7 +99,7 @@ class CollectingTrainer(ViewwiseTrainer):
             judged = judged.replaced([at + repeat for at in dull for repeat in range(group)][: len(others)], self.judge(others, step))
         return judged
 
-    def judge(self, rows: list[Mapping[str, Any]], step: int) -> Judged:
+    def judge(self, rows: list[PromptRow], step: int) -> Judged:
         """Sample and reward. Every process does so at the same time, be it with no rows."""
         answered = self.answer(rows, temperature=self.args.temperature, step=step)
         judged = replace(answered, total_B=self.shaped(answered.total_B, answered.generation))
@@ -107,18 +107,18 @@ class CollectingTrainer(ViewwiseTrainer):
             self.history.add(prompt, reward)  # the same on every process
         return judged
 
-    def answer(self, rows: list[Mapping[str, Any]], *, temperature: float, step: int | None) -> Judged:
+    def answer(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> Judged:
         """Completions, and what the reward functions give for them. Arguments as of `sample`."""
         generation = self.sample(rows, temperature=temperature, step=step)
         reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
         with failing_together("rollout"), self.phases("reward"):
             if rows:
-                scored = self.rewards(rows, generation.texts, generation.tokens, self.state)
+                scored = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.state)
                 self._record_calls(len(rows))
                 reward_BF, total_B = scored.value_BF, self.rewards.total(scored)
         return Judged(rows, generation, reward_BF, total_B, self.rewards.extras if rows else {})
 
-    def sample(self, rows: Sequence[Mapping[str, Any]], *, temperature: float, step: int | None) -> Generation:
+    def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
         """Completions of the rows' prompts. Beside the weights, a completion depends on (seed, step, sample, repeat) alone.
 
         Args:
@@ -132,7 +132,7 @@ class CollectingTrainer(ViewwiseTrainer):
         generation = Generation([], [], [], [], [], [], trace=[])
         with failing_together("rollout"), self.phases("generation"), self.lockstep():
             if rows:
-                generation = self.backend.generate([row["prompt"] for row in rows], config, keys)
+                generation = self.backend.generate([row.prompt for row in rows], config, keys)
         self.phases.count(generated=sum(map(len, generation.tokens)))
         if generation.prompt_reuse is not None:
             self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
@@ -210,7 +210,7 @@ class CollectingTrainer(ViewwiseTrainer):
         """
         return advantage_B[:, None]
 
-    def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[Mapping[str, Any]]:
+    def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[PromptRow]:
         """The groups of so many prompts that are not used yet, on no process; these are then used."""
         wanted = gather_object([prompts])
         used[:] = sorted(set(gather_object(used)))
@@ -273,7 +273,7 @@ class CollectingTrainer(ViewwiseTrainer):
                 self.record("reward_std", scored_B.std(), len(scored_B))
         step = self.state.global_step + 1
         if self.is_world_process_zero() and self.samples.due(step):
-            texts = {**judged.extras, "prompt": [row["prompt"] for row in judged.rows], "completion": generation.texts}
+            texts = {**judged.extras, "prompt": [row.prompt for row in judged.rows], "completion": generation.texts}
             figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
             self.samples.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.callback_handler.callbacks)
 
@@ -292,9 +292,9 @@ class CollectingTrainer(ViewwiseTrainer):
     _reused, _read = 0.0, 0
 
 
-def completion_key(row: Mapping[str, Any], step: int | None) -> int:
+def completion_key(row: PromptRow, step: int | None) -> int:
     """What the noise of a completion follows from, beside the seed of the run. Arguments as of `sample`."""
-    return sequence_key([row["sample_id"]] if step is None else [row["sample_id"], step], row["repeat"])
+    return sequence_key([row.sample_id] if step is None else [row.sample_id, step], row.repeat)
 
 
 def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:

@@ -33,7 +33,7 @@ from unmask.training.grpo_config import GRPOConfig
 from unmask.training.prompts import Judged
 from unmask.training.reference import Reference, make_reference
 from unmask.training.rewards import RewardFunction
-from unmask.training.rollouts import GroupSampler, make_rollout
+from unmask.training.rollouts import GroupSampler, PromptRow, make_rollout
 from unmask.training.viewwise import Piece
 
 BUFFER_FILE = "rollouts-{rank}.pt"
@@ -223,7 +223,7 @@ class GRPOTrainer(CollectingTrainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     @torch.no_grad()
-    def experience(self, micro_batches: Sequence[Sequence[Mapping[str, Any]]]) -> list[list[Update]]:
+    def experience(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
         """Sample, reward and score the completions of one optimizer step."""
         step = self.state.global_step // self.args.num_iterations
         self.sync_weights(step)

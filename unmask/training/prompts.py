@@ -18,6 +18,7 @@ from torch import Tensor
 from unmask.diffusion.noise import Stream, uniform
 from unmask.generation.trace import Generation
 from unmask.monitor import write_atomic
+from unmask.training.rollouts import PromptRow
 
 FILE = "prompts.json"
 
@@ -81,7 +82,7 @@ class Judged:
         extras: what reward functions tell of each beside (`log_extra`), by name.
     """
 
-    rows: list[Mapping[str, Any]]
+    rows: list[PromptRow]
     generation: Generation
     reward_BF: Tensor
     total_B: Tensor
@@ -90,7 +91,7 @@ class Judged:
     @property
     def group_B(self) -> Tensor:
         """The prompt of each completion."""
-        return torch.tensor([row["sample_id"] for row in self.rows])
+        return torch.tensor([row.sample_id for row in self.rows])
 
     def part(self, at: slice) -> Judged:
         """Some of the completions."""

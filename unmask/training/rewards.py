@@ -262,7 +262,7 @@ class Rewards:
         """What each function gives for each completion.
 
         Args:
-            rows: of the dataset, one per completion; the first one has all columns.
+            rows: of the dataset, one per completion; all have the same columns.
             texts, ids: the completions.
             state: the trainer's; None: functions get none.
 
@@ -270,11 +270,12 @@ class Rewards:
             TrainingError: see the class.
         """
         log = Log()
-        chat = is_conversational(rows[0])
         arguments = {
-            **{name: [row[name] for row in rows] for name in rows[0] if name not in ("sample_id", "repeat", "completion", "prompt")},
+            **{name: [row[name] for row in rows] for name in rows[0] if name not in ("completion", "prompt")},
             "prompts": [row["prompt"] for row in rows],
-            "completions": [[{"role": "assistant", "content": text}] for text in texts] if chat else list(texts),
+            "completions": [
+                [{"role": "assistant", "content": text}] if is_conversational(row) else text for row, text in zip(rows, texts, strict=True)
+            ],
             "completion_ids": list(ids),
             **({} if state is None else {"trainer_state": state}),
             "log_extra": log.log_extra,

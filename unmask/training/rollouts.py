@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,18 +75,39 @@ def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
     return replace(generation, texts=texts, tokens=cut["tokens"], log_probs=cut["log_probs"], steps=cut["steps"])
 
 
+class PromptRow(NamedTuple):
+    """A prompt of the data set, to be answered once.
+
+    Attributes:
+        columns: of the data set, the prompt among them.
+        sample_id: its place in the data set.
+        repeat: its place in its group.
+    """
+
+    columns: Mapping[str, Any]
+    sample_id: int
+    repeat: int
+
+    @property
+    def prompt(self) -> Any:
+        """As text, messages or ids."""
+        return self.columns["prompt"]
+
+
 class PromptRows(Dataset):
-    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group."""
+    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. All have the columns of all, None where a row
+    has no such column."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], group: int):
         self.rows, self.group = rows, group
+        self.columns = dict.fromkeys(name for row in rows for name in row)
 
     def __len__(self) -> int:
         return len(self.rows) * self.group
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> PromptRow:
         sample_id, repeat = divmod(index, self.group)
-        return {**self.rows[sample_id], "sample_id": sample_id, "repeat": repeat}
+        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat)
 
 
 class GroupSampler(Sampler[int]):
