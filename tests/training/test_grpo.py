@@ -313,6 +313,8 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"method": "diffugrpo"}, "unknown method 'diffugrpo'.*diffu-grpo"),
         ({"policy": "certain"}, "policy.*'certain'"),
         ({"segments": 0}, "segments: 0 is refused. Use at least 1"),
+        ({"reward_workers": -1}, "reward_workers: -1 is refused. Use at least 0"),
+        ({"log_completions_rows": 0}, "log_completions_rows: 0 is refused. Use at least 1"),
         ({"kl": "k4"}, "unknown kl 'k4'.*k1, k2, k3"),
         ({"aggregation": "mean"}, "unknown aggregation 'mean'.*token"),
         ({"method": "agrpo", "num_iterations": 2}, "agrpo learns from a rollout once"),

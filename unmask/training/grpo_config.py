@@ -94,7 +94,7 @@ class GRPOConfig(StageConfig):
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
 
     reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
-    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: it runs in the training process")
+    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: it runs in the training process", low=0)
     rollout: dict[str, Any] | None = setting(
         None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
     )
@@ -102,7 +102,7 @@ class GRPOConfig(StageConfig):
         2.0, "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction", low=1e-3
     )
     log_completions_steps: int = setting(0, "Show and keep sample completions every so many steps; 0: never", low=0)
-    log_completions_rows: int = setting(8, "Completions in such a sample")
+    log_completions_rows: int = setting(8, "Completions in such a sample", low=1)
     performance_log_interval: int = setting(0, "Log time and tokens by phase every so many steps; 0: never", low=0)
 
     reward_timeout: float = setting(600.0, "Seconds that each reward function may take for a batch")
