@@ -340,6 +340,13 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
     assert not equal(weights(straight.reference.lm), weights(tiny()))
 
 
+def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
+    shape = {"curriculum": 0.5, "save_strategy": "steps", "save_steps": 2, "reward": ranks}
+    make("grpo", tmp_path, max_steps=6, **shape).train()
+    with pytest.raises(TrainingError, match=r"checkpoint-6: cannot be gone on from: prompts.json is of .* but the data set has 4"):
+        make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
+
+
 def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()

@@ -68,8 +68,11 @@ class PromptHistory:
         write_atomic(folder / FILE, json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())))
 
     def load(self, folder: Path) -> None:
-        """Read it back."""
-        self.seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / FILE).read_text())}
+        """Read it back. ValueError where it is of prompts that there are not, and prompts are weighed by it."""
+        seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / FILE).read_text())}
+        if self.target is not None and (last := max(seen, default=0)) >= self.count:
+            raise ValueError(f"{FILE} is of {last + 1} prompts or more, but the data set has {self.count}")
+        self.seen = seen
 
 
 @dataclass(frozen=True)
