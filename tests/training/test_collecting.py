@@ -208,6 +208,8 @@ def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp
         nan_ok=True,
     )
     assert trainer.state.log_history[-1]["eval_unscored"] == 0.25
+    with pytest.raises(ConfigError, match=r"eval_dataset: there is nothing to evaluate on\. Give it to evaluate"):
+        make("grpo", tmp_path / "unheld", reward=never).evaluate()
     none = make("grpo", tmp_path / "none", reward=never, eval_dataset=held_out).evaluate()
     assert math.isnan(none["eval_reward"]) and none["eval_unscored"] == 1.0
 

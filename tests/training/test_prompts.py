@@ -89,7 +89,7 @@ def test_what_was_seen_is_read_back(tmp_path):
 
 def test_what_was_seen_of_more_prompts_is_refused_where_it_weighs(tmp_path):
     history([(3, 1), (9, 2)]).save(tmp_path)
-    with pytest.raises(ValueError, match="prompts.json is of 10 prompts or more, but the data set has 9"):
+    with pytest.raises(ValueError, match=r"prompts\.json is of 10 prompts or more, but the data set has 9"):
         PromptHistory(9, 0.5).load(tmp_path)
     PromptHistory(9).load(tmp_path)
     PromptHistory(10, 0.5).load(tmp_path)

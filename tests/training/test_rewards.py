@@ -135,8 +135,12 @@ def test_tasks_are_named(name):
 
 
 def test_functions_and_weights_that_do_not_fit():
-    with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
-        Rewards([])
+    for none in ([], ()):
+        with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
+            Rewards(none)
+    for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
+        with pytest.raises(ConfigError, match=r"reward_funcs: .* is no reward function\. Give a function, or the name"):
+            Rewards(wrong)
     with pytest.raises(ConfigError, match="reward_weights: 1 weights for 2 functions"):
         Rewards([right, length], weights=[1.0])
 

@@ -224,7 +224,13 @@ class CollectingTrainer(ViewwiseTrainer):
         self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """The mean reward of greedy completions, one per prompt: `eval_reward`, of each function `eval_rewards/NAME`. Both are of what was
-        scored, NaN where nothing was; `eval_unscored` is the share that was not. Every process answers its share of the prompts."""
+        scored, NaN where nothing was; `eval_unscored` is the share that was not. Every process answers its share of the prompts.
+
+        Raises:
+            ConfigError: neither this nor the trainer has an `eval_dataset`.
+        """
+        if eval_dataset is None and self.eval_dataset is None:
+            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
         prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
         mine = range(self.accelerator.process_index, len(prompts) // self.args.num_generations, self.accelerator.num_processes)
         with self.saved_if_it_fails(), evaluating(self.lm):

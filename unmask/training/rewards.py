@@ -150,10 +150,13 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
         workers: processes for a function given by its path; 0: it runs in this one.
 
     Raises:
-        ConfigError: there is no such thing.
+        ConfigError: it is no function, or there is none of the name.
     """
-    if not isinstance(named, str):
+    if callable(named):
         return [named]
+    if not isinstance(named, str):
+        remedy = "Give a function, or the name of one: a task, package.module:function, ..."
+        raise ConfigError(f"{shown(named)} is no reward function", where="reward_funcs", remedy=remedy)
     if named.startswith(("http://", "https://")):
         return [HttpJudge(named)]
     if named.startswith("model:"):
@@ -234,7 +237,7 @@ class Rewards:
         seconds: float = 600.0,
         errors: Errors = "unscored",
     ):
-        listed = [functions] if callable(functions) or isinstance(functions, str) else list(functions)
+        listed = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
         if not listed:
             raise ConfigError("no reward function", where="reward_funcs", remedy="Give at least one")
         given = list(weights) if weights is not None else [1.0] * len(listed)
