@@ -39,7 +39,8 @@ Judge = Callable[[Arguments, float], list[Any]]
 Errors = Literal["unscored", "raise"]
 FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_SECONDS = 1e6
-LARGEST = torch.finfo(torch.float32).max
+LARGEST = 1e12
+"""Of a reward, weights and all: in float32 the squares and sums that losses make of it are then finite."""
 THREAD = re.compile("signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread")
 """How messages begin that a function cannot be called in this thread."""
 logger = logging.getLogger(__name__)
@@ -220,6 +221,7 @@ class Rewards:
         errors: unscored, or raise: a TrainingError for whatever fails.
 
     Attributes:
+        largest: a value beyond this counts as no finite number.
         names: of the functions, by which all is told of them; a number is behind a further one of one name: `reward`, `reward_2`.
         statuses: how often each verdict's status came in the last call, by the name of the function; of those that give verdicts.
         failures: on how many completions of the last call each function `raised` (or gave a verdict without a value), was late
@@ -244,6 +246,9 @@ class Rewards:
         if len(given) != len(listed):
             what = f"{len(given)} weights for {len(listed)} functions"
             raise ConfigError(what, where="reward_weights", remedy="Give one weight per reward function")
+        for weight in given:
+            if not (isinstance(weight, numbers.Real) and abs(weight) <= LARGEST):
+                raise ConfigError(f"{shown(weight)} is refused", where="reward_weights", remedy=f"Give numbers of at most {LARGEST:g}")
         if not 0 < seconds <= MAX_SECONDS:
             raise ConfigError(
                 f"{seconds} seconds for a reward", where="reward_timeout", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}"
@@ -254,6 +259,7 @@ class Rewards:
         self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
         self.names = distinct(f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions)
         self.seconds, self.errors = seconds, errors
+        self.largest = LARGEST / max(1.0, sum(map(abs, self.weights)))
         self.statuses: dict[str, Counter[str]] = {}
         self.failures: dict[str, Counter[str]] = {}
         self.logged: dict[str, list[float]] = {}
@@ -337,9 +343,9 @@ class Rewards:
             what = answer.what if isinstance(answer, WorkerError) else f"raised {told(answer)}"
             return Failure("raised", what, "Mend it, or return None")
         real = isinstance(answer, numbers.Real)
-        if real and -LARGEST <= answer <= LARGEST:  # not NaN, and finite as a float32
+        if real and abs(answer) <= self.largest:  # not NaN
             return float(answer)
-        return Failure("invalid", f"returned {shown(answer)}", "Return a finite number, or None")
+        return Failure("invalid", f"returned {shown(answer)}", f"Return a number of at most {self.largest:g}, or None")
 
     def _report(self, name: str, read_B: Sequence[float | Failure]) -> None:
         """Count what a function failed on, and tell of the first one of each kind; or raise it."""
