@@ -170,6 +170,36 @@ def test_samples_tell_what_reward_functions_log_of_each_completion(tmp_path):
         assert line["first"] == line["completion"][:1] and line["parts"] == list(range(int(line["reward"])))
 
 
+def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path):
+    settings = {"max_steps": 2, "performance_log_interval": 1, "log_memory_usage": True, "include_num_input_tokens_seen": "all"}
+    settings |= {"curriculum": 0.5, "drop_equal_groups": True, "dynamic_sampling": 1, "beta": 0.1, "method": "diffu-grpo"}
+    settings |= {"eval_dataset": PAIRS[:2], "eval_strategy": "steps", "eval_steps": 1}
+
+    def lines(folder: Path, reward: Any) -> list[dict[str, float]]:
+        make("grpo", folder, tiny("causal"), reward=reward, **settings).train()
+        return MetricsLog(folder / "training_logs.json").read()
+
+    plain = lines(tmp_path / "plain", share_of_a)
+    own = {name for line in plain for name in line}
+    assert {"step", "loss", "kl", "eval_reward", "groups_replaced", "throughput/trained", "time/reward", "memory_gb", "train_loss"} <= own
+
+    def chatty(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        for name in (*own, "mine"):
+            log_metric(name, 1e6)
+        return share_of_a(completions)
+
+    chatty.__name__ = "share_of_a"
+    logged = lines(tmp_path / "chatty", chatty)
+    for before, after in zip(plain, logged, strict=True):
+        theirs = {name for name in after if "mine" in name or "logged/" in name}
+        assert after.keys() - theirs == before.keys() and all(after[name] == 1e6 for name in theirs)
+        assert theirs >= ({"mine", "logged/step", "logged/loss"} if "loss" in after else set())
+        changing = ("time/", "throughput/", "memory", "tokens_per_second", "train_")
+        assert [after[name] for name in before if not name.startswith(changing)] == [
+            before[name] for name in before if not name.startswith(changing)
+        ]
+
+
 def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
     lm = tiny("causal")
     vllm = FakeVLLM(lm, processed=True)

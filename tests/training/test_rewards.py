@@ -546,6 +546,14 @@ def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, na
     assert sum(rewards.logged["words"]) == 3 and len(rewards.logged["words"]) == max(1, workers)
 
 
+@pytest.mark.parametrize(("name", "error"), [(3, "TypeError: a log cannot have the name 3"), ("\ud800", "UnicodeEncodeError")])
+@pytest.mark.parametrize("way", ["log_extra", "log_metric"])
+def test_a_log_of_no_name_is_a_failure_of_its_function(way, name, error):
+    rewards = Rewards(lambda **given: given[way](name, [1.0] * 3 if way == "log_extra" else 1.0), errors="raise")
+    with pytest.raises(TrainingError, match=f"reward function <lambda>: raised {error}"):
+        rewards(ROWS, TEXTS, IDS)
+
+
 def test_what_a_process_logs_stays_with_its_completions(tmp_path):
     (tmp_path / "logs.py").write_text(LOGS)
     rewards = Rewards(f"{tmp_path}/logs.py:logs", workers=2)

@@ -64,6 +64,17 @@ def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
     assert shown.index("rewards/right") < shown.index("advantage") < shown.index("truncated")
 
 
+def test_what_no_terminal_can_show_is_told_by_its_number(tmp_path, capsys):
+    half = {"extra": ["\ud800", ["\udfff"]], "step": [7, 8]}
+    samples = Samples(tmp_path, every=1)
+    samples.write(1, columns(2) | half)
+    shown = capsys.readouterr().out.encode().decode()
+    assert "\\ud800" in shown and "\\udfff" in shown
+    assert [line["extra"] for line in kept(tmp_path)] == half["extra"]
+    samples.rewind(0)  # by the step of the run, not by that of a function
+    assert kept(tmp_path) == []
+
+
 def run(samples: Samples, rollouts: range, folder: Path) -> None:
     for step in rollouts:
         if samples.due(step):

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from unmask.rewards.calls import check_signature
+from unmask.rewards.calls import check_signature, shown
 
 
 class Log:
@@ -19,11 +19,11 @@ class Log:
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Keep a value for each completion."""
-        self.extras[column].extend(values)
+        self.extras[_name(column)].extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number, which is averaged with the others of that name."""
-        self.metrics[name].append(float(value))
+        self.metrics[_name(name)].append(float(value))
 
     def add(self, other: Log) -> None:
         """Keep what another one has, behind one's own."""
@@ -35,6 +35,13 @@ class Log:
     def columns(self, count: int) -> dict[str, list[Any]]:
         """Those with a value for each of so many completions: the last values, as a function that raised logged twice."""
         return {column: values[-count:] for column, values in list(self.extras.items()) if len(values) >= count}
+
+
+def _name(name: str) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"a log cannot have the name {shown(name)}: give text")
+    name.encode()  # raises for half a character (a lone surrogate), which trackers cannot write
+    return name
 
 
 def served(function: Callable[..., Any]) -> Callable[..., Any]:

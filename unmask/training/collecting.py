@@ -31,6 +31,7 @@ from unmask.sandbox.outcome import Status
 from unmask.training.adapters import merged
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.lockstep import failing_together
+from unmask.training.log import metric_of_function
 from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.rollouts import PromptRow, PromptRows, cut_at_end
@@ -258,7 +259,7 @@ class CollectingTrainer(ViewwiseTrainer):
                 self.record(f"rewards/{name}/{kind}", number / count, count)
         for metric, values in self.rewards.logged.items():
             for value in values:
-                self.record(metric, value)
+                self.record(metric_of_function(metric), value)
 
     def record_rollout(self, judged: Judged, advantage_B: Tensor) -> None:
         """Metrics of a rollout batch, and samples of it."""

@@ -19,6 +19,19 @@ from unmask.training.phases import Phases
 LOG_NAME = "training_logs.json"
 SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
 """What a display shows, beside the memory."""
+OWN = {
+    *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
+    *("memory_gb", "tokens_per_second", "total_flos", "num_input_tokens_seen"),
+    *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
+    *("clipped", "kl", "ratio", "importance", "server_gap"),
+}
+"""What reinforcement learning logs; and all that begins with one of these:"""
+OWN_BEGINNINGS = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
+
+
+def metric_of_function(name: str) -> str:
+    """What a metric of a reward function is logged as: its name, as in TRL, or `logged/NAME` where that is one of the trainer's own."""
+    return f"logged/{name}" if name in OWN or name.startswith(OWN_BEGINNINGS) else name
 
 
 class Progress(Protocol):

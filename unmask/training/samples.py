@@ -52,7 +52,7 @@ class Samples:
         picked = range(count) if count <= self.rows else [i * count // self.rows for i in range(self.rows)]
         rows = [[_scalar(values[i]) for values in columns.values()] for i in picked]
         for i in picked:
-            self._log.write({"step": step, **{name: values[i] for name, values in columns.items()}})
+            self._log.write({"step": step, **{name: values[i] for name, values in columns.items() if name != "step"}})
         show_table([[_shortened(_text(value)) for value in row] for row in rows], f"completions of step {step}", columns)
         for callback in callbacks:
             _track(callback, step, list(columns), rows)
@@ -76,10 +76,13 @@ def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[li
 
 
 def _scalar(value: Any) -> str | float | None:
-    """What a cell of a table can hold; messages as JSON."""
-    if value is None or isinstance(value, (str, int)):
+    """What a cell of a table can hold; messages as JSON, half a character (a lone surrogate), which nothing can show, as its number."""
+    if value is None or isinstance(value, int):
         return value
-    return (None if math.isnan(value) else value) if isinstance(value, float) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _text(value: str | float | None) -> str:
