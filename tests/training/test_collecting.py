@@ -15,7 +15,7 @@ from tests.generation.servers import FakeVLLM, Server, serving, write_model
 from tests.serving.servers import copied, served
 from tests.training.conftest import PAIRS, equal, make, share_of_a, tiny, weights
 from unmask.config import LoraSettings
-from unmask.errors import ConfigError, GenerationError
+from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.http import RemoteError
 from unmask.models.load import load
 from unmask.monitor import MetricsLog
@@ -73,6 +73,29 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
         for each in (trainer, resumed):
             each.backend.close()
     assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+def test_what_was_half_done_is_not_logged_twice(tmp_path):
+    shape = {"max_steps": 4, "logging_steps": 4, "dynamic_sampling": 1, "drop_equal_groups": True}
+    calls: list[int] = []
+
+    def run(folder: Path, fails: bool) -> GRPOTrainer:
+        def reward(completions: list[str], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
+            calls.append(1)
+            log_metric("at", trainer_state.global_step)
+            if fails and len(calls) == 4:  # the second of a rollout: each step asks twice, as groups of equal rewards are replaced
+                raise TrainingError("wrong")
+            return [1.0] * len(completions)
+
+        return make("grpo", folder, tiny("causal"), reward=reward, **shape)  # type: ignore[return-value]
+
+    run(tmp_path / "straight", fails=False).train()
+    calls.clear()
+    with pytest.raises(TrainingError, match="wrong"):
+        run(tmp_path / "broken", fails=True).train()
+    run(tmp_path / "broken", fails=False).train(resume_from_checkpoint=True)
+    for folder in (tmp_path / "straight", tmp_path / "broken"):
+        assert MetricsLog(folder / "training_logs.json").read()[0]["at"] == 1.5
 
 
 @pytest.mark.parametrize("failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")])

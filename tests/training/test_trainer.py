@@ -140,6 +140,29 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(torn, tmp_
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
 
 
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_resumed_run_logs_what_was_recorded_before(verb, tmp_path):
+    """But for the loss, whose sum transformers does not keep."""
+    shape = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 1}
+    shape |= {"num_iterations": 2, "reward": chatty} if verb == "grpo" else {}
+
+    def lines() -> list[dict[str, float]]:
+        own = [line for line in RunLog(folder=tmp_path).read() if "loss" in line]
+        return [{name: value for name, value in line.items() if name not in ("loss", "tokens_per_second")} for line in own]
+
+    make(verb, tmp_path, **shape).train()
+    straight = lines()
+    for checkpoint in (1, 2, 4):
+        make(verb, tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
+        assert lines() == straight, checkpoint
+    assert len(straight) == 2 and len(straight[0]) > 4
+
+
+def chatty(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+    log_metric("letters", sum(map(len, completions)))
+    return [float(len(text)) for text in completions]
+
+
 def test_without_a_whole_checkpoint_a_resumed_run_starts_anew(tmp_path):
     straight = make("sft", tmp_path, **SAVING)
     straight.train()

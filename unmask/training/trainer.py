@@ -6,10 +6,11 @@ Shapes: B batch, V views, T tokens.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
-from unmask.monitor import peak_memory_bytes
+from unmask.monitor import peak_memory_bytes, write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.adapters import merged, quantised, with_adapters
 from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     import peft
 
 Batch = dict[str, Tensor]
+RECORDED_NAME = "recorded.json"
 NOT_FINITE = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
 
 
@@ -294,6 +296,13 @@ class DiffusionTrainer(Trainer):
         except ImportError as error:
             raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._sums.clear()
+            if self.is_world_process_zero():  # it is of all processes
+                self._sums.update(json.loads((Path(checkpoint) / RECORDED_NAME).read_text()))
+
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of an optimizer step, before their items are counted."""
         return batches
@@ -330,9 +339,7 @@ class DiffusionTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
         mine = {name: self._sums.pop(name) for name in list(self._sums) if name.startswith("eval_") == bool(prefix)}
-        ranks = gather_object([mine])  # names may differ between ranks
-        for name in dict.fromkeys(name for sums in ranks for name in sums):
-            total, count = map(sum, zip(*(sums[name] for sums in ranks if name in sums), strict=True))
+        for name, (total, count) in everywhere(mine).items():
             if count > 0:
                 logs[name] = total / count
         if "loss" in logs:  # of the steps since the last such line
@@ -353,7 +360,12 @@ class DiffusionTrainer(Trainer):
         return 0
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Checkpoints hold what is trained; a save of one's own holds the whole model, with adapters merged in."""
+        """Checkpoints hold what is trained, and what was recorded since the last log line; a save of one's own holds the whole model, with
+        adapters merged in."""
+        if _internal_call:
+            recorded = everywhere(self._sums)
+            if self.args.should_save:
+                write_atomic(Path(str(output_dir)) / RECORDED_NAME, json.dumps(recorded))
         if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
             super().save_model(output_dir, _internal_call)
             if not _internal_call and self.args.should_save:
@@ -365,3 +377,10 @@ class DiffusionTrainer(Trainer):
         """What transformers does when it pushes to the hub."""
         if self.args.should_save:
             write_card(self.lm, str(self.args.output_dir))
+
+
+def everywhere(sums: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Sums of all processes, which may have different ones."""
+    ranks = gather_object([dict(sums)])
+    names = dict.fromkeys(name for each in ranks for name in each)
+    return {name: [sum(part) for part in zip(*(each[name] for each in ranks if name in each), strict=True)] for name in names}
