@@ -85,7 +85,7 @@ def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
     along = {"reference": "frozen", "reference_model": str(folder / "converted")}
     args = unmask.DPOConfig(**arguments(folder / "measured", 1, 16, 0.0, **along))
     measured = unmask.DPOTrainer(policy, args, story_pairs(held_out)[:32])
-    found, margin = variances(measured, budgets=(1, 8), redraws=32)
+    found, margin = variances(measured, budgets=(1, 8), redraws=16)
     rows = [("margin in training, first and last tenth, nats", f"{log[0]['margin']:.2f}, {log[-1]['margin']:.2f}", "")]
     rows += [("margin of 32 held-out pairs, nats", f"{margin:.2f}", "")]
     for name in ESTIMATORS:
