@@ -300,8 +300,9 @@ class DiffusionTrainer(Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             self._sums.clear()
-            if self.is_world_process_zero():  # it is of all processes
-                self._sums.update(json.loads((Path(checkpoint) / RECORDED_NAME).read_text()))
+            recorded = Path(checkpoint) / RECORDED_NAME
+            if self.is_world_process_zero() and recorded.exists():  # it is of all processes
+                self._sums.update(json.loads(recorded.read_text()))
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of an optimizer step, before their items are counted."""
