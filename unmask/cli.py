@@ -123,7 +123,6 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
-    from unmask.training.modes import arranged
     from unmask.training.variables import older_layers
 
     verb = str(ctx.info_name)
@@ -132,7 +131,10 @@ def train(
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
     older, own = older_layers(os.environ, verb), overrides or []
     layers = read_layers(recipes=recipes, config_files=config or [], older=older, environ=os.environ, flags=flags, overrides=own)
-    layers = arranged(layers, verb, mode, recipes=len(recipes))
+    if mode or (verb == "grpo" and recipes):
+        from unmask.training.modes import arranged
+
+        layers = arranged(layers, verb, mode, recipes=len(recipes))
     if debug:
         from unmask.training.switches import watch_for_anomalies
 
