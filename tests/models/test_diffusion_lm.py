@@ -147,6 +147,19 @@ def test_a_row_longer_than_the_context_is_an_error():
         lm.logits(random_ids(1, 65))
 
 
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_documents_that_each_fit_the_context_may_share_a_longer_row(pattern):
+    """Also beside as much padding: positions are learnt, and there are 64 of them."""
+    lm = tiny_lm("gpt2", pattern, BLOCKS[pattern])
+    parts, padding = [random_ids(1, 64, seed=seed) for seed in (1, 2)], torch.zeros(1, 128, dtype=torch.long)
+    packed = torch.cat([torch.cat(parts, 1), torch.cat([parts[0][:, :5], padding[:, 5:]], 1)])
+    documents = torch.tensor([[1] * 64 + [2] * 64, [1] * 5 + [0] * 123])
+    logits = lm.logits(packed, documents)
+    for number, part in enumerate(parts):
+        torch.testing.assert_close(logits[0, 64 * number + 1 : 64 * (number + 1)], lm.logits(part)[0, 1:], **CLOSE)
+    torch.testing.assert_close(logits[1, 1:5], lm.logits(parts[0][:, :5])[0, 1:], **CLOSE)
+
+
 def test_gradients_of_chosen_rows_are_those_of_all_rows():
     lm = tiny_lm("gpt2", "bidirectional")
     ids, rows = random_ids(2, 6), some((2, 6))

@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         document_BT: number of the document that a token belongs to; 0 is padding.
-        position_BT: position within the document, from 0. The block grid is anchored here, so left padding moves nothing.
+        position_BT: position within the document, from 0; of padding 0. The block grid is anchored here, so left padding moves nothing.
         copy_BT: 0 for clean tokens, 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`.
     """
 
@@ -53,7 +53,7 @@ class Layout:
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
         starts_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
         position_BT = index_T - torch.where(starts_BT, index_T, 0).cummax(dim=1).values
-        return cls(document_BT, position_BT, torch.zeros_like(document_BT))
+        return cls(document_BT, position_BT.where(document_BT > 0, 0), torch.zeros_like(document_BT))
 
     @classmethod
     def full(cls, length: int, device: torch.device) -> Layout:

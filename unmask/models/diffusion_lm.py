@@ -337,13 +337,11 @@ class DiffusionLM:
 
     def _layout(self, ids_BT: Tensor, attention_mask_BT: Tensor | None, copies: int = 0) -> tuple[Layout, AttentionMask]:
         length, device = ids_BT.shape[1], ids_BT.device
-        if self.context_length is not None and length > self.context_length:
-            raise ModelError(
-                f"{length} tokens, but the model's context is {self.context_length}",
-                where="input_ids",
-                remedy="Shorten the prompt or max_new_tokens",
-            )
         layout = Layout.full(length, device) if attention_mask_BT is None else Layout.of(attention_mask_BT)
+        context = self.context_length
+        if context is not None and length > context and (longest := int(layout.position_BT.max()) + 1) > context:  # of a document
+            what = f"{longest} tokens, but the model's context is {context}"
+            raise ModelError(what, where="input_ids", remedy="Shorten the prompt or max_new_tokens")
         layout = layout.with_noised_copies(copies) if copies else layout
         if attention_mask_BT is None:
             mask = unpadded_mask(self.attention, self.block_size, length, copies, device, self.causal_context)
