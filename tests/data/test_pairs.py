@@ -299,6 +299,7 @@ def test_an_answer_is_no_longer_than_its_own_side_says():
     assert len(rows["chosen"]["input_ids"]) == 8 and len(rows["rejected"]["input_ids"]) == 4
 
 
+@pytest.mark.slow
 def test_the_shared_preferences_are_read_whole():
     path = shared_path("data", "preference", "llamafactory_dpo_en_demo.json")
     source = json.loads(path.read_text(encoding="utf-8"))

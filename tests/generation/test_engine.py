@@ -21,7 +21,7 @@ from unmask.generation.steps import Job
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
     """Each with settings of its own; some come later, some are called off."""
@@ -163,7 +163,7 @@ def test_committing_costs_no_pass_of_its_own(attention, block_size):
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:4])
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_guessing_ahead_changes_no_token(logit_shift, attention, block_size, data):
     lm = tiny(

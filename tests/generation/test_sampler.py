@@ -32,7 +32,7 @@ def assert_same(one, other):
 
 @every_pattern
 @pytest.mark.parametrize("family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), ("gpt2", True)])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_the_tokens_are_those_of_the_reference(family, attention, block_size, logit_shift, data):
     lm = tiny(family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
@@ -219,7 +219,7 @@ def texts_with_holes(draw, lm):
 
 @every_pattern
 @pytest.mark.parametrize("logit_shift", [False, True])
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, data):
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=2.0)

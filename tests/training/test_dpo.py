@@ -269,7 +269,7 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
 
 
-@pytest.mark.parametrize("rows", [PREFERENCES, LABELLED], ids=["pairs", "labels"])
+@pytest.mark.parametrize("rows", [pytest.param(PREFERENCES, id="pairs", marks=pytest.mark.slow), pytest.param(LABELLED, id="labels")])
 def test_kto_begins_at_one_half_and_pulls_the_two_kinds_apart(rows, tmp_path):
     args = {"loss_type": "kto", "beta": 1.0, "rows": rows, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
     trainer = make("dpo", tmp_path, max_steps=40, eval_dataset=rows, **args)

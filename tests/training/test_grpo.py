@@ -249,7 +249,10 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
     assert any(ends) if eos else not all(ends)
 
 
-@pytest.mark.parametrize("method", METHODS)
+QUICK = ("diffu-grpo", "spg", "trace-rl")
+
+
+@pytest.mark.parametrize("method", [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in METHODS])
 def test_a_bandit_is_learnt(method, tmp_path):
     trainer = run(
         tmp_path,

@@ -181,7 +181,10 @@ def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
         make("sft", tmp_path, rows=[PAIRS[0], row])
 
 
-@pytest.mark.parametrize("config", [{"canvas_length": 4}, {"lm": ("block_causal", 4)}], ids=["canvas", "blocks"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param({"canvas_length": 4}, id="canvas"), pytest.param({"lm": ("block_causal", 4)}, id="blocks", marks=pytest.mark.slow)],
+)
 def test_it_learns_to_answer_and_to_stop(config, tmp_path):
     lm = tiny(*config.pop("lm", ("bidirectional",)))
     rows = [{"prompt": "ab", "completion": "cd"}, {"prompt": "ba", "completion": "h"}]

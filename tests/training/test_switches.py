@@ -275,7 +275,9 @@ def dynamo_as_it_was():
 
 
 @pytest.mark.usefixtures("dynamo_as_it_was")
-@pytest.mark.parametrize(("verb", "attention", "block_size"), [("grpo", *ATTENTIONS[0]), ("sft", *ATTENTIONS[-1])])
+@pytest.mark.parametrize(
+    ("verb", "attention", "block_size"), [pytest.param("grpo", *ATTENTIONS[0], marks=pytest.mark.slow), ("sft", *ATTENTIONS[-1])]
+)
 def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_size, tmp_path):
     assert 1 <= compiled_run(tmp_path, verb, attention, block_size, "eager") <= 3  # one, and one for sizes that vary
 

@@ -66,6 +66,7 @@ def test_shared_masks_are_the_same_for_both_models_and_independent_ones_are_not(
         assert estimator.shared == ("independent masks" not in name)
 
 
+@pytest.mark.slow
 def test_independent_draws_are_independent(tmp_path):
     """So that their variance falls as one over their number, and no two redraws are alike."""
     trainer = trainer_of(tmp_path)
