@@ -228,7 +228,7 @@ def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], *
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
     except TemplateSyntaxError as error:
         raise DataError(f"the chat template is malformed: {error}", remedy="Mend the template.") from error
-    except TemplateError as error:
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # what a template does to odd values
         what = f"the chat template refuses {messages!r:.80}: {error}"
         raise DataError(what, remedy="Mend the messages.", reason="refused by the chat template") from error
 

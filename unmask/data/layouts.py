@@ -37,6 +37,8 @@ TRACE_INSTRUCTIONS = "Think step by step. Answer in this form:\n<reasoning>\n...
 def conversation(row: Example) -> Any:
     """The messages of a ShareGPT row, after its system prompt, if it has one apart."""
     messages, system = row["conversations"], row.get("system")
+    if not isinstance(system, str | None):
+        raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="of another type")
     if not system or not _is_chat(messages) or messages[0]["role"] == "system":
         return messages
     return [{"role": "system", "content": system}, *messages]
@@ -184,10 +186,13 @@ def _messages(value: Any) -> Any:
 def _message(message: Mapping[str, Any]) -> Example:
     role, content = message.get("role"), message.get("content")
     if role is None:
-        role, content = SPEAKERS.get(message["from"]), message.get("value")
+        speaker, content = message["from"], message.get("value")
+        role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             remedy = f"Use one of {', '.join(SPEAKERS)}."
-            raise DataError(f"unknown speaker {message['from']!r:.40}", where="from", remedy=remedy, reason="of another type")
+            raise DataError(f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="of another type")
+    if not isinstance(role, str):
+        raise DataError(f"a role cannot be {role!r:.40}", where="role", remedy="Give a string.", reason="of another type")
     if not isinstance(content, str | list) and not message.get("tool_calls"):
         remedy = 'Write {"role": "user", "content": "..."}.'
         raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="of another type")
