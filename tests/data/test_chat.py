@@ -231,6 +231,12 @@ def test_templates_that_cannot_serve_are_refused():
     refuses = _tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="roles must alternate"):
         encode_prompt(refuses, [_turn("user", "a")])
+    joins = _tokenizer("{% for m in messages %}{{ 'a' + m.content }}{% endfor %}")
+    rewrites = _tokenizer("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    for tokenizer, turn in ((joins, _turn("user", ["b"])), (rewrites, _turn("assistant", "b"))):
+        with pytest.raises(DataError, match="the chat template refuses") as caught:
+            encode_prompt(tokenizer, [turn])
+        assert caught.value.reason == "refused by the chat template"
     with pytest.raises(DataError, match=r"no chat template.*chat_template"):
         render_pair(BARE, [_turn("user", "a")], [_turn("assistant", "b")])
 

@@ -171,6 +171,9 @@ def test_a_later_row_is_told_what_the_first_has():
         ({"messages": [{"role": "user", "content": 3}]}, "content: a message cannot be", "of another type"),
         ({"conversations": [{"from": "human", "content": "a"}]}, "content: a message cannot be", "of another type"),
         ({"conversations": [{"from": "bard", "value": "a"}]}, "from: unknown speaker 'bard'.*human", "of another type"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"from: unknown speaker \['human'\]", "of another type"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "role: a role cannot be 5", "of another type"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "system: a system prompt cannot be 5", "of another type"),
     ],
 )
 def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
