@@ -134,6 +134,12 @@ def test_the_first_row_decides_for_the_file(layouts, first, other, message):
         assert reader.read(one)
     with pytest.raises(DataError, match=message):
         read([first, other], layouts)
+    with pytest.raises(DataError, match=r"after rows of .* \(as row 1 is\)"):
+        reader = Reader(layouts)
+        with pytest.raises(DataError):
+            reader.read({})
+        reader.read(first)
+        reader.read(other)
 
 
 @pytest.mark.parametrize(
@@ -152,6 +158,16 @@ def test_the_nearest_layout_tells_what_is_missing(layouts, row, missing):
     with pytest.raises(DataError, match=f"no column {missing} ") as caught:
         read([row], layouts)
     assert caught.value.reason == "a column is missing"
+
+
+@pytest.mark.parametrize("column", ["prompt", "conversations"])
+def test_a_prompt_that_is_null_is_missing_and_does_not_decide_for_the_file(column):
+    reader = Reader(PREFERENCES)
+    with pytest.raises(DataError, match=f"no value in column '{column}'") as caught:
+        reader.read({column: None, "chosen": "ab", "rejected": "ac"})
+    assert caught.value.reason == "without a value"
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert reader.read(good) == good
 
 
 def test_a_later_row_is_told_what_the_first_has():

@@ -126,6 +126,7 @@ class Reader:
         self.layouts = layouts
         self.layout: Layout | None = None
         self.style: str | None = None
+        self.count = self.first = 0  # the rows so far, and which of them the layout is of
 
     def read(self, row: Mapping[str, Any] | DataError) -> Example:
         """A row in TRL's words.
@@ -134,6 +135,7 @@ class Reader:
             DataError: the row itself, if it is one (a line that could not be read); a row without its columns, of another layout than
                 the first, of another type, or empty.
         """
+        self.count += 1
         if isinstance(row, DataError):
             raise row
         given = {name: value for name, value in row.items() if value is not None}
@@ -141,10 +143,15 @@ class Reader:
         if layout is None:
             require_values(row, (self.layout or self._nearest(row, given)).columns, "")
         assert layout is not None
+        for other in self.layouts:
+            if {*layout.columns} < {*other.columns} <= row.keys():  # a null does not make it another layout
+                require_values(row, other.columns, "")
         style = layout.style(given)
-        self.layout, self.style = self.layout or layout, self.style or style
+        if self.layout is None:
+            self.layout, self.first = layout, self.count - 1
+        self.style = self.style or style
         if layout is not self.layout or style not in (None, self.style):
-            what = f"a row of {_told(layout, style)} after rows of {_told(self.layout, self.style)}"
+            what = f"a row of {_told(layout, style)} after rows of {_told(self.layout, self.style)} (as row {self.first} is)"
             raise DataError(what, remedy="Keep one layout in a file.", reason="of another layout")
         return layout.read(given)
 
