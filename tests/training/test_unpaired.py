@@ -35,6 +35,18 @@ def texts(made: list[dict[str, Any]], name: str) -> list[tuple[str, str]]:
     return found
 
 
+def test_every_prompt_also_stands_before_the_response_of_the_row_before_it_that_has_another():
+    same = [{"prompt": prompt, "completion": text, "label": True} for prompt, text in zip("aaabba", "abcdef", strict=True)]
+    for first in range(6):
+        assert set(texts(rows(same[first:] + same[:first]), "mismatched")) == {("a", "e"), ("b", "c")}
+
+
+def test_one_prompt_alone_has_no_responses_to_others():
+    same = [{"prompt": "ab", "completion": "cd", "label": label} for label in (True, False)]
+    with pytest.raises(DataError, match=r"train_dataset: all rows have the same prompt, .*\. Give responses to two prompts"):
+        rows(same)
+
+
 def test_every_prompt_also_stands_before_the_response_of_the_row_before_it():
     made = rows(LABELLED)
     assert texts(made, "response") == [("ab", "cd"), ("cafe", "e"), ("h", "fgfg")]
@@ -44,7 +56,7 @@ def test_every_prompt_also_stands_before_the_response_of_the_row_before_it():
     assert ids == list(range(6))
 
 
-def test_pairs_are_two_responses_and_no_neighbours_share_a_prompt():
+def test_pairs_are_two_responses_and_each_kind_is_together():
     made = rows(PREFERENCES)
     assert len(made) == 16 and [row["desirable"] for row in made] == [True] * 8 + [False] * 8
     assert [prompt for prompt, _ in texts(made, "response")] == [row["prompt"] for row in PREFERENCES] * 2

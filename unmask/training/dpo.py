@@ -102,7 +102,7 @@ class DPOTrainer(ViewwiseTrainer):
             rows: Sequence[Row] = unpaired_rows(lm.tokenizer, dataset, fits, report)
         else:
             rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report))
-        return report.of(beside_others(rows, fits.max_length))
+        return report.of(beside_others(rows, fits.max_length, where))
 
     # Views, and what their scores come to.
 

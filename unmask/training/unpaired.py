@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from unmask.data.rows import Collator, Row
+from unmask.errors import DataError
 
 
 class UnpairedCollator(Collator):
@@ -20,19 +21,30 @@ class UnpairedCollator(Collator):
 
 
 def labelled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
-    """The responses of pairs with a label, all chosen ones before the rejected, so that neighbours have other prompts."""
+    """The responses of pairs with a label, all chosen ones before the rejected."""
     return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
 
 
-def beside_others(rows: Sequence[Row], max_length: int) -> list[dict[str, Any]]:
-    """Each response with its label, and its prompt before the response of the row before it, cut where that would be too long.
+def beside_others(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
+    """Each response with its label, and its prompt before the response of the nearest row before it (before the first comes the last) that
+    has another prompt, cut where that would be too long.
 
     How far the policy has moved from the reference is estimated on these, as TRL does it (within batches).
+
+    Raises:
+        DataError: all rows of the data set, which is called `where`, have the same prompt.
     """
-    made = []
-    for number, row in enumerate(rows):
-        other = rows[number - 1]
-        start, begin = row["maskable"].index(True), other["maskable"].index(True)
+    starts = [row["maskable"].index(True) for row in rows]
+    prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
+    unlike = [number for number, prompt in enumerate(prompts) if prompt != prompts[0]]
+    if rows and not unlike:
+        remedy = "Give responses to two prompts or more, or use another loss_type"
+        raise DataError("all rows have the same prompt, but kto compares with responses to others", where=where, remedy=remedy)
+    made, nearest = [], max(unlike, default=0)
+    for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if number > 0 and prompts[number - 1] != prompts[number]:
+            nearest = number - 1
+        other, begin = rows[nearest], starts[nearest]
         parts = {name: (row[name][:start] + other[name][begin:])[:max_length] for name in ("input_ids", "documents", "maskable")}
         mismatched = {**parts, "sample_id": len(rows) + number}
         response = {name: row[name] for name in parts} | {"sample_id": number}
