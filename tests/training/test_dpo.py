@@ -297,6 +297,24 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
 # Data and metrics.
 
 
+@pytest.mark.parametrize("reference", ["stored", "frozen"])
+def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_path):
+    """Its baseline is one for all held-out rows."""
+    other, found = tiny(dtype=torch.float64), []
+    with torch.no_grad():
+        for number, weight in enumerate(other.model.parameters()):
+            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+    other.save(tmp_path / "other")
+    shape = {"loss_type": "kto", "reference": reference, "reference_model": str(tmp_path / "other"), "eval_dataset": LABELLED[:14]}
+    for size in (1, 4, 14):
+        trainer = make("dpo", tmp_path / f"{size}", tiny(dtype=torch.float64), per_device_eval_batch_size=size, **shape)
+        metrics = trainer.evaluate()
+        found.append({name: metrics[f"eval_{name}"] for name in ("loss", "kl", "margin", "accuracy", "chosen", "rejected")})
+    assert found[0]["kl"] > 0.1
+    for line in found[1:]:
+        assert line == pytest.approx(found[0], rel=1e-6)
+
+
 def test_chosen_and_rejected_are_hidden_apart(tmp_path):
     same = [{"prompt": "ab", "chosen": "abcdefgh", "rejected": "hgfedcba"}] * 4
     trainer = make("dpo", tmp_path, rows=same, samples=4)

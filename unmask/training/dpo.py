@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,7 @@ class DPOTrainer(ViewwiseTrainer):
         self.judge = find_judge(judge or args.judge)  # what cannot be imported is told before the model is loaded
         unpaired = args.loss_type == "kto"
         self.responses = 1 if unpaired else 2  # in a row
+        self.held_out: Tensor | None = None  # while it evaluates: KTO's baseline of all held-out rows, whatever the batches
         collator = UnpairedCollator(0) if unpaired else Collator(0)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
@@ -174,7 +175,7 @@ class DPOTrainer(ViewwiseTrainer):
     def _unpaired_loss(self, batch: Any, bound_N: Tensor, gain_N: Tensor) -> Tensor:
         """KTO; what is told as a margin is how far gains are on their right side of the baseline."""
         if "baseline" not in batch:
-            batch["baseline"] = self.baseline([batch])
+            batch["baseline"] = self.baseline([batch]) if self.held_out is None else self.held_out
         desirable_N, baseline, args = batch["desirable"], batch["baseline"], self.args
         weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
         loss_N = kto(gain_N, desirable_N, baseline, beta=args.beta, **weights)
@@ -183,12 +184,15 @@ class DPOTrainer(ViewwiseTrainer):
         return loss_N.sum()
 
     @torch.no_grad()
-    def baseline(self, batches: Sequence[Any]) -> Tensor:
+    def baseline(self, batches: Iterable[Any]) -> Tensor:
         """KTO's estimate of the divergence from the reference, over all processes: the mean gain of responses to other prompts, at least
         0. Of a diffusion model bounds stand for likelihoods, on the same masks for both."""
-        others = [batch["mismatched"] for batch in batches]
-        gain_N = torch.cat([self.gains(other, self.score_responses(self.lm, other), self.reference_of(other)) for other in others])
-        total: Any = self.accelerator.reduce(torch.stack([gain_N.sum(), gain_N.new_tensor(len(gain_N))]), "sum")
+        total: Any = torch.zeros(2, dtype=self.lm.score_dtype, device=self.accelerator.device)
+        with contextlib.nullcontext() if self.model.training else self.lockstep():  # in training all processes have as many batches
+            for other in (batch["mismatched"] for batch in batches):
+                gain_N = self.gains(other, self.score_responses(self.lm, other), self.reference_of(other))
+                total += torch.stack([gain_N.sum(), gain_N.new_tensor(len(gain_N))])
+        total = self.accelerator.reduce(total, "sum")
         return (total[0] / total[1]).clamp(min=0)
 
     def _tell(self, margin: Tensor, bound_N: Tensor, chosen_N: Tensor) -> None:
@@ -305,15 +309,22 @@ class DPOTrainer(ViewwiseTrainer):
     def evaluate(
         self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
+        rows: Any = (self.eval_dataset if eval_dataset is None else eval_dataset) or ()
+        self.model.eval()
+        mine = [rows[at] for at in range(self.accelerator.process_index, len(rows), self.accelerator.num_processes)]
         if self.judge is not None:
-            pairs: Any = self.eval_dataset if eval_dataset is None else eval_dataset
-            self.model.eval()
-            mine = range(self.accelerator.process_index, len(pairs), self.accelerator.num_processes)
             with failing_together("judge"), self.lockstep():
-                values = wins(self.judge, self.lm, [pairs[at] for at in mine], self.sampler)
+                values = wins(self.judge, self.lm, mine, self.sampler)
             for value in values:
                 self.record("win_rate", value)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if self.args.loss_type == "kto":
+            size = self.args.eval_batch_size
+            batches = (self._prepare_inputs(self.data_collator(mine[start : start + size])) for start in range(0, len(mine), size))
+            self.held_out = self.baseline(batches)
+        try:
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        finally:
+            self.held_out = None
 
 
 def margins(gain_N: Tensor) -> Tensor:
