@@ -305,6 +305,37 @@ def test_an_implied_prompt_of_turns(prompt, a, b):
         assert chosen and rejected and len(start) >= len(prompt)
 
 
+ASKED, ANSWER, OTHER = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "reason"),
+    [
+        (ASKED + OTHER, ANSWER, "answers that follow nothing"),
+        (ASKED, OTHER + ANSWER, "answers that follow nothing"),
+        (ASKED, OTHER + ASKED + ANSWER, "with others' turns in the answer"),
+        (ASKED, ANSWER + ASKED, "with others' turns in the answer"),
+        (ASKED, ASKED, "with others' turns in the answer"),
+    ],
+)
+@pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT, SIMPLE], ids=["chatml", "plain", "simple"])
+def test_a_completion_is_one_answer_to_others(tokenizer, prompt, completion, reason):
+    with pytest.raises(DataError) as caught:
+        render_pair(tokenizer, prompt, completion)
+    assert caught.value.reason == reason
+    for chosen, rejected in ((completion, ANSWER), (ANSWER, completion)):
+        with pytest.raises(DataError):
+            render_preference(tokenizer, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+
+
+def test_preferences_that_part_before_the_last_answer_are_refused():
+    with pytest.raises(DataError, match="a turn of the user's") as caught:
+        render_preference(CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER})
+    assert caught.value.reason == "with others' turns in the answer"
+    alike = {"chosen": ASKED + OTHER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + OTHER}
+    assert render_preference(CHAT, alike)[0] == encode_prompt(CHAT, ASKED + OTHER + ASKED)
+
+
 def test_an_empty_side_has_no_completion():
     with pytest.raises(DataError, match="empty completion"):
         split_implicit_prompt("", "a")

@@ -66,8 +66,9 @@ def render_pair(
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
-        DataError: where the kinds differ, the tokenizer lacks a chat template or an end of sequence, or the template renders the prompt
-            otherwise once the completion follows (so that training would see another prompt than sampling).
+        DataError: where the kinds differ, the completion is not one message of the assistant's that answers others, the tokenizer lacks
+            a chat template or an end of sequence, or the template renders the prompt otherwise once the completion follows (so that
+            training would see another prompt than sampling).
     """
     if isinstance(completion, str) and not _is_messages(prompt):
         return encode_prompt(tokenizer, prompt), _finish(tokenizer, _encode(tokenizer, completion), add_eos)
@@ -75,6 +76,7 @@ def render_pair(
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
+    _require_answer(prompt, completion)
     start = _prompt_text(tokenizer, prompt)
     whole = _template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
@@ -237,6 +239,16 @@ def _require_messages(value: Any) -> None:
     if not _is_messages(value):
         remedy = 'Write [{"role": "user", "content": "..."}, ...].'
         raise DataError(f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="of another type")
+
+
+def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) -> None:
+    """Raise a DataError if a completion is not one answer: what others say would be learnt, or that an answer ends where it goes on."""
+    if others := [message["role"] for message in completion if message["role"] != "assistant"]:
+        what, remedy = f"a completion holds a turn of the {others[0]}'s", "Move all but the last answer to the prompt, or remove the row."
+        raise DataError(what, where="completion", remedy=remedy, reason="with others' turns in the answer")
+    if len(completion) > 1 or prompt[-1]["role"] == "assistant":
+        what = "an answer of the assistant's follows another"
+        raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answers that follow nothing")
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
