@@ -351,5 +351,5 @@ def test_masks_are_made_once_per_pattern_and_length():
 
 def test_positions_begin_anew_in_every_document():
     layout = Layout.of(torch.tensor([[0, 0, 1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1, 1, 1]]))
-    assert layout.position_BT.tolist() == [[0, 1, 0, 1, 2, 0, 1, 0], list(range(8))]
+    assert layout.position_BT.tolist() == [[0, 0, 0, 1, 2, 0, 1, 0], list(range(8))]
     assert not layout.copy_BT.any()
