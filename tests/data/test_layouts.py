@@ -198,6 +198,20 @@ def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
     assert caught.value.reason == reason
 
 
+@given(st.lists(words, min_size=1, max_size=3))
+def test_parts_of_text_are_joined(texts):
+    parts = [{"type": "text", "text": text} for text in texts]
+    expected = [CHAT[0], {"role": "assistant", "content": "".join(texts)}]
+    assert read([{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}]) == [{"messages": expected}]
+
+
+@pytest.mark.parametrize("part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text", "text": 3}, None])
+def test_parts_that_are_no_text_are_refused(part):
+    with pytest.raises(DataError, match="content: a part of a message cannot be") as caught:
+        read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, CHAT[1]]}])
+    assert caught.value.reason == "of another type"
+
+
 def test_a_blank_system_prompt_is_no_fault():
     chat = [{"role": "system", "content": ""}, *CHAT]
     assert read([{"messages": chat}]) == [{"messages": chat}]

@@ -200,11 +200,21 @@ def _message(message: Mapping[str, Any]) -> Example:
             raise DataError(f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="of another type")
     if not isinstance(role, str):
         raise DataError(f"a role cannot be {role!r:.40}", where="role", remedy="Give a string.", reason="of another type")
-    if not isinstance(content, str | list) and not message.get("tool_calls"):
+    if isinstance(content, list):
+        content = "".join(map(_part, content))
+    if not isinstance(content, str) and not message.get("tool_calls"):
         remedy = 'Write {"role": "user", "content": "..."}.'
         raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="of another type")
     rest = {name: value for name, value in message.items() if value is not None and name not in ("from", "value")}
     return rest | {"role": role, "content": content}
+
+
+def _part(part: Any) -> str:
+    """The text of a part of a message's content, as OpenAI writes it. Of another kind (an image): DataError."""
+    if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    remedy = 'Write {"type": "text", "text": "..."}.'
+    raise DataError(f"a part of a message cannot be {part!r:.80}", where="content", remedy=remedy, reason="of another type")
 
 
 def _is_blank(value: Any) -> bool:
