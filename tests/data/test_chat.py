@@ -257,6 +257,32 @@ def test_kinds_are_not_mixed(prompt, completion):
         render_pair(CHAT, prompt, completion)
 
 
+@pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE, PLAIN_CHAT], ids=["chatml", "simple", "plain"])
+@given(answer=words, behind=st.text(" \n", max_size=2))
+def test_an_answer_that_brings_its_end_along_ends_once(tokenizer, answer, behind):
+    eos = tokenizer.eos_token
+    asked, ended = [_turn("user", "a")], [_turn("assistant", answer + eos + behind)]
+    assert render_pair(tokenizer, asked, ended) == render_pair(tokenizer, asked, [_turn("assistant", answer)])
+    assert render_pair(tokenizer, "a", answer + eos + behind) == render_pair(tokenizer, "a", answer)
+    if tokenizer is not PLAIN_CHAT:
+        again = asked + ended + asked
+        assert render_turns(tokenizer, again + ended, "all") == render_turns(tokenizer, _conversation([("a", answer)] * 2), "all")
+
+
+@pytest.mark.parametrize("answer", ["b{}c", "b{}{}", "{}b{}"])
+def test_an_answer_that_goes_on_behind_an_end_is_refused(answer):
+    asked, other = [_turn("user", "a")], [_turn("assistant", "b")]
+    broken = [_turn("assistant", answer.replace("{}", CHAT.eos_token))]
+    for render_it in (
+        lambda: render_pair(CHAT, asked, broken),
+        lambda: render_pair(CHAT, "a", broken[0]["content"]),
+        lambda: render_turns(CHAT, asked + broken + asked + other, "all"),
+    ):
+        with pytest.raises(DataError, match="holds the end of sequence") as caught:
+            render_it()
+        assert caught.value.reason == "with an end of sequence in it"
+
+
 def test_language_modelling():
     assert render(BARE, {"text": "ab"}) == render_pair(BARE, "", "ab") == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
     with pytest.raises(DataError, match="without `text` or `messages`: no column 'prompt', 'completion'"):

@@ -71,12 +71,14 @@ def render_pair(
             training would see another prompt than sampling).
     """
     if isinstance(completion, str) and not _is_messages(prompt):
+        completion = _without_end(tokenizer, completion) if add_eos else completion
         return encode_prompt(tokenizer, prompt), _finish(tokenizer, _encode(tokenizer, completion), add_eos)
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
     _require_answer(prompt, completion)
+    completion = [_without_ends(tokenizer, message) for message in completion] if add_eos else completion
     start = _prompt_text(tokenizer, prompt)
     whole = _template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
@@ -87,7 +89,10 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], *, ad
     """The prompt ids and completion ids of a language-modelling or prompt-completion example; of the former the prompt is only the
     beginning of sequence, if any. An example of another kind: DataError."""
     if "text" in example:
-        return render_pair(tokenizer, "", example["text"], add_eos=add_eos)
+        text = example["text"]
+        if not isinstance(text, str):
+            raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="of another type")
+        return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text), add_eos)
     if "messages" in example:
         _require_messages(example["messages"])
         ids = _encode(tokenizer, _template(tokenizer, example["messages"]))
@@ -120,6 +125,7 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             what = f"message {turn} is the assistant's, but answers nobody"
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
+    messages = [_without_ends(tokenizer, message) for message in messages]
     last = answers.pop()
     prompt, answer = render_pair(tokenizer, messages[:last], messages[last : last + 1])
     learnt = [False] * len(prompt)
@@ -249,6 +255,25 @@ def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) ->
     if len(completion) > 1 or prompt[-1]["role"] == "assistant":
         what = "an answer of the assistant's follows another"
         raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answers that follow nothing")
+
+
+def _without_ends(tokenizer: PreTrainedTokenizerBase, message: Message) -> Message:
+    """A message whose content, if it is the assistant's, is without the end of sequence: the template writes one, or it is added."""
+    if message["role"] != "assistant" or not isinstance(message.get("content"), str):
+        return message
+    return {**message, "content": _without_end(tokenizer, message["content"])}
+
+
+def _without_end(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
+    """An answer without the end of sequence that it may bring along. One that goes on behind it: DataError."""
+    eos = tokenizer.eos_token
+    if not eos or eos not in answer:
+        return answer
+    answer = answer.rstrip().removesuffix(eos)
+    if eos in answer:
+        what = f"the answer holds the end of sequence {eos!r} before its end"
+        raise DataError(what, where="completion", remedy="Remove it, or write it otherwise.", reason="with an end of sequence in it")
+    return answer
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
