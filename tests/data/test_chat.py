@@ -51,6 +51,9 @@ def _turn(role: str, content: str) -> dict:
     return {"role": role, "content": content}
 
 
+ASKED, ANSWER, OTHER = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
+
+
 def _text(tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
@@ -308,6 +311,13 @@ def test_preferences_with_the_prompt_implied():
         render_preference(BARE, {"prompt": "a", "chosen": "b"})
 
 
+@pytest.mark.parametrize(("chosen", "rejected"), [("b", "c"), (" b", " c"), (ASKED + ANSWER, OTHER)])
+def test_a_prompt_that_is_implied_is_not_empty(chosen, rejected):
+    with pytest.raises(DataError, match="begin with nothing in common") as caught:
+        render_preference(CHAT, {"chosen": chosen, "rejected": rejected})
+    assert caught.value.reason == "empty"
+
+
 @given(words, words.filter(bool), words.filter(bool))
 def test_an_implied_prompt_loses_nothing(prompt, a, b):
     if a == b:
@@ -329,9 +339,6 @@ def test_an_implied_prompt_of_turns(prompt, a, b):
         start, chosen, rejected = split_implicit_prompt(prompt + a, prompt + b)
         assert (start + chosen, start + rejected) == (prompt + a, prompt + b)
         assert chosen and rejected and len(start) >= len(prompt)
-
-
-ASKED, ANSWER, OTHER = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
 
 
 @pytest.mark.parametrize(

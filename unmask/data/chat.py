@@ -151,6 +151,9 @@ def render_preference(
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
+        if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+            what, remedy = "they begin with nothing in common, which would be the prompt", "Give a prompt, or remove the row."
+            raise DataError(what, where="chosen, rejected", remedy=remedy, reason="empty")
     prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen, add_eos=add_eos)
     return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected, add_eos=add_eos)[1]
 
