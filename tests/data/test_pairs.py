@@ -145,7 +145,7 @@ BAD = {
     "too long": ({"prompt": "a" * 20, "completion": "b" * 19}, r"41 tokens, but a row holds 40\. Raise max_length"),
     "with the mask token in it": ({"prompt": "a", "completion": "<|mask|>"}, r"the text holds the mask token '<\|mask\|>'"),
     "of another layout": ({"text": "a"}, r"a row of text \(text\) after rows of prompt, completion \(text\)"),
-    "of another type": ({"prompt": "a", "completion": 3}, r"prompt, completion: prompt and completion are of different kinds"),
+    "of another type": ({"prompt": "a", "completion": 3}, r"completion: neither a text nor messages: 3"),
     "not valid Unicode": ({"prompt": "a", "completion": "\udc80"}, r"text: '\\udc80' is not valid Unicode"),
     "malformed JSON": (DataError("malformed JSON", where="line 2", reason="malformed JSON"), r"line 2: malformed JSON"),
 }
@@ -281,7 +281,7 @@ def test_both_sides_keep_the_same_end_of_a_prompt_that_is_too_long(prompt, chose
             {"chosen": "b", "rejected": "c"},
             r"a row of chosen, rejected \(text\) after rows of prompt, chosen, rejected",
         ),
-        ("of another type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "different kinds"),
+        ("of another type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "chosen: neither a text nor messages: 4"),
     ],
 )
 def test_a_bad_preference_is_an_error_that_names_it_or_is_left_out_and_counted(reason, bad, message):

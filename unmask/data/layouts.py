@@ -82,11 +82,14 @@ class Layout:
     convert: Callable[[Example], Example] | None = None
 
     def read(self, row: Example) -> Example:
-        """A row in TRL's words. A blank text, or what is no message: DataError."""
+        """A row in TRL's words. A blank text, or what is neither a text nor messages: DataError."""
         texts = {name: _messages(row[name]) for name in self.texts}
         for name, value in texts.items():
             if _is_blank(value):
                 raise DataError("is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty")
+            if not (isinstance(value, str) or _is_chat(value)):
+                remedy = 'Give a text, or [{"role": "user", "content": "..."}, ...].'
+                raise DataError(f"neither a text nor messages: {value!r:.80}", where=name, remedy=remedy, reason="of another type")
         row = row | texts
         return self.convert(row) if self.convert else {name: row[name] for name in self.columns}
 
@@ -184,7 +187,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def _messages(value: Any) -> Any:
-    """Messages with a role and content; text as it is, and so what is neither, which is refused where it is rendered."""
+    """Messages with a role and content; anything else as it is."""
     if not _is_chat(value):
         return value
     return [_message(one) for one in ([value] if isinstance(value, Mapping) else value)]
