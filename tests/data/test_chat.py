@@ -261,7 +261,7 @@ def test_kinds_are_not_mixed(prompt, completion):
 
 
 @pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE, PLAIN_CHAT], ids=["chatml", "simple", "plain"])
-@given(answer=words, behind=st.text(" \n", max_size=2))
+@given(answer=words.filter(str.strip), behind=st.text(" \n", max_size=2))
 def test_an_answer_that_brings_its_end_along_ends_once(tokenizer, answer, behind):
     eos = tokenizer.eos_token
     asked, ended = [_turn("user", "a")], [_turn("assistant", answer + eos + behind)]
@@ -284,6 +284,9 @@ def test_an_answer_that_goes_on_behind_an_end_is_refused(answer):
         with pytest.raises(DataError, match="holds the end of sequence") as caught:
             render_it()
         assert caught.value.reason == "with an end of sequence in it"
+    with pytest.raises(DataError, match="its end alone") as caught:
+        render_pair(CHAT, "a", CHAT.eos_token)
+    assert caught.value.reason == "empty"
 
 
 def test_language_modelling():

@@ -273,6 +273,8 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
     if not eos or eos not in answer:
         return answer
     answer = answer.rstrip().removesuffix(eos)
+    if not answer.strip():
+        raise DataError("an answer is its end alone", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
     if eos in answer:
         what = f"the answer holds the end of sequence {eos!r} before its end"
         raise DataError(what, where="completion", remedy="Remove it, or write it otherwise.", reason="with an end of sequence in it")
