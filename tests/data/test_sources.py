@@ -81,6 +81,12 @@ def test_a_malformed_line_is_an_error_or_stands_in_place_of_its_row(tmp_path):
     assert (first, second) == ({"a": 1}, {"a": 2})
     assert [error.where for error in (malformed, other, cut)] == [f"{path}, line {number}" for number in (3, 4, 6)]
     assert [error.reason for error in (malformed, other, cut)] == ["malformed JSON", "of another type", "malformed JSON"]
+    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 2: byte 7 is not UTF-8"):
+        load_examples(path)
+    first, broken, second = load_examples(path, keep_malformed=True)
+    assert (first, second) == ({"a": 1}, {"a": 2})
+    assert (broken.where, broken.reason) == (f"{path}, line 2", "not valid Unicode")
     (tmp_path / "rows.json").write_text('[{"a": 1}, {"a"')
     with pytest.raises(DataError, match=r"rows\.json, line 1: malformed JSON"):
         load_examples(tmp_path / "rows.json", keep_malformed=True)

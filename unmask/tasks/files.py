@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Collection, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,19 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     Raises:
         DataError: for a missing or empty file, one that is not UTF-8, and a compressed one that is damaged or cut off.
     """
-    path = Path(path)
+    return (_text(line, str(path), number) for number, line in enumerate(_byte_lines(Path(path)), start=1))
+
+
+def _byte_lines(path: Path) -> Iterator[bytes]:
     if not path.is_file():
         raise DataError("no such file", where=str(path), remedy="Check the path.")
     number, blank = 0, True
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").replace("\r\n", "\n")
-                blank = blank and not text.strip()
-                yield text
-    except UnicodeDecodeError as error:
-        what = f"byte {error.start} is not UTF-8 ({error.reason})"
-        raise DataError(what, where=f"{path}, line {number}", remedy="Save the file as UTF-8.") from None
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
+                blank = blank and not line.strip()
+                yield line
     except PermissionError as error:
         raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change who may read it.") from None
     except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
@@ -49,6 +50,14 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
         raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again.") from None
     if blank:
         raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row.")
+
+
+def _text(line: bytes, path: str, number: int) -> str:
+    try:
+        return line.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        what, where = f"byte {error.start} is not UTF-8 ({error.reason})", f"{path}, line {number}"
+        raise DataError(what, where=where, remedy="Save the file as UTF-8.", reason="not valid Unicode") from None
 
 
 def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
@@ -78,15 +87,16 @@ def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False)
 
     Args:
         path: the file.
-        keep_malformed: give the error of a malformed line of a .jsonl file in place of its row, and go on. Other files are read whole.
+        keep_malformed: give the error of a line of a .jsonl file that is malformed, or not UTF-8, in place of its row, and go on. Other
+            files are read whole.
     """
     if not keep_malformed or kind_of(path) != ".jsonl":
         yield from (row for _, row in read_records(path))
         return
-    for number, line in enumerate(read_lines(path), start=1):
+    for number, line in enumerate(_byte_lines(Path(path)), start=1):
         if line.strip():
             try:
-                yield _object(_decode(line, str(path), number), f"{path}, line {number}")
+                yield _object(_decode(_text(line, str(path), number), str(path), number), f"{path}, line {number}")
             except DataError as error:
                 yield error
 
