@@ -88,6 +88,14 @@ def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_though
         read([row | {"attempt": ""}])
 
 
+def test_a_prompt_that_both_conversations_begin_with_is_theirs():
+    whole = {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "c"}]}
+    assert read([{"prompt": "a", **whole}] * 2, PREFERENCES) == [whole] * 2
+    assert read([{"prompt": "z", **whole}], PREFERENCES) == [{"prompt": "z", **whole}]  # which is refused where it is rendered
+    apart = whole | {"rejected": [{"role": "user", "content": "z"}, CHAT[1]]}
+    assert read([{"prompt": "a", **apart}], PREFERENCES) == [{"prompt": "a", **apart}]
+
+
 TABLES = [
     [{"messages": CHAT}, {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}],
     [{"conversations": said([("human", "a"), ("gpt", "b")])}, {"conversations": said([("system", "s"), ("human", "a")])}],

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from unmask.data.rows import require_values
@@ -57,6 +58,16 @@ def trace(row: Example) -> Example:
         "prompt": [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n{row['question']}"}],
         "completion": [{"role": "assistant", "content": answer}],
     }
+
+
+def preference(row: Example) -> Example:
+    """A preference. Of two whole conversations that begin with the prompt, the prompt is what both begin with."""
+    prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
+    if isinstance(prompt, str) and _is_chat(chosen) and _is_chat(rejected):
+        shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
+        if any(one["role"] == "user" and one.get("content") == prompt for one, _ in shared):
+            return {"chosen": chosen, "rejected": rejected}
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def unpaired(row: Example) -> Example:
@@ -112,7 +123,7 @@ PREFERENCES = (
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
     ),
-    Layout(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected")),
+    Layout(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
     Layout(("chosen", "rejected"), ("chosen", "rejected")),
 )
 UNPAIRED = (Layout(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
