@@ -42,11 +42,15 @@ def test_conversations_of_sharegpt_are_messages(turns, chosen, rejected):
 
 
 @given(spoken, words)
-def test_a_system_prompt_apart_comes_first_unless_the_conversation_has_one(turns, system):
-    [row] = read([{"conversations": said(turns), "system": system}])
-    own = [] if turns[0][0] == "system" else [{"role": "system", "content": system}]
-    assert row == {"messages": own + messages(turns)}
-    assert read([{"conversations": said(turns), "system": ""}]) == read([{"conversations": said(turns)}])
+def test_a_system_prompt_apart_comes_first(turns, system):
+    turns = [turn for turn in turns if turn[0] != "system"] or [("human", "a")]
+    row = {"conversations": said(turns), "system": system}
+    first = [("system", system)]
+    assert read([row]) == read([row | {"conversations": said(first + turns)}]) == [{"messages": messages(first + turns)}]
+    assert read([row | {"system": ""}]) == [{"messages": messages(turns)}]
+    with pytest.raises(DataError, match="stands beside another") as caught:
+        read([row | {"conversations": said([("system", system + "d"), *turns])}])
+    assert caught.value.reason == "two system prompts"
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
