@@ -7,8 +7,8 @@ import string
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import processors
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
 from unmask.data.characters import character_tokenizer
@@ -157,6 +157,17 @@ def test_the_last_answer_alone_is_a_completion(tokenizer, pairs, system):
     messages = _conversation(pairs, system)
     prompt, answer, learnt = render_turns(tokenizer, messages, "last")
     assert (prompt, answer) == render_pair(tokenizer, messages[:-1], messages[-1:]) and not any(learnt)
+
+
+def test_white_space_in_an_earlier_answer_is_learnt_where_the_tokenizer_trims_it():
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(special_tokens=["</s>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    core.train_from_iterator([""], trainer)
+    core.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", chat_template=TEMPLATES["simple"])
+    prompt, _, learnt = render_turns(tokenizer, _conversation([("a  b", " b  c "), ("d", "e")]), "all")
+    assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == " b  c </s>"
 
 
 def test_a_template_whose_end_of_turn_is_not_the_end_of_sequence():

@@ -137,7 +137,8 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
             _require_prefix(context, until, messages[:turn])
             _require_prefix(until, whole, messages[: turn + 1])
             _require_end(until[len(context) :], messages[turn])
-            inside = [index for index, (a, b) in enumerate(spans) if len(context) <= a < b <= len(until)]
+            # White space may be trimmed from where a token stands: of what is nothing else the end alone is left.
+            inside = [index for index, (a, b) in enumerate(spans) if len(context) <= a and len(context) < b <= len(until)]
             for index in inside[: _stop(tokenizer, [prompt[index] for index in inside])]:
                 learnt[index] = True
     return prompt, answer, learnt
