@@ -9,6 +9,7 @@ import os
 import zlib
 from codecs import BOM_UTF8
 from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +31,12 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
     Raises:
         DataError: for a missing or empty file, one that is not UTF-8, and a compressed one that is damaged or cut off.
     """
-    return (_text(line, str(path), number) for number, line in enumerate(_byte_lines(Path(path)), start=1))
+    with closing(_byte_lines(Path(path))) as lines:  # a line that cannot be read leaves no file open
+        for number, line in enumerate(lines, start=1):
+            yield _text(line, str(path), number)
 
 
-def _byte_lines(path: Path) -> Iterator[bytes]:
+def _byte_lines(path: Path) -> Generator[bytes, None, None]:
     if not path.is_file():
         raise DataError("no such file", where=str(path), remedy="Check the path.")
     number, blank = 0, True
@@ -93,12 +96,13 @@ def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False)
     if not keep_malformed or kind_of(path) != ".jsonl":
         yield from (row for _, row in read_records(path))
         return
-    for number, line in enumerate(_byte_lines(Path(path)), start=1):
-        if line.strip():
-            try:
-                yield _object(_decode(_text(line, str(path), number), str(path), number), f"{path}, line {number}")
-            except DataError as error:
-                yield error
+    with closing(_byte_lines(Path(path))) as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                try:
+                    yield _object(_decode(_text(line, str(path), number), str(path), number), f"{path}, line {number}")
+                except DataError as error:
+                    yield error
 
 
 def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
