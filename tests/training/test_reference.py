@@ -8,10 +8,11 @@ import peft
 import pytest
 import torch
 
-from tests.training.conftest import PAIRS, equal, make, ranks, tiny, weights
+from tests.training.conftest import PAIRS, equal, make, ranks, stock, tiny, weights
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
 from unmask.tasks import get_task
 from unmask.training.adapters import with_adapters
 from unmask.training.grpo import GRPOTrainer
@@ -119,6 +120,32 @@ def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
         make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
     with pytest.raises(ConfigError, match="reference_model: needs beta"):
         make("grpo", tmp_path / "run", reference_model=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        (("causal", None, True), "its attention is causal, the policy's block_causal and its block_size is None, the policy's 4 and its"),
+        (("block_causal", 8, False), "its block_size is 8, the policy's 4"),
+        (("block_causal", 4, True), "its logit_shift is True, the policy's False"),
+    ],
+)
+def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told, tmp_path):
+    attention, block_size, shift = pattern
+    tiny(attention, block_size, logit_shift=shift).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"reference_model .*other: {told}.*Give a model that was saved with the policy's settings"):
+        Reference(tiny("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("pattern", [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False)])
+def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
+    """So that of the policy's own folder it is the policy."""
+    attention, block_size, shift = pattern
+    for part in stock(torch.bfloat16):
+        part.save_pretrained(tmp_path / "stock")
+    lm = load(tmp_path / "stock", attention, block_size, shift, dtype="bfloat16")
+    with Reference(lm, device=CPU, path=str(tmp_path / "stock")).scoring() as scored:
+        assert scored.settings == lm.settings and torch.equal(scores(scored), scores(lm))
 
 
 def test_a_second_model_is_held_where_the_training_is(tmp_path):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from unmask.errors import ConfigError
-from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import load
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.load import load, read_config
 
 FILE = "reference.safetensors"
 WITHOUT = "what needs no reference (beta 0, or loss_type simpo)"
@@ -26,17 +27,17 @@ class Reference:
             off: no second model is held.
         device: where a second model is held, whole: that of the training, to which FSDP and DeepSpeed move the policy only later.
         moves: whether it will be moved, which takes a copy of what is trained.
-        path: another model to hold the policy to, of the same vocabulary; None: the policy as it was given.
+        path: another model to hold the policy to, of the same vocabulary and read in the same way; None: the policy as it was given.
 
     Raises:
-        ConfigError: the other model has another vocabulary, or there are no whole weights: those of a model that is loaded under ZeRO 3
-            are shared out at once.
+        ConfigError: the other model has another vocabulary or other settings, or there are no whole weights: those of a model that is
+            loaded under ZeRO 3 are shared out at once.
     """
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
         self.policy = lm
         self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None
-        source = lm if path is None else same_vocabulary(load(path), lm, path)
+        source = lm if path is None else load_beside(lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             what = "no reference can be made of weights that ZeRO 3 has shared out"
             raise ConfigError(what, where="reference", remedy=f"Use zero1, zero2 or FSDP, or {WITHOUT}")
@@ -86,17 +87,26 @@ def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = F
     return Reference(lm, device=accelerator.device, moves=moves, path=path)
 
 
-def same_vocabulary(other: DiffusionLM, lm: DiffusionLM, path: str) -> DiffusionLM:
-    """The other model, if its tokens are the policy's.
+def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
+    """Another model, in the policy's dtype; a stock one is read as the policy is.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: its tokens, or the settings that it was saved with, are not the policy's.
+        ModelError: it cannot be loaded.
     """
+    config, _ = read_config(path, {})
+    own = getattr(config, SETTINGS_KEY, None) is not None
+    pattern: dict[str, Any] = {} if own else {name: lm.settings[name] for name in ("attention", "block_size", "logit_shift")}
+    other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
     sizes = [each.model.get_input_embeddings().num_embeddings for each in (other, lm)]
     if sizes[0] != sizes[1]:
         what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
     elif other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
         what = "its tokens have other numbers than the policy's"
+    elif others := [name for name, value in lm.settings.items() if other.settings[name] != value]:
+        what = " and ".join(f"its {name} is {other.settings[name]}, the policy's {lm.settings[name]}" for name in others)
+        remedy = "Give a model that was saved with the policy's settings, or a stock one, or leave it out"
+        raise ConfigError(what, where=f"reference_model {path}", remedy=remedy)
     else:
         return other
     raise ConfigError(what, where=f"reference_model {path}", remedy="Give a model of the same tokenizer")
