@@ -70,6 +70,15 @@ def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
+@pytest.mark.parametrize(("rows", "size", "pieces", "steps"), [(7, 4, 1, 3), (7, 2, 3, 2), (8, 4, 1, 4)])
+def test_where_batches_that_are_not_full_are_left_out_all_epochs_are_scored_and_no_more(rows, size, pieces, steps, tmp_path):
+    shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "dataloader_drop_last": True}
+    trainer = make("dpo", tmp_path, rows=PREFERENCES[:rows], max_steps=steps, learning_rate=0.0, **shape)
+    trainer.train()
+    assert len(trainer.stored["train"].score_EIR) == math.ceil(trainer.state.epoch)
+    assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
+
+
 def test_a_plan_that_is_reused_is_scored_once(tmp_path):
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0, plan_reused=True)
     seen: list[torch.Tensor] = []

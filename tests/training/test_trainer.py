@@ -459,3 +459,10 @@ def test_settings_that_cannot_be_are_refused_before_the_first_step(refused, word
 def test_an_optimizer_that_is_not_installed_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"optim: .*galore"):
         make("sft", tmp_path, optim="galore_adamw", optim_target_modules=["mlp"]).train()
+
+
+def test_rows_that_do_not_fill_a_batch_are_refused_where_such_batches_are_left_out(tmp_path):
+    for verb in ("sft", "dpo"):
+        make(verb, tmp_path, per_device_train_batch_size=8, dataloader_drop_last=True)
+        with pytest.raises(ConfigError, match=r"dataloader_drop_last: 8 rows do not fill a batch of 9\. Leave it out"):
+            make(verb, tmp_path, per_device_train_batch_size=9, dataloader_drop_last=True)

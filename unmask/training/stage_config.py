@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,9 +77,19 @@ def canvas(lm: DiffusionLM, args: Any) -> int | None:
     return None if lm.autoregressive else args.canvas_length
 
 
-def steps_per_epoch(args: TrainingArguments, rows: Sequence[Any]) -> int:
-    """Optimizer steps that go through the rows once."""
-    return math.ceil(len(rows) / rows_per_step(args))
+def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
+    """Optimizer steps that go through the rows once; with `dataloader_drop_last` through those that fill micro-batches.
+
+    Raises:
+        ConfigError: no micro-batch is full, and such ones are left out.
+    """
+    size = args.train_batch_size * args.world_size
+    if not args.dataloader_drop_last:
+        return math.ceil(len(rows) / rows_per_step(args))
+    if len(rows) < size:
+        remedy = "Leave it out, or use smaller batches"
+        raise ConfigError(f"{len(rows):,} rows do not fill a batch of {size:,}", where="dataloader_drop_last", remedy=remedy)
+    return math.ceil(len(rows) // size / args.gradient_accumulation_steps)
 
 
 def total_steps(args: TrainingArguments, rows: Any) -> int:

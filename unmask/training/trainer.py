@@ -38,7 +38,7 @@ from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.lockstep import lockstep
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.phases import Phases
-from unmask.training.stage_config import StageConfig
+from unmask.training.stage_config import StageConfig, steps_per_epoch
 from unmask.training.switches import (
     check_flash_attention,
     check_sharding,
@@ -96,6 +96,8 @@ class DiffusionTrainer(Trainer):
         if eval_rows is None and args.eval_strategy != "no":
             remedy = "Give held-out rows (data.eval, eval_dataset), or leave it out"
             raise ConfigError("there is nothing to evaluate on", where="eval_strategy", remedy=remedy)
+        if isinstance(train_rows, Sized):
+            steps_per_epoch(args, train_rows)  # refuses a run without any
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
         if peft_config is None and quantised(lm):
