@@ -61,6 +61,19 @@ def test_under_adapters_the_reference_is_the_base_and_no_copy():
     assert not torch.allclose(scores(lm), base, atol=1e-3)  # and after it the adapters are on again
 
 
+@pytest.mark.parametrize("more", [{"init_lora_weights": False}, {"init_lora_weights": "pissa"}, {"bias": "all"}])
+def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", **more)
+    lm = with_adapters(tiny(attention_bias=True), config)
+    before = scores(lm)
+    reference = Reference(lm, device=CPU)
+    train(lm)
+    with reference.scoring() as scored:
+        assert torch.equal(scores(scored), before)
+    with pytest.raises(ConfigError, match=r"reference: the policy as given is not the base under its adapters\. Use stored or frozen"):
+        make("dpo", tmp_path, tiny(attention_bias=True), peft_config=config, reference="adapter")
+
+
 def test_a_moving_reference_goes_a_share_of_the_way():
     for lm in (tiny(), adapted()):
         reference = Reference(lm, device=CPU, moves=True)

@@ -34,6 +34,16 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     return lm.bind(adapted)
 
 
+def changes_nothing(lm: DiffusionLM) -> bool:
+    """Whether the model with its adapters is what it is with them off, and training changes nothing else: LoRA that starts at zero."""
+    if any(getattr(config, "bias", "none") != "none" for config in lm.model.peft_config.values()):
+        return False
+    weights = dict(lm.model.named_parameters())
+    halves = [(half, half.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A.", ".lora_embedding_B.")) for half in weights]
+    pairs = [(weights[one], weights[other]) for one, other in halves if one != other]
+    return bool(pairs) and not any(one.any() and other.any() for one, other in pairs)
+
+
 def merged(lm: DiffusionLM) -> DiffusionLM:
     """A copy of the model with its adapters merged into the weights, which are dequantised first: rounded again, they would
     lose most of what was learnt."""

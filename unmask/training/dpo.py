@@ -25,6 +25,7 @@ from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, ex
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.preference import dpo, hinge, ipo, kto, simpo
+from unmask.training.adapters import changes_nothing
 from unmask.training.dpo_config import DPOConfig
 from unmask.training.lockstep import failing_together
 from unmask.training.pairs import room
@@ -227,6 +228,9 @@ class DPOTrainer(ViewwiseTrainer):
         args, mode = self.args, self.args.reference
         if mode == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
             raise ConfigError("the policy has no adapters", where="reference", remedy="Set lora (peft_config), or use stored or frozen")
+        if mode == "adapter" and not changes_nothing(self.lm):
+            remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
+            raise ConfigError("the policy as given is not the base under its adapters", where="reference", remedy=remedy)
         if mode != "stored":  # a frozen copy is one also where there are adapters
             self.reference = make_reference(self.lm, self.accelerator, moves=mode == "frozen", path=args.reference_model)
             return

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import load, read_config
+from unmask.training.adapters import changes_nothing
 
 FILE = "reference.safetensors"
 WITHOUT = "what needs no reference (beta 0, or loss_type simpo)"
@@ -23,8 +24,8 @@ class Reference:
     """The policy as it was given.
 
     Args:
-        lm: the policy, not trained yet. Where it has adapters that start at zero the reference is the base itself, with the adapters
-            off: no second model is held.
+        lm: the policy, not trained yet. Where it has adapters that start at zero, and trains nothing else, the reference is the base
+            itself, with the adapters off: no second model is held.
         device: where a second model is held, whole: that of the training, to which FSDP and DeepSpeed move the policy only later.
         moves: whether it will be moved, which takes a copy of what is trained.
         path: another model to hold the policy to, of the same vocabulary and read in the same way; None: the policy as it was given.
@@ -36,7 +37,7 @@ class Reference:
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
         self.policy = lm
-        self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None
+        self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None and changes_nothing(lm)
         source = lm if path is None else load_beside(lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             what = "no reference can be made of weights that ZeRO 3 has shared out"
