@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -48,6 +49,7 @@ def make_args() -> Any:
         (lambda *_: [1, float("nan")], "judge: gave"),
         (lambda *_: [1, "win"], "judge: raised ValueError"),
         (lambda *_: 1 / 0, "judge: raised ZeroDivisionError"),
+        (lambda *_: sys.exit(3), "judge: raised SystemExit: 3"),
     ],
 )
 def test_what_is_no_verdict_is_an_error(judge, message):

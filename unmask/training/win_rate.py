@@ -36,7 +36,7 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
     try:
         values: Any = judge(prompts, completions, chosen)
         values = [float(value) for value in values]
-    except Exception as error:  # user code
+    except (Exception, SystemExit) as error:  # user code
         raise TrainingError(f"raised {told(error)}", where="judge", remedy="Mend it, or leave it out") from error
     if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
         what = f"gave {values!r:.80} for {len(completions)} completions"
