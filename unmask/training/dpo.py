@@ -44,7 +44,7 @@ from unmask.training.stage_config import canvas, steps_per_epoch
 from unmask.training.trainer import Batch
 from unmask.training.unpaired import UnpairedCollator, beside_others, labelled
 from unmask.training.viewwise import Piece, ViewwiseTrainer
-from unmask.training.win_rate import Judge, find_judge, wins
+from unmask.training.win_rate import Judge, check_prompts, find_judge, wins
 
 REDRAWS = 8
 """Plans over which the variance of the margin is taken."""
@@ -87,6 +87,8 @@ class DPOTrainer(ViewwiseTrainer):
         self.sampler = sampler or SamplerConfig()
         if (length := canvas(self.lm, args)) is not None:
             self.sampler = self.sampler.model_copy(update={"max_new_tokens": length})
+        if self.judge is not None:
+            check_prompts(self.lm, self.eval_dataset, self.sampler)
         self.exact = args.exact(self.lm)
         self.reference: Reference | None = None
         self.stored: dict[str, ScoreTable] = {}

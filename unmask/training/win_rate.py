@@ -7,7 +7,8 @@ from typing import Any
 
 from unmask.config import SamplerConfig
 from unmask.data.rows import Row
-from unmask.errors import TrainingError
+from unmask.errors import GenerationError, TrainingError
+from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.rewards.workers import load_function, told
@@ -19,6 +20,15 @@ Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
 def find_judge(named: Judge | str | None) -> Judge | None:
     """A judge as it is, or the function that `path.py:function` or `package.module:function` names."""
     return load_function(named) if isinstance(named, str) else named
+
+
+def check_prompts(lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> None:
+    """Raise now the GenerationError that `wins` would: a prompt that leaves no room to write, settings that do not fit the model."""
+    try:
+        make_requests(lm, [split_row(pair)[0] for pair in pairs], sampler)
+    except GenerationError as error:
+        where = (error.where or "").replace("prompt ", "eval_dataset, row ")
+        raise GenerationError(error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge") from error
 
 
 def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> list[float]:
