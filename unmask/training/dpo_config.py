@@ -32,7 +32,9 @@ class DPOConfig(PairConfig):
         0.0, "The share of labels taken to be wrong (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"]
     )
     rpo_alpha: float = setting(0.0, "Weight of an SFT term: less the bound of the chosen per token (RPO)", low=0, needs=[PAIRED])
-    length_normalization: bool = setting(False, "Whether gains are divided by the response's tokens; of simpo they always are")
+    length_normalization: bool = setting(
+        False, "Whether gains are divided by the response's tokens; of simpo they always are", needs=[COMPARED]
+    )
     simpo_gamma: float = setting(0.5, "The margin, times beta, that a pair is to have", low=0, needs=["loss_type=simpo"])
     desirable_weight: float = setting(1.0, "Weight of the loss of desirable responses", low=0, needs=["loss_type=kto"])
     undesirable_weight: float = setting(1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"])
@@ -99,5 +101,6 @@ class DPOConfig(PairConfig):
             raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
         for name in ("complementary", "log_variance_steps") if exact else ():
             if getattr(self, name):
-                raise ConfigError("an exact likelihood hides nothing at random", where=name, remedy="Leave it out, or use bound elbo")
+                remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
+                raise ConfigError("an exact likelihood hides nothing at random", where=name, remedy=remedy)
         return exact
