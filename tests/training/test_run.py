@@ -89,6 +89,17 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == left
 
 
+def test_overwriting_replaces_the_scores_of_an_earlier_reference(model, tmp_path):
+    """Unless the settings say otherwise; and the settings that are written do not go on to replace others."""
+    run = ["dpo", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK, "training.samples=2"]
+    assert unmask(*run).exit_code == 0
+    refused = unmask(*run, "--overwrite", "training.seed=1", "training.stale_reference=error")
+    assert refused.exit_code != 0 and "holds scores of another settings" in " ".join(refused.stderr.split())
+    with pytest.warns(RuntimeWarning, match="holds scores of another settings: the reference is scored again"):
+        assert unmask(*run, "--overwrite", "training.seed=1").exit_code == 0
+    assert parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")["training"]["stale_reference"] == "error"
+
+
 def test_an_output_folder_in_use_is_refused_and_left_alone(model, tmp_path):
     output = tmp_path / "out"
     output.mkdir()

@@ -131,7 +131,10 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
     """
     args = training_arguments(verb, config)
-    output = Path(config.output_dir)
+    output, settings = Path(config.output_dir), resolved(config, args)
+    overwrite = config.overwrite and not resume
+    if overwrite and isinstance(args, DPOConfig) and "stale_reference" not in config.training:
+        args.stale_reference = "replace"  # scores of the run that is overwritten
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with display as progress, progress.stage(verb) as stage:
         trainer = make_trainer(verb, config, args, progress=stage)
@@ -139,9 +142,9 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
         if task and held_out:
             check_evaluation(trainer.lm, task, held_out, config.sampler)
         if args.should_save:
-            if config.overwrite and not resume:
+            if overwrite:
                 forget_earlier_run(output)
-            write_atomic(output / "config.yaml", to_yaml(resolved(config, args).model_copy(update={"overwrite": False})))
+            write_atomic(output / "config.yaml", to_yaml(settings.model_copy(update={"overwrite": False})))
             write_data_report(trainer, output / DATA_REPORT)
         trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(output / TRAINED_MODEL))
