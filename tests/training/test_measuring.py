@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 
 from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES
@@ -14,7 +16,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.models.blueprint import Blueprint
 from unmask.models.planning import Workload, peak_memory
 from unmask.training import measuring
-from unmask.training.measuring import Step, built, calibrate, measure
+from unmask.training.measuring import Step, built, calibrate, timed
 
 SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
 
@@ -57,8 +59,20 @@ def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
     assert hidden_BVT.sum(1).eq(1).all()
 
 
+class Touched(TorchDispatchMode):
+    """A clock that goes on by the elements that operations read and write, so that no other process moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements += sum(leaf.numel() for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor))
+        return out
+
+
 @pytest.mark.slow
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("model", "work"),
     [
@@ -68,12 +82,8 @@ def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
     ],
     ids=["block_causal", "causal", "checkpointing"],
 )
-def test_time_is_predicted_within_a_fifth(model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # whose processor time is the wall time of a machine with nothing else to do
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=time.process_time))
-    try:
+def test_a_few_layers_tell_the_time_of_all(model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Touched() as clock:  # that of the machine is read by `unmask inspect --measure`
+        monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: clock.elements))
         predicted = calibrate(model, model.network(work), work)
-        assert predicted == pytest.approx(measure(model, work).seconds, rel=0.2)
-    finally:
-        torch.set_num_threads(threads)
+        assert predicted == pytest.approx(sum(timed([Step(built(model, work), work)], 0, at_least=1)[0]), rel=0.1)

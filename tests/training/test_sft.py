@@ -173,7 +173,7 @@ def test_settings_that_cannot_be_are_refused(wrong, message, tmp_path):
         ({"prompt": "a", "completion": None}, r"row 1: no value in column 'completion'"),
         ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, r"row 1, .*different kinds"),
         ({"prompt": [{"role": "user", "content": "b"}], "completion": "b"}, r"row 1, .*different kinds"),
-        ({"prompt": 3, "completion": "b"}, r"row 1, .*a prompt cannot be 3"),
+        ({"prompt": 3, "completion": "b"}, r"row 1, prompt: neither a text nor messages: 3"),
     ],
 )
 def test_rows_that_cannot_be_learnt_are_named(row, message, tmp_path):
