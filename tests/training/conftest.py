@@ -93,8 +93,9 @@ def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = Non
         return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)
     if verb == "sft":
         return SFTTrainer(lm or tiny(), SFTConfig(**settings(folder) | more), rows or PAIRS, **taken)
-    if verb == "dpo":
-        return DPOTrainer(lm or tiny(), DPOConfig(**settings(folder, samples=2) | more), rows or PREFERENCES, **taken)
+    if verb in ("dpo", "kto"):
+        loss = {"loss_type": "kto"} if verb == "kto" else {}
+        return DPOTrainer(lm or tiny(), DPOConfig(**settings(folder, samples=2) | loss | more), rows or PREFERENCES, **taken)
     reward = more.pop("reward", share_of_a)
     return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken)
 

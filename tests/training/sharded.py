@@ -37,13 +37,15 @@ def pass_for_gpus() -> None:
 def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     """The same run in all modes, but for what shards it."""
     given = settings(folder, **RUN | more)
-    own = {"sft": {}, "dpo": {"samples": 2}, "grpo": ROLLOUT}[verb]
-    args = {"sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}[verb](**given | own)
+    own = {"sft": {}, "dpo": {"samples": 2}, "kto": {"samples": 2, "loss_type": "kto"}, "grpo": ROLLOUT}[verb]
+    args = {"sft": SFTConfig, "dpo": DPOConfig, "kto": DPOConfig, "grpo": GRPOConfig}[verb](**given | own)
     if args.fsdp:
         pass_for_gpus()
     if isinstance(args, SFTConfig):
-        return SFTTrainer(tiny(), args, PAIRS)
-    return DPOTrainer(tiny(), args, PREFERENCES) if isinstance(args, DPOConfig) else GRPOTrainer(tiny(), share_of_a, args, PAIRS)
+        return SFTTrainer(tiny(), args, PAIRS, PAIRS[:5])
+    if isinstance(args, DPOConfig):
+        return DPOTrainer(tiny(), args, PREFERENCES, PREFERENCES[:5])
+    return GRPOTrainer(tiny(), share_of_a, args, PAIRS)
 
 
 def switches(mode: str) -> dict[str, Any]:
@@ -170,6 +172,8 @@ def main(verb: str, mode: str, folder: Path) -> None:
     first = trainer(verb, folder, **shares)
     first.train()
     report = seen(first, mode)
+    if verb != "grpo":
+        report["evaluation"] = {name: value for name, value in first.evaluate().items() if "second" not in name and "time" not in name}
     first.save_model(str(folder / "model"))
     resumed = trainer(verb, folder, **shares)
     resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))

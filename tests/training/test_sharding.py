@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.helpers import REPOSITORY
-from tests.training.conftest import make, weights
+from tests.training.conftest import PAIRS, PREFERENCES, make, weights
 from tests.training.sharded import RATIOS, RUN, ragged
 from unmask.models.load import load
 
@@ -25,6 +25,8 @@ needs_deepspeed = pytest.mark.skipif(
     reason="needs DeepSpeed (the extra `deepspeed`), and a C++ compiler for what it builds on first use",
 )
 MODES: dict[str, Any] = {"fsdp": (), "fsdp-offload": ()} | dict.fromkeys(("zero1", "zero2", "zero3", "zero2-offload"), needs_deepspeed)
+
+HELD_OUT = {"sft": PAIRS[:5], "dpo": PREFERENCES[:5], "kto": PREFERENCES[:5]}  # of which two processes have different numbers
 
 
 def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
@@ -42,12 +44,12 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     ("verb", "mode"),
     [
         *[pytest.param("sft", mode, marks=marks) for mode, marks in MODES.items()],
-        *[pytest.param("dpo", mode, marks=MODES[mode]) for mode in ("fsdp", "zero2")],
+        *[pytest.param(verb, mode, marks=MODES[mode]) for verb in ("dpo", "kto") for mode in ("fsdp", "zero2")],
         *[pytest.param("grpo", mode, marks=MODES[mode]) for mode in ("fsdp-offload", "zero2-offload")],
     ],
 )
 def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
-    alone = make(verb, tmp_path / "alone", **RUN)
+    alone = make(verb, tmp_path / "alone", **RUN, **({"eval_dataset": HELD_OUT[verb]} if verb != "grpo" else {}))
     alone.train()
     folder = tmp_path / mode
     total = sum(weight.numel() for weight in alone.lm.model.parameters())
@@ -56,6 +58,9 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
         assert all(0.45 * total < count < 0.55 * total for count in shared_out.values()), (shared_out, total)
         assert seen["offload"] == mode.endswith("offload")
         assert seen["losses"] == pytest.approx([line["loss"] for line in alone.state.log_history if "loss" in line], rel=1e-5, abs=1e-6)
+        if "evaluation" in seen:
+            metrics = alone.evaluate()
+            assert seen["evaluation"] == pytest.approx({name: metrics[name] for name in seen["evaluation"]}, rel=1e-4, abs=1e-5)
     for name in ("model", "resumed"):
         torch.testing.assert_close(weights(load(folder / name)), weights(alone.lm), rtol=0, atol=1e-5)
 

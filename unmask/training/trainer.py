@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, slice_tensors
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -335,9 +335,19 @@ class DiffusionTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
+        rows, loss = self._unrepeated(inputs), torch.zeros((), device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
-            loss, _ = self.compute_loss(model, self._prepare_inputs(inputs), return_outputs=True)
+            if len(rows["sample_id"]) > 0:
+                loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)
         return loss.detach(), None, None
+
+    def _unrepeated(self, batch: Batch) -> Batch:
+        """Without the rows that accelerate fills the last batches up with, so that all processes have as many."""
+        state, size = self.accelerator.gradient_state, len(batch["sample_id"])
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return batch
+        own = min(max(state.remainder - self.accelerator.process_index * size, 0), size)
+        return slice_tensors(batch, slice(own))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
