@@ -134,8 +134,8 @@ def measure_memory(folder: Path, pairs: int, length: int) -> None:
             ("weights and optimizer states, MB", f"{held / 1e6:,.0f}", ""),
             ("SFT, one view, beyond these, MB", f"{sft / 1e6:,.0f}", ""),
             ("DPO, stored reference, 8 views one at a time, MB", f"{dpo / 1e6:,.0f}", ""),
-            ("DPO / SFT, beyond weights and states", f"{dpo / sft:.3f}", "at most 1.15"),
-            ("DPO / SFT, with them", f"{(dpo + held) / (sft + held):.3f}", ""),
+            ("DPO / SFT, beyond weights and states", f"{dpo / sft:.3f}", ""),
+            ("DPO / SFT, with them", f"{(dpo + held) / (sft + held):.3f}", "at most 1.15"),
         ],
     )
 
@@ -252,7 +252,8 @@ def main() -> None:
     if options.only in (None, "variance"):
         measure_variance(options.folder, options.stories260k, options.stories, options.steps or 200)
     if options.only in (None, "memory"):
-        measure_memory(options.folder, pairs=4, length=128)
+        for length in (128, 256):
+            measure_memory(options.folder, pairs=4, length=length)
     if options.only in (None, "sudoku"):
         measure_sudoku(options.folder, options.steps or 80, options.rate)
     if options.only in (None, "file"):

@@ -156,6 +156,15 @@ def test_log_probabilities_are_those_of_a_softmax():
     assert token_log_probs(logits, torch.tensor([2, 2]))[0] == -torch.inf
 
 
+def test_their_gradients_are_those_of_a_softmax():
+    logits, target = torch.randn(5, 7, dtype=torch.float64, requires_grad=True), torch.randint(6, (5, 3))
+    scale, forbidden = torch.randn(5, 3, dtype=torch.float64), torch.arange(7) == 6
+    masked = logits.masked_fill(forbidden, -torch.inf)
+    [expected] = torch.autograd.grad(((masked / 0.7).log_softmax(1).gather(1, target) * scale).sum(), logits, retain_graph=True)
+    [found] = torch.autograd.grad((token_log_probs(masked, target, 0.7) * scale).sum(), logits)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
 def test_scores_have_the_precision_of_the_model():
     lm = toy.toy()
     ids, maskable = batch()

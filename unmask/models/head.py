@@ -5,8 +5,11 @@ Shapes: B batch, T tokens, V vocabulary, D hidden width, N rows asked for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -102,7 +105,8 @@ class RowSelector:
         logits_NV = self.after(head.forward(hidden_ND))
         logits_NV = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
         forbidden_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) == forbidden
-        return token_log_probs(logits_NV.masked_fill(forbidden_V, -torch.inf), target_N, temperature)
+        logits_NV = logits_NV.masked_fill(forbidden_V, -torch.inf)
+        return token_log_probs(logits_NV, target_N, temperature)
 
 
 class AfterHead:
@@ -123,4 +127,21 @@ def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.
     if temperature != 1.0:
         logits_NV = logits_NV / temperature
     target_NK = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
-    return (logits_NV.gather(1, target_NK) - logits_NV.logsumexp(1, keepdim=True)).view_as(target_N)
+    return _LogSoftmaxAt.apply(logits_NV, target_NK).view_as(target_N)
+
+
+class _LogSoftmaxAt(torch.autograd.Function):
+    """Its gradient is made in place, in one copy of the logits: autograd's own takes three."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_NV: Tensor, target_NK: Tensor) -> Tensor:
+        norm_N1 = logits_NV.logsumexp(1, keepdim=True)
+        ctx.save_for_backward(logits_NV, target_NK, norm_N1)
+        return logits_NV.gather(1, target_NK) - norm_N1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_NK: Tensor) -> tuple[Tensor, None]:
+        logits_NV, target_NK, norm_N1 = ctx.saved_tensors
+        probability_NV = (logits_NV - norm_N1).exp_()
+        return probability_NV.mul_(-grad_NK.sum(1, keepdim=True)).scatter_add_(1, target_NK, grad_NK), None

@@ -21,7 +21,7 @@ Optimiser = Literal["adamw", "adamw_8bit"]
 
 # Constants of the implementation: to be measured again when the attention function or the head changes.
 HIDDEN_SHARE = 0.5  # of the tokens are predicted in a noised row; a causal row predicts them all
-LOGIT_COPIES = 4  # float32 copies of a chunk alive in the backward pass of its softmax; half of them in that of the head's product
+LOGIT_COPIES = 2  # float32 copies of a chunk alive in the backward pass of its softmax; half of them in that of the head's product
 LAYER_WORKSPACE = 0.2  # gradients of activations alive within a layer's backward pass, as a share of what the layer saved
 BACKWARD_OF_ATTENTION = 2.5  # times the FLOPs of its forward pass: a fused kernel computes the scores again
 
