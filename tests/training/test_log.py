@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import json
+import sqlite3
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.training.conftest import PREFERENCES, make
 from unmask.monitor import MetricsLog
 from unmask.training.log import LOG_NAME, RunLog
 
@@ -51,3 +57,38 @@ def test_a_line_torn_by_a_crash_and_a_missing_log_are_no_obstacle(tmp_path):
     log.rewind(1)
     log.write(2, {"loss": 2.0})
     assert steps(log) == [(None, 1), (None, 2)]
+
+
+SHOWN = {"loss", "learning_rate", "margin", "accuracy", "chosen", "rejected", "tokens_per_second", "memory_gb"}
+HELD_OUT = {"loss", "margin", "accuracy", "chosen", "rejected"}
+
+
+def tensorboard_scalars(folder: Path) -> set[str]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return set(EventAccumulator(str(folder / "board")).Reload().Tags()["scalars"])
+
+
+def wandb_scalars(folder: Path) -> set[str]:
+    wandb = importlib.import_module("wandb")
+    told = set(wandb.run.summary.keys())
+    wandb.finish()
+    return told
+
+
+def trackio_scalars(folder: Path) -> set[str]:
+    place = importlib.import_module("trackio.utils").TRACKIO_DIR  # that of the first import
+    with contextlib.closing(sqlite3.connect(place / "huggingface.db")) as database:
+        return {name for (line,) in database.execute("SELECT metrics FROM metrics") for name in json.loads(line)}
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_trackers_get_what_is_told_of_preferences(tracker, tmp_path, monkeypatch):
+    folders = {"TENSORBOARD_LOGGING_DIR": tmp_path / "board", "WANDB_DIR": tmp_path, "TRACKIO_DIR": tmp_path / "trackio"}
+    for name, value in {**folders, "WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
+        monkeypatch.setenv(name, str(value))
+    pytest.importorskip(tracker)
+    more = {"log_memory_usage": True, "eval_strategy": "steps", "eval_steps": 2, "eval_dataset": PREFERENCES[:2]}
+    make("dpo", tmp_path / "run", report_to=[tracker], run_name="run", **more).train()
+    scalars = {"tensorboard": tensorboard_scalars, "wandb": wandb_scalars, "trackio": trackio_scalars}[tracker](tmp_path)
+    assert {f"train/{name}" for name in SHOWN} | {f"eval/{name}" for name in HELD_OUT} <= scalars

@@ -171,10 +171,11 @@ def test_wandb_keeps_them_as_a_table(tmp_path, monkeypatch):
 
 
 def test_trackio_keeps_them_as_a_table(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at the first import
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     pytest.importorskip("trackio")
     train(tmp_path, "trackio")
-    with contextlib.closing(sqlite3.connect(tmp_path / "trackio" / "huggingface.db")) as database:
+    place = importlib.import_module("trackio.utils").TRACKIO_DIR  # that of the first import
+    with contextlib.closing(sqlite3.connect(place / "huggingface.db")) as database:
         logged = [json.loads(metrics) for (metrics,) in database.execute("SELECT metrics FROM metrics")]
     (read,) = [line["completions"]["_value"] for line in logged if "completions" in line]
     assert read[0] == dict(zip(columns(), ["prompt 0", f"0: {NASTY}", None, -3.5, False], strict=True)) and len(read) == 2
