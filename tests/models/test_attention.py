@@ -110,6 +110,29 @@ def test_a_row_changes_exactly_when_it_may_see_what_changed(name, pattern, docum
     assert torch.equal(differs, reach(name, documents, pattern))
 
 
+def test_layers_share_one_mask_for_their_gradients():
+    lm, ids = tiny_lm("llama", "bidirectional", dtype=torch.float32), random_ids(2, 6)
+    kept = set()
+
+    def keep(tensor):
+        if tensor.shape[1:] == (1, 6, 6):
+            kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        lm.logits(ids, torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 1, 1, 1, 0]])).sum().backward()
+    assert len(kept) == 1
+
+
+def test_a_mask_made_without_gradients_serves_a_later_training_step():
+    lm, ids, documents = tiny_lm("llama", "causal", dtype=torch.float32), random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
+    with torch.inference_mode():
+        expected = lm.logits(ids, documents)
+    found = lm.logits(ids, documents)
+    found.sum().backward()
+    assert torch.equal(found, expected)
+
+
 def test_windows_narrow_what_a_causal_model_sees_and_nothing_else():
     whole = DOCUMENTS["whole"]
     assert not reach("mistral", whole, "causal")[10, 0]

@@ -87,6 +87,7 @@ class AttentionMask:
     full: bool = False
     documents: Documents | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
+    _added: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def within(self, window: int | None) -> AttentionMask:
         """The mask for a layer with this sliding window (None: no window)."""
@@ -105,6 +106,13 @@ class AttentionMask:
         seen_QK = torch.ones(keys, keys, dtype=torch.bool)
         seen_QK[earlier, later] = torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < seen
         return AttentionMask(self.allowed_BQK & seen_QK.to(self.allowed_BQK.device), None)
+
+    @torch.inference_mode(False)  # masks are kept, and a later training step saves these numbers for its gradient
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """The mask as SDPA adds it to scores, one for all layers: of a boolean mask every layer would make, and keep, one of its own."""
+        if dtype not in self._added:
+            self._added[dtype] = torch.zeros_like(self.allowed_BQK, dtype=dtype).masked_fill_(~self.allowed_BQK, -torch.inf)
+        return self._added[dtype]
 
     @cached_property
     def block_mask(self) -> BlockMask:
@@ -262,7 +270,8 @@ def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Attent
     if not torch.compiler.is_compiling():
         cut = mask.fine_tiles if query_BHQD.shape[-1] <= tiles.NARROW else mask.coarse_tiles
     if cut is None:
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+        allowed_BQK = mask.allowed_BQK if torch.compiler.is_compiling() else mask.added(query_BHQD.dtype)
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
     return tiles.attend(query_BHQD, key_BHKD, value_BHKD, cut, **options)
 
 
