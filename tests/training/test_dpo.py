@@ -95,7 +95,7 @@ def test_a_plan_that_is_reused_is_scored_once(tmp_path):
 
 def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of four pairs and what it moves."""
-    rows = batch(trainer, *range(4))
+    [rows] = trainer.prepared([batch(trainer, *range(4))])
     loss = trainer.training_step(trainer.model, rows, torch.tensor(4))
     return loss, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if weight.grad is not None}
 

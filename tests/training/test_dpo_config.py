@@ -43,6 +43,9 @@ def config(folder: Any, **more: Any) -> DPOConfig:
         ({"complementary": True, "samples": 1}, "samples: a pair takes two views"),
         ({"reference": "adapter", "reference_model": "m"}, "reference_model: the reference is the base under the adapters"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
+        ({"canvas_length": 0}, "canvas_length: 0 is refused"),
+        ({"beta": math.inf}, "beta: inf is refused"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):

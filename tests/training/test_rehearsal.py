@@ -16,6 +16,7 @@ from unmask.config import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
 from unmask.models.blueprint import Blueprint
 from unmask.monitor import MetricsLog
+from unmask.training.dpo import DPOTrainer
 from unmask.training.rehearsal import plan_run, rehearse
 from unmask.training.run import training_arguments
 
@@ -68,6 +69,21 @@ def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
     task = DataConfig(task="sudoku", max_rows=16)
     (line,) = rehearse(verb, config.model_copy(update={"data": task, "training": kept | {"max_steps": 30}}))
     assert line["steps"] == "30" and (line["predicted seconds a step"] == "-") == (verb == "dpo")
+
+
+def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path, monkeypatch):
+    scored: list[int] = []
+    original = DPOTrainer.score_responses
+    monkeypatch.setattr(
+        DPOTrainer, "score_responses", lambda self, lm, rows: scored.append(len(rows["sample_id"])) or original(self, lm, rows)
+    )
+    (tmp_path / "judge.py").write_text("def judge(prompts, completions, chosen): return [0.5] * len(chosen)")
+    training = {"use_cpu": True, "max_length": 64, "per_device_train_batch_size": 4, "num_train_epochs": 3, "eval_strategy": "epoch"}
+    training |= {"judge": f"{tmp_path}/judge.py:judge", "log_variance_steps": 1}
+    config = run_config(model, tmp_path, tmp_path)
+    (line,) = rehearse("dpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=40), "training": training}))
+    assert sum(scored) == 8 and line["steps"] == "30"
+    assert float(line["hours in all"]) > 30 * float(line["seconds a step"]) / 3600  # all scores of three epochs too
 
 
 def test_every_update_on_a_rollout_is_a_step(model, tmp_path):

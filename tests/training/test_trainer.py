@@ -238,6 +238,22 @@ def make_history(folder: Path, **more: Any) -> list[dict[str, float]]:
     return trainer.state.log_history
 
 
+@pytest.mark.parametrize(("verb", "rows"), [("sft", PAIRS), ("dpo", PREFERENCES)])
+def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
+    more = {"reference": "frozen"} if verb == "dpo" else {}
+    trainer = make(verb, tmp_path, rows=rows[:4], eval_dataset=rows[4:], **more)
+    other = make(verb, tmp_path, trainer.lm, rows=rows[:4], eval_dataset=rows[:4], **more)
+    assert trainer.evaluate(rows[:4])["eval_loss"] == other.evaluate()["eval_loss"]
+    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+def test_several_data_sets_and_predictions_are_refused(tmp_path):
+    with pytest.raises(DataError, match=r"eval_dataset: are several data sets: a, b\. Give one"):
+        make("sft", tmp_path, eval_dataset={"a": PAIRS, "b": PAIRS})
+    with pytest.raises(TrainingError, match="predict: there is nothing to predict"):
+        make("sft", tmp_path).predict(PAIRS)
+
+
 def test_metrics_are_kept_beside_the_checkpoints(tmp_path):
     history = make_history(tmp_path / "kept", save_strategy="steps", log_memory_usage=True)
     lines = [json.loads(line) for line in (tmp_path / "kept" / "training_logs.json").read_text().splitlines()]

@@ -50,7 +50,7 @@ def test_every_plan_averages_to_the_same_bound(name, tmp_path):
     rows, count = copies(trainer, 300), 300
     bounds = {}
     for plan, views in ((COMPLEMENTARY, 9), (name, 4)):
-        rows["views"] = ESTIMATORS[plan].plan(trainer.groups(rows), Draw(0, rows["sample_id"], 7), views)
+        rows["views"] = ESTIMATORS[plan].plan(trainer.groups(rows), Draw(0, rows["sample_id"], 7), views=views)
         assert rows["views"].count == views
         bounds[views] = trainer.score_responses(trainer.lm, rows)[:count]
     error = ((bounds[4].var() + bounds[9].var()) / count).sqrt()

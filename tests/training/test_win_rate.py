@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.training.conftest import PREFERENCES, make, tiny
+from tests.training.conftest import PREFERENCES, make, settings, tiny
 from unmask.config import SamplerConfig
 from unmask.errors import ConfigError, GenerationError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo_config import DPOConfig
 from unmask.training.win_rate import split_row, wins
 
 SAMPLER = SamplerConfig(max_new_tokens=4)
@@ -24,7 +26,7 @@ def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
         seen.append(given)
         return [1, 0.5, 0]
 
-    args: Any = make_args()
+    args: Any = DPOConfig(**settings(Path("unused")))
     pairs: Any = DPOTrainer.make_rows(lm, args, PREFERENCES[:3], "eval_dataset")
     assert wins(judge, lm, pairs, SAMPLER) == [1.0, 0.5, 0.0]
     [(prompts, completions, chosen)] = seen
@@ -33,12 +35,6 @@ def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
     assert wins(judge, lm, [], SAMPLER) == [] and len(seen) == 1
     prompt, response = split_row(pairs[1])
     assert prompt + response == pairs[1]["input_ids"][: pairs[1]["documents"].count(1)] and response[-1] == lm.eos_token_id
-
-
-def make_args() -> Any:
-    from unmask.training.dpo_config import DPOConfig
-
-    return DPOConfig(output_dir="unused", use_cpu=True, max_length=32)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +50,7 @@ def make_args() -> Any:
 )
 def test_what_is_no_verdict_is_an_error(judge, message):
     lm = tiny()
-    pairs: Any = DPOTrainer.make_rows(lm, make_args(), PREFERENCES[:2], "eval_dataset")
+    pairs: Any = DPOTrainer.make_rows(lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset")
     with pytest.raises(TrainingError, match=message):
         wins(judge, lm, pairs, SAMPLER)
 
@@ -80,6 +76,8 @@ def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused(tmp_path):
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
     with pytest.raises(ConfigError, match="judge: there are no held-out pairs to judge on"):
         make("dpo", tmp_path, judge=f"{tmp_path}/judge.py:judge")
+    with pytest.raises(ConfigError, match="judge: kto has no chosen responses"):
+        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path, loss_type="kto")), PREFERENCES, PREFERENCES, judge=lambda *_: [])
 
 
 def test_a_prompt_that_leaves_no_room_to_write_is_told_before_training(tmp_path):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ from unmask.training.unpaired import UnpairedCollator, beside_others, labelled
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 from unmask.training.win_rate import Judge, check_prompts, find_judge, wins
 
-REDRAWS = 8
-"""Plans over which the variance of the margin is taken."""
+MEASURED_PAIRS, REDRAWS = 32, 8
+"""Pairs, and plans of each, over which the variance of the margin is taken."""
 FIRST_REDRAW = 1 << 30
 """Their numbers begin here; those below are of the epochs."""
 
@@ -64,7 +65,11 @@ class DPOTrainer(ViewwiseTrainer):
         model, args, datasets, rest: as in DiffusionTrainer.
         judge: a function instead of the config's `judge`.
         sampler: how completions for the judge are generated; a `canvas_length` is their length.
+        rehearsed: of the rows only so many first are trained on, and scored by the reference.
     """
+
+    train_dataset: Any
+    eval_dataset: Any
 
     def __init__(
         self,
@@ -73,16 +78,23 @@ class DPOTrainer(ViewwiseTrainer):
         *datasets: Any,
         judge: Judge | None = None,
         sampler: SamplerConfig | None = None,
+        rehearsed: int | None = None,
         **rest: Any,
     ):
         self.judge = find_judge(judge or args.judge)  # what cannot be imported is told before the model is loaded
         unpaired = args.loss_type == "kto"
+        if self.judge is not None and unpaired:
+            raise ConfigError("kto has no chosen responses to compare with", where="judge", remedy="Use a loss of pairs, or leave it out")
         self.responses = 1 if unpaired else 2  # in a row
         self.held_out: Tensor | None = None  # while it evaluates: KTO's baseline of all held-out rows, whatever the batches
         collator = UnpairedCollator(0) if unpaired else Collator(0)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
+        self.rows_given = len(self.train_dataset)
+        if rehearsed is not None:
+            self.train_dataset = self.train_dataset[:rehearsed]
+            self.eval_dataset = self.eval_dataset and self.eval_dataset[:rehearsed]
         disable_dropout(self.lm.model)
         self.sampler = sampler or SamplerConfig()
         if (length := canvas(self.lm, args)) is not None:
@@ -90,10 +102,11 @@ class DPOTrainer(ViewwiseTrainer):
         if self.judge is not None:
             check_prompts(self.lm, self.eval_dataset, self.sampler)
         self.exact = args.exact(self.lm)
-        self.reference: Reference | None = None
+        self.reference = self._make_reference() if args.needs_reference and args.reference != "stored" else None
         self.stored: dict[str, ScoreTable] = {}
-        if args.needs_reference:
-            self._make_reference(rest.get("progress"))
+        self.scoring_seconds = 0.0  # that it took to score the training rows
+        if args.needs_reference and args.reference == "stored":
+            self._score_reference(rest.get("progress"))
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
@@ -132,6 +145,10 @@ class DPOTrainer(ViewwiseTrainer):
         """What the tokens of every response [N] come to."""
         return torch.cat([(value_BT * (batch["documents"] == number)).sum(1) for number in range(1, self.responses + 1)])
 
+    def lengths(self, batch: Batch) -> Tensor:
+        """How many tokens every response [N] has."""
+        return self.of_responses(batch, batch["maskable"])
+
     def bounds(self, batch: Batch, log_prob_BVT: Tensor) -> Tensor:
         """The log-likelihood of every response [N], or the estimate of its lower bound, in nats."""
         if not self.exact or self.lm.autoregressive:
@@ -156,7 +173,7 @@ class DPOTrainer(ViewwiseTrainer):
         margin_P = margins(gain_N)
         loss_P = self._pair_loss(margin_P)
         if self.args.rpo_alpha:
-            chosen_P, length_P = (part_N.chunk(2)[0] for part_N in (bound_N, self.of_responses(batch, batch["maskable"])))
+            chosen_P, length_P = (part_N.chunk(2)[0] for part_N in (bound_N, self.lengths(batch)))
             loss_P = loss_P - self.args.rpo_alpha * chosen_P / length_P
         self._tell(margin_P, bound_N, torch.arange(len(bound_N), device=bound_N.device) < len(margin_P))
         return loss_P.sum()
@@ -165,7 +182,7 @@ class DPOTrainer(ViewwiseTrainer):
         """How much likelier than the reference the policy makes each response [N], in nats, or in nats per token."""
         gain_N = bound_N - reference_N
         per_token = self.args.length_normalization or self.args.loss_type == "simpo"
-        return gain_N / self.of_responses(batch, batch["maskable"]).clamp_min(1) if per_token else gain_N
+        return gain_N / self.lengths(batch) if per_token else gain_N
 
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
         args = self.args
@@ -177,9 +194,7 @@ class DPOTrainer(ViewwiseTrainer):
 
     def _unpaired_loss(self, batch: Any, bound_N: Tensor, gain_N: Tensor) -> Tensor:
         """KTO; what is told as a margin is how far gains are on their right side of the baseline."""
-        if "baseline" not in batch:
-            batch["baseline"] = self.baseline([batch]) if self.held_out is None else self.held_out
-        desirable_N, baseline, args = batch["desirable"], batch["baseline"], self.args
+        desirable_N, baseline, args = batch["desirable"], batch.get("baseline", self.held_out), self.args
         weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
         loss_N = kto(gain_N, desirable_N, baseline, beta=args.beta, **weights)
         self.record("kl", baseline, len(loss_N))
@@ -191,7 +206,7 @@ class DPOTrainer(ViewwiseTrainer):
         """KTO's estimate of the divergence from the reference, over all processes: the mean gain of responses to other prompts, at least
         0. Of a diffusion model bounds stand for likelihoods, on the same masks for both."""
         total: Any = torch.zeros(2, dtype=self.lm.score_dtype, device=self.accelerator.device)
-        with contextlib.nullcontext() if self.model.training else self.lockstep():  # in training all processes have as many batches
+        with self.lockstep():
             for other in (batch["mismatched"] for batch in batches):
                 gain_N = self.gains(other, self.score_responses(self.lm, other), self.reference_of(other))
                 total += torch.stack([gain_N.sum(), gain_N.new_tensor(len(gain_N))])
@@ -226,26 +241,28 @@ class DPOTrainer(ViewwiseTrainer):
         table = self.stored["train" if self.model.training else "eval"]
         return table.look_up(self.draw(batch).iteration, batch["sample_id"], digests(batch, self.views_of(batch)))
 
-    def _make_reference(self, progress: Any) -> None:
-        args, mode = self.args, self.args.reference
-        if mode == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
+    def _make_reference(self) -> Reference:
+        args = self.args
+        if args.reference == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
             raise ConfigError("the policy has no adapters", where="reference", remedy="Set lora (peft_config), or use stored or frozen")
-        if mode == "adapter" and not changes_nothing(self.lm):
+        if args.reference == "adapter" and not changes_nothing(self.lm):
             remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
             raise ConfigError("the policy as given is not the base under its adapters", where="reference", remedy=remedy)
-        if mode != "stored":  # a frozen copy is one also where there are adapters
-            self.reference = make_reference(self.lm, self.accelerator, moves=mode == "frozen", path=args.reference_model)
-            return
-        epochs = args.max_steps / steps_per_epoch(args, self.train_dataset) if args.max_steps > 0 else args.num_train_epochs
-        plans = 1 if args.plan_reused else math.ceil(epochs)
+        # A frozen copy is one also where there are adapters.
+        return make_reference(self.lm, self.accelerator, moves=args.reference == "frozen", path=args.reference_model)
+
+    def _score_reference(self, progress: Any) -> None:
+        args = self.args
         with self._given_reference() as lm:
             known = identity(lm)
-            for name, rows, count in (("train", self.train_dataset, plans), ("eval", self.eval_dataset, 1)):
-                if rows is not None:
-                    self.stored[name] = self._stored(name, lm, known, rows, range(count), progress)
+            started = time.perf_counter()
+            self.stored["train"] = self._stored("train", lm, known, self.train_dataset, range(plans(args, self.train_dataset)), progress)
+            self.scoring_seconds = time.perf_counter() - started
+            if self.eval_dataset is not None:
+                self.stored["eval"] = self._stored("eval", lm, known, self.eval_dataset, range(1), progress)
             if args.log_variance_steps:
                 redraws = range(FIRST_REDRAW, FIRST_REDRAW + REDRAWS)
-                self.stored["redrawn"] = self._stored("redrawn", lm, known, self._first_pairs(), redraws, progress)
+                self.stored["redrawn"] = self._stored("redrawn", lm, known, self.train_dataset[:MEASURED_PAIRS], redraws, progress)
 
     def _given_reference(self) -> contextlib.AbstractContextManager[DiffusionLM]:
         """The model to score with before training: the policy as it was given, or another one, which is then let go. A policy that will be
@@ -256,27 +273,27 @@ class DPOTrainer(ViewwiseTrainer):
         return make_reference(self.lm, self.accelerator, moves=self.sharded, path=path).scoring()
 
     def _stored(
-        self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Row], plans: range, progress: Any
+        self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Row], numbers: range, progress: Any
     ) -> ScoreTable:
         """The reference's scores of all responses under all plans: from disk, or made and written there."""
         args = self.args
         rows = [item[name] for item in items for name in ("response", "mismatched")] if args.loss_type == "kto" else items
         settings = {"samples": args.samples, "complementary": args.complementary, "exact": self.exact, "seed": args.seed}
-        settings |= {"first_plan": plans.start, "bf16": args.bf16, "fp16": args.fp16}
+        settings |= {"first_plan": numbers.start, "bf16": args.bf16, "fp16": args.fp16}
         path, wanted = Path(args.output_dir) / f"{name}_{REFERENCE_FILE}", content(known, rows, settings)
 
         def score(part: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
             batch = self._prepare_inputs(Collator(0)(part))
-            batch["views"] = self.plan(batch, Draw(args.seed, batch["sample_id"], plans[plan]))
+            batch["views"] = self.plan(batch, Draw(args.seed, batch["sample_id"], numbers[plan]))
             return self.score_responses(lm, batch), digests(batch, batch["views"])
 
         def told(share: float) -> None:
             if progress is not None:
                 progress.update(0.0, reference_scored=share)
 
-        if (table := read_scores(path, wanted, len(plans), replace=args.stale_reference == "replace")) is None:
+        if (table := read_scores(path, wanted, len(numbers), replace=args.stale_reference == "replace")) is None:
             shape: dict[str, Any] = {"batch": args.train_batch_size, "responses": self.responses, "dtype": self.lm.score_dtype}
-            table = score_rows(rows, len(plans), score, self.accelerator, told=told, **shape)
+            table = score_rows(rows, len(numbers), score, self.accelerator, told=told, **shape)
             if args.should_save:
                 write_scores(path, table, wanted)
         return table
@@ -290,6 +307,9 @@ class DPOTrainer(ViewwiseTrainer):
         every = self.args.log_variance_steps
         if every and (self.state.global_step + 1) % every == 0:
             self.record("margin_variance", self.margin_variance())
+        with self.lockstep():
+            for batch in batches:
+                self.reference_of(batch)
         if self.args.loss_type == "kto":  # one for all micro-batches, so that accumulating gradients changes nothing
             baseline = self.baseline(batches)
             batches = [batch | {"baseline": baseline} for batch in batches]
@@ -299,23 +319,24 @@ class DPOTrainer(ViewwiseTrainer):
     def margin_variance(self) -> Tensor:
         """The variance of the margin over redraws of the masks, in nats squared, on average over the first pairs of the training data:
         always the same ones, so that figures of different steps can be compared."""
-        batch = self._prepare_inputs(self.data_collator(self._first_pairs()))
-        redrawn = [batch | {"views": self.plan(batch, Draw(self.args.seed, batch["sample_id"], FIRST_REDRAW + r))} for r in range(REDRAWS)]
-        margin_RP = torch.stack([self._margins(number, part) for number, part in enumerate(redrawn)])
+        batches = list(self.in_batches(self.train_dataset[:MEASURED_PAIRS], self.args.train_batch_size))
+        margin_RP = torch.stack([torch.cat([self._redrawn_margins(batch, redraw) for batch in batches]) for redraw in range(REDRAWS)])
         return margin_RP.var(0).mean()
 
-    def _first_pairs(self) -> list[Any]:
-        return [self.train_dataset[at] for at in range(min(self.args.train_batch_size, len(self.train_dataset)))]
+    def in_batches(self, rows: Sequence[Any], size: int) -> Iterator[Any]:
+        """All of these rows, collated, on the device."""
+        for start in range(0, len(rows), size):
+            yield self._prepare_inputs(self.data_collator(rows[start : start + size]))
 
-    def _margins(self, redraw: int, batch: Any) -> Tensor:
+    def _redrawn_margins(self, batch: Any, redraw: int) -> Tensor:
+        batch = batch | {"views": self.plan(batch, Draw(self.args.seed, batch["sample_id"], FIRST_REDRAW + redraw))}
         if "redrawn" in self.stored:
             batch["reference"] = self.stored["redrawn"].look_up(redraw, batch["sample_id"], digests(batch, batch["views"]))
         return margins(self.gains(batch, self.score_responses(self.lm, batch), self.reference_of(batch)))
 
-    def evaluate(
-        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        rows: Any = (self.eval_dataset if eval_dataset is None else eval_dataset) or ()
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        eval_dataset = self.held_out_rows(eval_dataset)
+        rows: Any = eval_dataset or ()
         self.model.eval()
         mine = [rows[at] for at in range(self.accelerator.process_index, len(rows), self.accelerator.num_processes)]
         if self.judge is not None:
@@ -324,13 +345,17 @@ class DPOTrainer(ViewwiseTrainer):
             for value in values:
                 self.record("win_rate", value)
         if self.args.loss_type == "kto":
-            size = self.args.eval_batch_size
-            batches = (self._prepare_inputs(self.data_collator(mine[start : start + size])) for start in range(0, len(mine), size))
-            self.held_out = self.baseline(batches)
+            self.held_out = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self.held_out = None
+
+
+def plans(args: DPOConfig, rows: Sized) -> int:
+    """How many plans of masks the rows are trained on: one for each epoch, or one in all."""
+    epochs = args.max_steps / steps_per_epoch(args, rows) if args.max_steps > 0 else args.num_train_epochs
+    return 1 if args.plan_reused else math.ceil(epochs)
 
 
 def margins(gain_N: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ class DPOConfig(PairConfig):
         Raises:
             ConfigError: that would take too many passes, or a setting of the ELBO has no effect.
         """
-        width = 1 if lm.attention == "causal" else lm.block_size or math.inf
+        width = exact_width(lm)
         exact = self.bound == "exact" or (self.bound is None and width <= WIDEST_EXACT)
         if exact and width > WIDEST_EXACT:
             what = f"{lm.attention} attention{f' by {width} tokens' if lm.block_size else ''} would take 2**tokens passes"
@@ -104,3 +104,8 @@ class DPOConfig(PairConfig):
                 remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
                 raise ConfigError("an exact likelihood hides nothing at random", where=name, remedy=remedy)
         return exact
+
+
+def exact_width(lm: DiffusionLM) -> float:
+    """Tokens of a block, whose exact likelihood takes 2**width - 1 passes: 1 of a causal model, no bound of a bidirectional one."""
+    return 1 if lm.attention == "causal" else lm.block_size or math.inf

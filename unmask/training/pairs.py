@@ -20,6 +20,7 @@ class PairConfig(StageConfig):
         None,
         "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas. Unset: only the rest of "
         "the last block of a block-causal model",
+        low=1,
     )
     bad_rows: Literal["error", "skip"] = setting(
         "error", "What becomes of rows that cannot be used: error, or skip: left out and counted by reason", choices=("error", "skip")

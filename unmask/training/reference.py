@@ -96,18 +96,18 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
         ModelError: it cannot be loaded.
     """
     config, _ = read_config(path, {})
-    own = getattr(config, SETTINGS_KEY, None) is not None
+    own, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
     pattern: dict[str, Any] = {} if own else {name: lm.settings[name] for name in ("attention", "block_size", "logit_shift")}
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
     sizes = [each.model.get_input_embeddings().num_embeddings for each in (other, lm)]
     if sizes[0] != sizes[1]:
         what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
-    elif other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
+        raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
+    if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
         what = "its tokens have other numbers than the policy's"
-    elif others := [name for name, value in lm.settings.items() if other.settings[name] != value]:
-        what = " and ".join(f"its {name} is {other.settings[name]}, the policy's {lm.settings[name]}" for name in others)
-        remedy = "Give a model that was saved with the policy's settings, or a stock one, or leave it out"
-        raise ConfigError(what, where=f"reference_model {path}", remedy=remedy)
-    else:
-        return other
-    raise ConfigError(what, where=f"reference_model {path}", remedy="Give a model of the same tokenizer")
+        raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
+    if differing := [name for name, value in lm.settings.items() if other.settings[name] != value]:
+        what = " and ".join(f"its {name} is {other.settings[name]}, the policy's {lm.settings[name]}" for name in differing)
+        remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if own else ''}, or leave it out"
+        raise ConfigError(what, where=where, remedy=remedy)
+    return other

@@ -51,7 +51,7 @@ class ScoreTable:
         at_B, (plans, count) = sample_id_B.cpu(), self.digest_EI.shape
         if plan >= plans or at_B.max() >= count or not torch.equal(self.digest_EI[plan, at_B], digest_B):
             what = f"the reference was scored on other responses, or other masks than those of plan {plan}"
-            remedy = f"Evaluate on the rows given as eval_dataset, use reference frozen or adapter, or remove {REFERENCE_FILE}"
+            remedy = "Evaluate on the rows given as eval_dataset, or use reference frozen or adapter"
             raise TrainingError(what, where="reference", remedy=remedy)
         return self.score_EIR[plan, at_B].T.flatten().to(sample_id_B.device)
 

@@ -17,9 +17,11 @@ from unmask.models.blueprint import Blueprint
 from unmask.models.planning import Plan
 from unmask.monitor import peak_memory_bytes
 from unmask.training.convert import ConvertConfig
+from unmask.training.dpo import DPOTrainer, plans
+from unmask.training.dpo_config import DPOConfig
 from unmask.training.presets import Planner, Preset
 from unmask.training.run import make_trainer, training_arguments
-from unmask.training.stage_config import StageConfig, total_steps
+from unmask.training.stage_config import StageConfig, rows_per_step, total_steps
 from unmask.training.stages import stage_ends
 
 STEPS = 2
@@ -65,15 +67,19 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
     """
     args = training_arguments(verb, config)
     plan = plan_run(verb, config, args)
-    watch = Watch()
+    watch, scoring = Watch(), 0.0
     with short_trainer(verb, config, args, STEPS, callbacks=[watch]) as trainer:
         if isinstance(args, ConvertConfig):
             steps = total_steps(args, trainer.train_rows)
             stage_ends(args.stages, steps)  # those of the run itself
+        elif isinstance(trainer, DPOTrainer):
+            rows = range(trainer.rows_given)
+            steps = total_steps(args, rows)
+            scoring = trainer.scoring_seconds * len(rows) / len(trainer.train_dataset) * plans(args, rows)
         else:
             steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
         trainer.train()
-    return [_line(number, args, plan, seconds, steps) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
+    return [_line(number, args, plan, seconds, steps, scoring) for number, seconds in enumerate(watch.seconds[STEPS - 1 :: STEPS])]
 
 
 @contextlib.contextmanager
@@ -82,6 +88,8 @@ def short_trainer(verb: str, config: RunConfig, args: StageConfig, steps: int, *
     count = len(args.stages) if isinstance(args, ConvertConfig) else 1
     short: dict[str, Any] = {"max_steps": steps * count, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 1}
     short["report_to"] = "none"
+    if isinstance(args, DPOConfig):
+        short |= {"judge": None, "log_variance_steps": 0}
     if isinstance(args, ConvertConfig):
         short["stages"] = [stage.model_copy(update={"share": 1.0}).model_dump() for stage in args.stages]
     with tempfile.TemporaryDirectory() as folder:
@@ -89,7 +97,10 @@ def short_trainer(verb: str, config: RunConfig, args: StageConfig, steps: int, *
         if "warmup_steps" in training:
             training["warmup_steps"] = 0
         shortened = config.model_copy(update={"training": training, "output_dir": folder})
-        yield make_trainer(verb, shortened, training_arguments(verb, shortened), **rest)
+        made = training_arguments(verb, shortened)
+        if isinstance(made, DPOConfig):
+            rest.setdefault("rehearsed", steps * rows_per_step(made))
+        yield make_trainer(verb, shortened, made, **rest)
 
 
 class Watch(TrainerCallback):
@@ -106,7 +117,7 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
-def _line(number: int, args: StageConfig, plan: Plan | None, seconds: float, steps: int) -> dict[str, str]:
+def _line(number: int, args: StageConfig, plan: Plan | None, seconds: float, steps: int, before: float) -> dict[str, str]:
     line: dict[str, str] = {}
     share, rate = 1.0, 1.0
     if isinstance(args, ConvertConfig):
@@ -122,7 +133,7 @@ def _line(number: int, args: StageConfig, plan: Plan | None, seconds: float, ste
         "rate": f"{args.learning_rate * rate:.3g}",
         "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
         "seconds a step": f"{seconds:.3g}",
-        "hours in all": f"{seconds * share * steps / 3600:.3g}",
+        "hours in all": f"{(before + seconds * share * steps) / 3600:.3g}",
         "predicted peak GB": "-" if plan is None else f"{plan.peak / 1e9:.3g}",
         "peak GB so far": f"{peak_memory_bytes() / 1e9:.3g}",
     }

@@ -73,7 +73,7 @@ def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None)
         if known and value is not None and value not in known:
             raise ConfigError(f"unknown {name} {value!r}", where=name, remedy=f"Use one of {', '.join(known)}")
         for number in value if isinstance(value, list) else [value]:
-            if isinstance(number, int | float) and not low <= number <= high:
+            if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
                 raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {' and '.join(bounds) or 'a number'}")
         for needed in each.metadata["needs"] if (given(each) if given else changed(args, each)) else ():

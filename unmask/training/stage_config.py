@@ -60,8 +60,9 @@ class StageConfig(TrainingArguments):
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
             if (value := getattr(args, name)) is not None and value < 1:
                 raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
-        if args.label_smoothing_factor:
-            raise ConfigError("a bound on the likelihood knows no smoothing", where="label_smoothing_factor", remedy="Leave it out")
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if getattr(args, name):
+                raise ConfigError("a bound on the likelihood knows no smoothing and no noise", where=name, remedy="Leave it out")
         super().__post_init__()
         set_backends(args)
         check_optimizer(args)

@@ -195,6 +195,8 @@ class DiffusionTrainer(Trainer):
     def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
         if dataset is None:
             return None
+        if isinstance(dataset, Mapping):
+            raise DataError(f"are several data sets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
         if not isinstance(dataset, Sized) and not cls.streams:
             raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
         if isinstance(dataset, Sized) and len(dataset) == 0:
@@ -255,6 +257,20 @@ class DiffusionTrainer(Trainer):
     def get_performance_stats(self) -> dict[str, Any]:
         """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
         return self.phases.performance_stats()
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """As in transformers.Trainer, on the held-out rows or on others, as the stage describes them."""
+        return super().evaluate(self.held_out_rows(eval_dataset), ignore_keys, metric_key_prefix)
+
+    def held_out_rows(self, dataset: Any = None) -> Any:
+        """The rows of a data set as the collator reads them; None: those given as `eval_dataset`."""
+        if dataset is None or dataset is self.eval_dataset or isinstance(dataset, Rows):
+            return self.eval_dataset if dataset is None else dataset
+        return self._checked_rows(self.lm, self.args, dataset, "eval_dataset")
+
+    def predict(self, *_: Any, **__: Any) -> Any:
+        """A row has no logits of its own: they hang on what is hidden."""
+        raise TrainingError("there is nothing to predict of whole rows", where="predict", remedy="Use evaluate, or generate")
 
     # What transformers.Trainer calls.
 

@@ -37,12 +37,12 @@ def beside_others(rows: Sequence[Row], max_length: int, where: str) -> list[dict
     starts = [row["maskable"].index(True) for row in rows]
     prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
     unlike = [number for number, prompt in enumerate(prompts) if prompt != prompts[0]]
-    if rows and not unlike:
+    if not unlike:
         remedy = "Give responses to two prompts or more, or use another loss_type"
         raise DataError("all rows have the same prompt, but kto compares with responses to others", where=where, remedy=remedy)
-    made, nearest = [], max(unlike, default=0)
+    made, nearest = [], max(unlike)
     for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        if number > 0 and prompts[number - 1] != prompts[number]:
+        if prompts[number - 1] != prompts[number]:
             nearest = number - 1
         other, begin = rows[nearest], starts[nearest]
         parts = {name: (row[name][:start] + other[name][begin:])[:max_length] for name in ("input_ids", "documents", "maskable")}

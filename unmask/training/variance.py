@@ -19,7 +19,7 @@ from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, r
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.training.dpo import DPOTrainer, margins
-from unmask.training.dpo_config import WIDEST_EXACT
+from unmask.training.dpo_config import WIDEST_EXACT, exact_width
 from unmask.training.rehearsal import short_trainer
 from unmask.training.run import training_arguments
 
@@ -27,8 +27,8 @@ BUDGETS = (1, 2, 4, 8, 16)
 """Passes for each response."""
 PAIRS, REDRAWS = 32, 16
 LOSSES = ("sigmoid", "ipo", "hinge")
-Plan = Callable[[Tensor, Draw, int], Views]
-"""Of groups, a source of randomness and a number of views."""
+Plan = Callable[..., Views]
+"""Of groups, a source of randomness and a number of `views`."""
 
 
 def one_by_one(plan: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, views: int) -> Views:
@@ -60,8 +60,8 @@ ESTIMATORS = {
     INDEPENDENT: Estimator(_times, shared=False),
     "independent exact counts, independent masks": Estimator(_counts, shared=False),
     "independent times, shared masks": Estimator(_times),
-    DEFAULT: Estimator(lambda group_BT, draw, views: exact_count_views(group_BT, draw, views=views)),
-    COMPLEMENTARY: Estimator(lambda group_BT, draw, views: elbo_views(group_BT, draw, views=views)),
+    DEFAULT: Estimator(exact_count_views),
+    COMPLEMENTARY: Estimator(elbo_views),
 }
 
 
@@ -78,8 +78,8 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
         draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
         with trainer.reference.scoring() as reference:
-            theirs_N = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views))
-        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views)) - theirs_N))
+            theirs_N = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views=views))
+        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views=views)) - theirs_N))
     return torch.stack(drawn)
 
 
@@ -90,12 +90,8 @@ def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> T
 
 def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:
     """By estimator and budget the variance of the margin over redraws, in nats squared, on average over the training pairs; and the mean
-    margin, in nats."""
-    size, rows = trainer.args.train_batch_size, trainer.train_dataset
-    batches = [
-        trainer._prepare_inputs(trainer.data_collator([rows[at] for at in range(start, min(start + size, len(rows)))]))
-        for start in range(0, len(rows), size)
-    ]
+    margin by the last of them on the largest budget, in nats."""
+    batches = list(trainer.in_batches(trainer.train_dataset, trainer.args.train_batch_size))
     found: dict[str, dict[int, float]] = {}
     for name, estimator in ESTIMATORS.items():
         found[name] = {}
@@ -125,13 +121,13 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
         remedy = "Give the model that the policy was trained from"
         raise ConfigError("the policy is its own reference, so that every margin is 0", where="training.reference_model", remedy=remedy)
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or PAIRS})
-    training = config.training | {"reference": "frozen", "stale_reference": "error", "log_variance_steps": 0, "judge": None}
-    with short_trainer(verb, config.model_copy(update={"data": data, "training": training, "lora": None}), args, 1) as trainer:
+    training = config.training | {"reference": "frozen", "stale_reference": "error"}
+    measured = config.model_copy(update={"data": data, "training": training, "lora": None})
+    with short_trainer(verb, measured, args, 1, rehearsed=None) as trainer:
         lm = trainer.lm
         found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=REDRAWS)
-        width = 1 if lm.attention == "causal" else lm.block_size
-        if width is not None and width <= WIDEST_EXACT:
-            found["exact"] = {2**width - 1: 0.0}
+        if (width := exact_width(lm)) <= WIDEST_EXACT:
+            found["exact"] = {int(2**width) - 1: 0.0}
         return {"pairs": len(trainer.train_dataset), "redraws": REDRAWS, "margin": margin, "variance": found}
 
 

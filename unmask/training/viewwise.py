@@ -69,10 +69,9 @@ class ViewwiseTrainer(DiffusionTrainer):
         return self.args.score_chunk or len(self.tokens_of(batch)[0])
 
     def passes_of(self, batch: Any) -> list[Piece]:
-        """The passes that a batch takes, but for those in which nothing is scored; where ranks need it, as many on each of them."""
+        """The passes that a batch takes, but for those in which nothing is scored."""
         every, views = self._every_pass(batch), self.views_of(batch)
-        made = [piece for piece in every if views.scored_BVT[piece].any()] or every[:1]
-        return made + [made[-1]] * (self._most(len(made)) - len(made))
+        return [piece for piece in every if views.scored_BVT[piece].any()] or every[:1]
 
     def _every_pass(self, batch: Any) -> list[Piece]:
         views = self.views_of(batch)
@@ -97,7 +96,8 @@ class ViewwiseTrainer(DiffusionTrainer):
         inputs = self._prepare_inputs(inputs)
         lm = self.lm.bind(model)
         assert num_items_in_batch is not None
-        own = len(dict.fromkeys(map(str, made)))
+        own = len(made)
+        made += [made[-1]] * (self._most(own) - own)
         total = torch.zeros((), device=self.accelerator.device)
         if not self.separable:
             total, slope_BVT = self._slopes(lm, inputs, num_items_in_batch)
