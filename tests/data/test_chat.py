@@ -36,7 +36,7 @@ words = st.text(string.ascii_letters + " .\n", max_size=15)
 
 
 def _tokenizer(template: str | None = None, **special: str):
-    tokenizer = character_tokenizer(string.ascii_letters + string.digits + " .,:[]\n=!")
+    tokenizer = character_tokenizer(string.ascii_letters + string.digits + " .,:[]\n=!|_>")
     if template and "<|im_start|>" in template:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
         tokenizer.eos_token = "<|im_end|>"
@@ -211,6 +211,25 @@ def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
         render_turns(PLAIN_CHAT, turns, "all")
     assert caught.value.reason is None  # of the template: no row would be better
     assert render_turns(PLAIN_CHAT, turns[:2], "all")[1] == render_pair(BARE, "", "b")[1]
+
+
+@pytest.mark.parametrize("start", range(1, len("<|im_end|>")))
+def test_an_earlier_answer_may_look_like_the_end_behind_it(start):
+    answer = "<|im_end|>"[start:]
+    prompt, _, learnt = render_turns(CHAT, _conversation([("a", answer), ("c", "d")]), "all")
+    assert CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == answer + "<|im_end|>"
+
+
+@pytest.mark.parametrize("content", ["", None])
+def test_an_earlier_answer_may_be_a_call_alone(content):
+    called = {"role": "assistant", "content": content, "tool_calls": [{"name": "f"}]}
+    turns = [*ASKED, called, _turn("tool", "b"), *ANSWER]
+    said, calls = "{{ m.content or '' }}", "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}"
+    tokenizer = _tokenizer(CHATML.replace("{{ m.content }}", said + calls))
+    prompt, _, learnt = render_turns(tokenizer, turns, "all")
+    assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == "f<|im_end|>"
+    with pytest.raises(DataError, match="does not end an assistant's turn"):
+        render_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said)), turns, "all")
 
 
 def test_a_template_by_name_or_from_a_file(tmp_path):

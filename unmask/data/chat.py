@@ -291,9 +291,8 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
 
 
 def _require_end(text: str, message: Message) -> None:
-    """Raise a DataError if the template writes nothing behind an answer that others follow: its end could not be learnt."""
-    content = message.get("content")
-    if isinstance(content, str) and text.rstrip().endswith(content.rstrip()):
+    """Raise a DataError if all that the template writes of an answer that others follow is its content: its end could not be learnt."""
+    if text.strip() == str(message.get("content") or "").strip():
         what = "the chat template does not end an assistant's turn that others follow, so that its end cannot be learnt"
         raise DataError(what, remedy="Learn the last turn alone (learn: last), or use a template that ends turns.")
 
