@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -100,6 +101,10 @@ def test_a_prompt_that_both_conversations_begin_with_is_theirs():
     assert read([{"prompt": "a", **apart}], PREFERENCES) == [{"prompt": "a", **apart}]
 
 
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+IN_MESSAGES = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "c"}]}
+REPEATED = {"prompt": "a", "chosen": CHAT, "rejected": CHAT}
+
 TABLES = [
     [{"messages": CHAT}, {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}],
     [{"conversations": said([("human", "a"), ("gpt", "b")])}, {"conversations": said([("system", "s"), ("human", "a")])}],
@@ -133,6 +138,15 @@ def test_what_a_table_fills_in_with_nothing_is_not_there(rows):
             r"chosen, rejected \(text\) after",
         ),
         (PREFERENCES, {"chosen": "ab", "rejected": "ac"}, {"chosen": CHAT, "rejected": CHAT}, r"\(messages\) after .*\(text\)"),
+        (PREFERENCES, TEXTS, REPEATED, r"\(text and messages\) after .*\(text\)"),
+        (PREFERENCES, IN_MESSAGES, REPEATED, r"\(text and messages\) after .*\(messages\)"),
+        (
+            PREFERENCES,
+            {"chosen": CHAT, "rejected": CHAT},
+            REPEATED,
+            r"a row of prompt, chosen, rejected \(text and messages\) after rows of chosen",
+        ),
+        (PREFERENCES, IN_MESSAGES, {**IN_MESSAGES, "prompt": said([("human", "a")])}, r"\(messages of ShareGPT and messages\) after .*"),
     ],
 )
 def test_the_first_row_decides_for_the_file(layouts, first, other, message):
@@ -151,6 +165,15 @@ def test_the_first_row_decides_for_the_file(layouts, first, other, message):
             reader.read({})
         reader.read(first)
         reader.read(other)
+
+
+@pytest.mark.parametrize("bad", [{"prompt": "a"}, {"prompt": "z", "chosen": CHAT}, {"chosen": " "}, {"chosen": 3}, {"rejected": "c"}])
+@pytest.mark.parametrize("good", [TEXTS, IN_MESSAGES, REPEATED])
+def test_a_bad_first_row_decides_nothing(bad, good):
+    reader = Reader(PREFERENCES)
+    with contextlib.suppress(DataError):  # or where it is rendered: a text beside messages
+        assert reader.read(IN_MESSAGES | bad)
+    assert reader.read(good) == read([good], PREFERENCES)[0]
 
 
 @pytest.mark.parametrize(

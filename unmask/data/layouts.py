@@ -107,10 +107,9 @@ class Layout:
         row = row | texts
         return self.convert(row) if self.convert else {name: row[name] for name in self.columns}
 
-    def style(self, row: Example) -> str | None:
-        """What its texts are; None where they are not alike, or nothing that a text can be."""
-        styles = {_style(row[name]) for name in self.texts} - {None}
-        return styles.pop() if len(styles) == 1 else None
+    def style(self, row: Example) -> str:
+        """What its texts are."""
+        return " and ".join(dict.fromkeys(_style(row[name]) for name in self.texts))
 
 
 PLAIN = Layout(("text",), ("text",))
@@ -133,7 +132,7 @@ UNPAIRED = (Layout(("prompt", "completion", "label"), ("prompt", "completion"), 
 
 
 class Reader:
-    """Reads rows of one layout: of those given, the one of the first row, with texts as there (strings, or messages of one kind).
+    """Reads rows of one layout: of those given, the one of the first that can be read, with strings and kinds of messages as there.
 
     Args:
         layouts: those that are known, the most special first.
@@ -142,7 +141,7 @@ class Reader:
     def __init__(self, layouts: Sequence[Layout]):
         self.layouts = layouts
         self.layout: Layout | None = None
-        self.style: str | None = None
+        self.style = ""
         self.count = self.first = 0  # the rows so far, and which of them the layout is of
 
     def read(self, row: Mapping[str, Any] | DataError) -> Example:
@@ -163,29 +162,29 @@ class Reader:
         for other in self.layouts:
             if {*layout.columns} < {*other.columns} <= row.keys():  # a null does not make it another layout
                 require_values(row, other.columns, "")
+        example = layout.read(given)
+        if len({isinstance(example[name], str) for name in example.keys() - {"label"}}) > 1:
+            return example  # a text beside messages, which is refused where it is rendered, and decides nothing
         style = layout.style(given)
         if self.layout is None:
-            self.layout, self.first = layout, self.count - 1
-        self.style = self.style or style
-        if layout is not self.layout or style not in (None, self.style):
+            self.layout, self.style, self.first = layout, style, self.count - 1
+        if (layout, style) != (self.layout, self.style):
             what = f"a row of {_told(layout, style)} after rows of {_told(self.layout, self.style)} (as row {self.first} is)"
             raise DataError(what, remedy="Keep one layout in a file.", reason="of another layout")
-        return layout.read(given)
+        return example
 
     def _nearest(self, row: Mapping[str, Any], given: Example) -> Layout:
         """The layout of which a row has most values, and of these most columns."""
         return max(reversed(self.layouts), key=lambda layout: [sum(name in cells for name in layout.columns) for cells in (given, row)])
 
 
-def _told(layout: Layout, style: str | None) -> str:
-    return f"{', '.join(layout.columns)} ({style or 'of no known type'})"
+def _told(layout: Layout, style: str) -> str:
+    return f"{', '.join(layout.columns)} ({style})"
 
 
-def _style(value: Any) -> str | None:
+def _style(value: Any) -> str:
     if isinstance(value, str):
         return "text"
-    if not _is_chat(value):
-        return None
     first = value if isinstance(value, Mapping) else value[0]
     return "messages" if first.get("role") is not None else "messages of ShareGPT"
 
