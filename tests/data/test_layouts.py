@@ -49,6 +49,8 @@ def test_a_system_prompt_apart_comes_first(turns, system):
     first = [("system", system)]
     assert read([row]) == read([row | {"conversations": said(first + turns)}]) == [{"messages": messages(first + turns)}]
     assert read([row | {"system": ""}]) == [{"messages": messages(turns)}]
+    [same] = read([row | {"conversations": [{"from": "system", "value": system, "weight": 0}, *said(turns)]}])
+    assert same == {"messages": [messages(first)[0] | {"weight": 0}, *messages(turns)]}
     with pytest.raises(DataError, match="stands beside another") as caught:
         read([row | {"conversations": said([("system", system + "d"), *turns])}])
     assert caught.value.reason == "two system prompts"

@@ -40,12 +40,14 @@ def conversation(row: Example) -> Any:
     messages, system = row["conversations"], row.get("system")
     if not isinstance(system, str | None):
         raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="of another type")
-    if not system or not _is_chat(messages) or messages[0] == {"role": "system", "content": system}:
+    if not system or not _is_chat(messages):
         return messages
-    if messages[0]["role"] == "system":
+    if messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    if messages[0]["content"] != system:
         what = f"the system prompt {system!r:.40} stands beside another, {messages[0]['content']!r:.40}"
         raise DataError(what, where="system", remedy="Keep one of them.", reason="two system prompts")
-    return [{"role": "system", "content": system}, *messages]
+    return messages
 
 
 def trace(row: Example) -> Example:
