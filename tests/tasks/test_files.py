@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.errors import DataError
-from unmask.tasks.files import kind_of, read_lines, read_records, require_names
+from unmask.tasks.files import kind_of, read_examples, read_lines, read_records, require_names
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=12)
 tables = st.lists(st.fixed_dictionaries({"a": texts, "b,c": texts}), min_size=1, max_size=5)
@@ -53,7 +53,8 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
     ("name", "content", "message"),
     [
         ("t.jsonl", b'{"a": 1}\n{"a": \n', "line 2: malformed JSON"),
-        ("t.jsonl", b'{"a": 1} {"a": 2}\n', "line 1: malformed JSON"),
+        ("t.jsonl", b'{"a": 1} {"a": 2}\n', "line 1: malformed JSON, column 10: Extra data"),
+        ("t.jsonl", b'  {"a" 1}\n', "line 1: malformed JSON, column 8: Expecting ':'"),
         ("t.jsonl", b'{"a": 1}\n{"a": "x', "line 2: malformed JSON, column 7: .*; the text ends in the middle of a record"),
         ("t.jsonl", b"[" * 200_000, "line 1: malformed JSON"),
         ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1: malformed JSON"),
@@ -102,6 +103,28 @@ def test_rows_before_a_malformed_one_are_read_first(tmp_path):
         next(rows)
         with pytest.raises(DataError, match=f"{name}, (line|row) 2"):
             next(rows)
+
+
+LINES = ['{"a": 1}', '{"a": 2}', "", " ", "\u3000", "\x1c", '"\u3000"', '{"a', "\udcff"]
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=5))
+def test_an_error_is_raised_or_stands_in_place_of_its_row(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("rows") / "t.jsonl"
+    path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+
+    def read(**options):
+        """The rows and errors, or the error that ended them."""
+        try:
+            return [str(row) for row in read_examples(path, **options)]
+        except DataError as error:
+            return str(error)
+
+    kept = read(keep_malformed=True)
+    assert isinstance(kept, str) == (not any(line.strip() for line in lines))
+    errors = [row for row in kept if not row.startswith("{")] if isinstance(kept, list) else []
+    assert len(errors) == sum(bool(line.strip()) and not line.endswith("}") for line in lines)
+    assert read() == (errors[0] if errors else kept)
 
 
 @pytest.mark.parametrize("cut", [1, 9, 30])

@@ -75,14 +75,12 @@ def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) ->
     Raises:
         DataError: for a missing, empty or malformed file, and for a row without a column.
     """
-    reader = {".csv": _csv_records, ".json": _json_records}.get(kind_of(path), _jsonl_records)
-    empty = True
-    for where, row in reader(read_lines(path), str(path)):
-        require_names(row, columns, where)
-        empty = False
-        yield where, row
-    if empty:
-        raise DataError("the file holds no rows", where=str(path), remedy="Give a file with at least one row.")
+    with closing(_rows(str(path))) as rows:  # a line that cannot be read leaves no file open
+        for where, row in rows:
+            if isinstance(row, DataError):
+                raise row
+            require_names(row, columns, where)
+            yield where, row
 
 
 def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False) -> Generator[dict[str, Any] | DataError, None, None]:
@@ -93,16 +91,8 @@ def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False)
         keep_malformed: give the error of a line of a .jsonl file that is malformed, or not UTF-8, in place of its row, and go on. Other
             files are read whole.
     """
-    if not keep_malformed or kind_of(path) != ".jsonl":
-        yield from (row for _, row in read_records(path))
-        return
-    with closing(_byte_lines(Path(path))) as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield _object(_decode(_text(line, str(path), number), str(path), number), f"{path}, line {number}")
-                except DataError as error:
-                    yield error
+    rows = _rows(str(path)) if keep_malformed else read_records(path)
+    yield from (row for _, row in rows)
 
 
 def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
@@ -116,8 +106,19 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
     raise DataError(what, where=where, remedy=did_you_mean(missing[0], present), reason="a column is missing")
 
 
-def _csv_records(lines: Iterator[str], path: str) -> Iterator[Record]:
-    reader = csv.DictReader(lines, strict=True)
+def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
+    """The rows of a file; in place of a line of a .jsonl file that cannot be read, its error."""
+    reader = {".csv": _csv_rows, ".json": _json_rows}.get(kind_of(path), _jsonl_rows)
+    empty = True
+    for row in reader(path):
+        empty = False
+        yield row
+    if empty:
+        raise DataError("the file holds no rows", where=path, remedy="Give a file with at least one row.")
+
+
+def _csv_rows(path: str) -> Iterator[Record]:
+    reader = csv.DictReader(read_lines(path), strict=True)
     number = 0
     try:
         for number, row in enumerate(reader, start=1):
@@ -130,14 +131,19 @@ def _csv_records(lines: Iterator[str], path: str) -> Iterator[Record]:
         raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Mend or remove the row.") from None
 
 
-def _jsonl_records(lines: Iterator[str], path: str) -> Iterator[Record]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield f"{path}, line {number}", _object(_decode(line, path, number), f"{path}, line {number}")
+def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
+    with closing(_byte_lines(Path(path))) as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            try:
+                if (text := _text(line, path, number)).strip():
+                    yield where, _object(_decode(text, path, number), where)
+            except DataError as error:
+                yield where, error
 
 
-def _json_records(lines: Iterator[str], path: str) -> Iterator[Record]:
-    rows = _decode("".join(lines), path, 1)
+def _json_rows(path: str) -> Iterator[Record]:
+    rows = _decode("".join(read_lines(path)), path, 1)
     if not isinstance(rows, list):
         raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file.")
     for number, row in enumerate(rows, start=1):
