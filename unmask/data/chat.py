@@ -60,9 +60,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="of another type")
 
 
-def render_pair(
-    tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, *, add_eos: bool = True
-) -> tuple[list[int], list[int]]:
+def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
@@ -71,35 +69,34 @@ def render_pair(
             training would see another prompt than sampling).
     """
     if isinstance(completion, str) and not _is_messages(prompt):
-        completion = _without_end(tokenizer, completion) if add_eos else completion
-        return encode_prompt(tokenizer, prompt), _finish(tokenizer, _encode(tokenizer, completion), add_eos)
+        return encode_prompt(tokenizer, prompt), _finish(tokenizer, _encode(tokenizer, _without_end(tokenizer, completion)))
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
     _require_answer(prompt, completion)
-    completion = [_without_ends(tokenizer, message) for message in completion] if add_eos else completion
+    completion = [_without_ends(tokenizer, message) for message in completion]
     start = _prompt_text(tokenizer, prompt)
     whole = _template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
-    return _encode(tokenizer, start), _finish(tokenizer, _encode(tokenizer, whole[len(start) :]), add_eos)
+    return _encode(tokenizer, start), _finish(tokenizer, _encode(tokenizer, whole[len(start) :]))
 
 
-def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], *, add_eos: bool = True) -> tuple[list[int], list[int]]:
+def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
     """The prompt ids and completion ids of a language-modelling or prompt-completion example; of the former the prompt is only the
     beginning of sequence, if any. An example of another kind: DataError."""
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
             raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="of another type")
-        return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text), add_eos)
+        return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text))
     if "messages" in example:
         _require_messages(example["messages"])
         ids = _encode(tokenizer, _template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
-        return ids[:start], _finish(tokenizer, ids[start:], add_eos)
+        return ids[:start], _finish(tokenizer, ids[start:])
     require_names(example, ("prompt", "completion"), "an example without `text` or `messages`")
-    return render_pair(tokenizer, example["prompt"], example["completion"], add_eos=add_eos)
+    return render_pair(tokenizer, example["prompt"], example["completion"])
 
 
 def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn) -> tuple[list[int], list[int], list[bool]]:
@@ -144,9 +141,7 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
     return prompt, answer, learnt
 
 
-def render_preference(
-    tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], *, add_eos: bool = True
-) -> tuple[list[int], list[int], list[int]]:
+def render_preference(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
     """The ids of the prompt, the chosen and the rejected completion; an example without `prompt` has it as their common beginning."""
     require_names(example, ("chosen", "rejected"), "a preference example")
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
@@ -155,8 +150,8 @@ def render_preference(
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             what, remedy = "they begin with nothing in common, which would be the prompt", "Give a prompt, or remove the row."
             raise DataError(what, where="chosen, rejected", remedy=remedy, reason="empty")
-    prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen, add_eos=add_eos)
-    return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected, add_eos=add_eos)[1]
+    prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen)
+    return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
@@ -303,10 +298,8 @@ def _stop(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
     return len(ids) if str(tokenizer.decode(ids[last + 1 :])).strip() else last + 1
 
 
-def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], add_eos: bool) -> list[int]:
+def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
     """A completion that ends with exactly one end of sequence: the template's own, less the white space it puts after it, or a new one."""
-    if not add_eos:
-        return ids
     eos = tokenizer.eos_token_id
     if eos is None:
         what = "the tokenizer has no end-of-sequence token"
