@@ -17,8 +17,8 @@ from tests.models.configurations import tiny_lm
 from unmask.config import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.data.chat import TEMPLATES, encode_prompt, render_pair
-from unmask.data.layouts import SPEAKERS
-from unmask.data.pairs import Room, pack, pair_rows, preference_rows, unpaired_rows
+from unmask.data.layouts import SPEAKERS, UNPAIRED
+from unmask.data.pairs import Room, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
 from unmask.data.rows import Collator, Row
 from unmask.diffusion.score import score
@@ -328,7 +328,7 @@ def test_the_shared_preferences_are_read_whole():
 @given(st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=4))
 def test_unpaired_answers_are_pairs_with_a_label(texts):
     examples = [{"prompt": prompt, "completion": answer, "label": label} for prompt, answer, label in texts]
-    rows = unpaired_rows(TOKENIZER, examples, Room(40), DataReport("train_dataset"))
+    rows = made(examples, layouts=UNPAIRED)
     assert [row["label"] for row in rows] == [label for *_, label in texts]
     assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
 
@@ -337,6 +337,6 @@ def test_unpaired_answers_are_pairs_with_a_label(texts):
 def test_a_label_is_true_or_false(label):
     examples = [GOOD | {"label": True}, GOOD | {"label": label}]
     with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
-        unpaired_rows(TOKENIZER, examples, Room(40), DataReport("train_dataset"))
-    rows = unpaired_rows(TOKENIZER, examples, Room(40), DataReport("train_dataset", skip=True))
+        made(examples, layouts=UNPAIRED)
+    rows = made(examples, layouts=UNPAIRED, skip=True)
     assert rows.report.dropped == {"of another type": [1]}

@@ -17,8 +17,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import EQUAL, Learn, render, render_pair, render_preference, render_turns
-from unmask.data.layouts import PREFERENCES, SUPERVISED, UNPAIRED, Example, Reader
+from unmask.data.chat import EQUAL, Learn, render, render_preference, render_turns
+from unmask.data.layouts import PREFERENCES, SUPERVISED, Example, Layout, Reader
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
 from unmask.errors import DataError
@@ -81,31 +81,35 @@ def pair_rows(
     room: Room,
     report: DataReport,
     *,
+    layouts: Sequence[Layout] = SUPERVISED,
     learn: Learn | None = None,
     packed: bool = False,
 ) -> Rows[Row]:
-    """Rows of which only the completion is learnt.
+    """Rows of which only the completion is learnt, with the `label` of those that have one.
 
     Args:
         tokenizer: of the model.
-        examples: rows of a layout of `SUPERVISED`.
+        examples: rows of one of the layouts.
         room: what a row may hold.
         report: counts them, and decides what becomes of bad ones.
+        layouts: `SUPERVISED` or `UNPAIRED`.
         learn: which turns of `messages` are learnt; None: all of the conversation is.
-        packed: lay examples together in rows; they do not see one another.
+        packed: lay examples together in rows, without labels; they do not see one another.
 
     Raises:
         DataError: a bad row, if it must not be left out; or no row is left.
     """
-    reader, rows = Reader(SUPERVISED), list[Row]()
+    reader, rows = Reader(layouts), list[Row]()
     for index, example in enumerate(examples):
         with report.row(index):
-            prompt, completion, learnt = _render(tokenizer, reader.read(example), learn)
+            read = reader.read(example)
+            prompt, completion, learnt = _render(tokenizer, read, learn)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.measure(prompt=len(prompt), completion=len(completion))
             kept, [answer] = room.fit(tokenizer, prompt, completion)
             cut = {"prompt": len(kept) < len(prompt), "completion": len(answer) < len(completion)}
-            rows.append(_row(tokenizer, kept, answer, room, len(rows), cut=cut["completion"], learnt=_last(learnt, len(kept))))
+            row = _row(tokenizer, kept, answer, room, len(rows), cut=cut["completion"], learnt=_last(learnt, len(kept)))
+            rows.append(row | ({"label": read["label"]} if "label" in read else {}))
             report.cut(**cut)
     made = report.of(pack(rows, room.max_length) if packed else rows)
     if packed:
@@ -137,29 +141,6 @@ def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room
             pairs.append({"chosen": sides[0], "rejected": sides[1]})
             report.cut(prompt=len(kept) < len(prompt))
     return report.of(pairs)
-
-
-def unpaired_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room: Room, report: DataReport) -> Rows[Row]:
-    """Rows of completions each of which is liked or not: as of `pair_rows`, with a `label`.
-
-    Args:
-        tokenizer, room, report: as in `pair_rows`; answers are never cut.
-        examples: rows of a layout of `UNPAIRED`.
-
-    Raises:
-        DataError: as `pair_rows`.
-    """
-    reader, rows = Reader(UNPAIRED), list[Row]()
-    for index, example in enumerate(examples):
-        with report.row(index):
-            read = reader.read(example)
-            prompt, completion = render_pair(tokenizer, read["prompt"], read["completion"])
-            refuse_mask(tokenizer, [*prompt, *completion])
-            report.measure(prompt=len(prompt), completion=len(completion))
-            kept, [answer] = room.fit(tokenizer, prompt, completion)
-            rows.append(_row(tokenizer, kept, answer, room, len(rows)) | {"label": read["label"]})
-            report.cut(prompt=len(kept) < len(prompt))
-    return report.of(rows)
 
 
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from unmask.config import SamplerConfig
-from unmask.data.pairs import joined, preference_rows, unpaired_rows
+from unmask.data.layouts import UNPAIRED
+from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
 from unmask.data.rows import Collator, Row
 from unmask.diffusion.bounds import any_order
@@ -116,7 +117,7 @@ class DPOTrainer(ViewwiseTrainer):
             return report.of([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
         first = next((row for row in dataset if not isinstance(row, DataError)), {})
         if "label" in first:
-            rows: Sequence[Row] = unpaired_rows(lm.tokenizer, dataset, fits, report)
+            rows: Sequence[Row] = pair_rows(lm.tokenizer, dataset, fits, report, layouts=UNPAIRED)
         else:
             rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report))
         return report.of(beside_others(rows, fits.max_length, where))
