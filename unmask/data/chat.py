@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from unmask.errors import ConfigError, DataError
-from unmask.tasks.files import require_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -83,8 +82,8 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
 
 
 def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """The prompt ids and completion ids of a language-modelling or prompt-completion example; of the former the prompt is only the
-    beginning of sequence, if any. An example of another kind: DataError."""
+    """The prompt ids and completion ids of a language-modelling or prompt-completion example, in the columns above; of the former the
+    prompt is only the beginning of sequence, if any."""
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
@@ -95,7 +94,6 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tu
         ids = _encode(tokenizer, _template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:])
-    require_names(example, ("prompt", "completion"), "an example without `text` or `messages`")
     return render_pair(tokenizer, example["prompt"], example["completion"])
 
 
@@ -143,7 +141,6 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 
 def render_preference(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
     """The ids of the prompt, the chosen and the rejected completion; an example without `prompt` has it as their common beginning."""
-    require_names(example, ("chosen", "rejected"), "a preference example")
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
@@ -155,7 +152,7 @@ def render_preference(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, 
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
-    """Prompt, chosen and rejected completion of two texts (or conversations) that begin with the same prompt.
+    """Prompt, chosen and rejected completion of two texts (or conversations), neither empty, that begin with the same prompt.
 
     The prompt is the longest common beginning that leaves both a completion; a space before the difference goes to the completions.
     Texts that are equal: DataError.
@@ -165,8 +162,6 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
         raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     common = min(common, len(chosen) - 1, len(rejected) - 1)
-    if common < 0:
-        raise DataError("an empty completion", where="chosen, rejected", remedy="Remove the row.", reason="empty")
     if common and chosen[common - 1] == " ":
         common -= 1
     return chosen[:common], chosen[common:], rejected[common:]
