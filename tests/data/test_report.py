@@ -46,7 +46,7 @@ def test_every_row_is_kept_or_counted_by_its_reason(reasons):
             if reason:
                 raise DataError("no good", reason=reason)
             made.append(index)
-    assert report.read == len(reasons) and report.kept == len(made)
+    assert report.read == len(reasons) and report.numbers == made and report.kept == len(made)
     told = report.to_dict()
     for reason in {*reasons} - {None}:
         places = [index for index, other in enumerate(reasons) if other == reason]

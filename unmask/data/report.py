@@ -34,8 +34,8 @@ class DataReport:
 
     Attributes:
         read: rows of the data set.
-        kept: those of them that are trained on.
-        dropped: by reason the numbers, from 0, of those left out.
+        numbers: of those of them that are trained on, from 0.
+        dropped: by reason the numbers of those left out.
         truncated: by what was cut ("prompt" or "completion") how many were.
         lengths: by part of a row its tokens, of all rows that could be rendered, before anything is cut.
         packed: token rows into which the kept ones were packed; None: they were not.
@@ -43,7 +43,8 @@ class DataReport:
 
     def __init__(self, where: str, *, skip: bool = False):
         self.where, self.skip = where, skip
-        self.read, self.kept = 0, 0
+        self.read = 0
+        self.numbers: list[int] = []
         self.dropped: dict[str, list[int]] = {}
         self.truncated: Counter[str] = Counter()
         self.lengths: dict[str, list[int]] = {}
@@ -56,11 +57,16 @@ class DataReport:
         try:
             with naming(f"{self.where}, row {index}"):
                 yield
-            self.kept += 1
+            self.numbers.append(index)
         except DataError as error:
             if not self.skip or error.reason is None:
                 raise
             self.dropped.setdefault(error.reason, []).append(index)
+
+    @property
+    def kept(self) -> int:
+        """How many rows are trained on."""
+        return len(self.numbers)
 
     def measure(self, **lengths: int) -> None:
         """Note the tokens of a row's parts."""
