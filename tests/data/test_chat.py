@@ -44,6 +44,17 @@ def _tokenizer(template: str | None = None, **special: str):
     return tokenizer
 
 
+def _spaced(**how: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that writes a space before a text, as SentencePiece does."""
+    spaced = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(**how), decoders.Metaspace(**how)
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    text = [string.ascii_letters + " .[]", "and then and then the girl was here", " the and", "girl then"]
+    spaced.train_from_iterator(text, trainers.BpeTrainer(vocab_size=400, special_tokens=special, show_progress=False))
+    return PreTrainedTokenizerFast(tokenizer_object=spaced, bos_token="<s>", eos_token="</s>", unk_token="<unk>", chat_template=PLAIN)
+
+
+SPACED = {scheme: _spaced(prepend_scheme=scheme) for scheme in ("always", "first", "never")}
 BARE, CHAT, PLAIN_CHAT, SIMPLE = _tokenizer(), _tokenizer(CHATML), _tokenizer(PLAIN), _tokenizer(TEMPLATES["simple"])
 
 
@@ -76,6 +87,28 @@ def test_a_real_tokenizer():
     assert tokenizer.bos_token_id not in completion_ids
     with pytest.raises(DataError, match="no chat template"):
         encode_prompt(tokenizer, [_turn("user", "hi")])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [("Once upon a time", ", there was a girl."), ("Once", " upon a time\nthere"), ("One day\n", "Lily saw"), ("", "Tim")],
+)
+def test_an_answer_goes_on_where_the_prompt_stops(prompt, answer):
+    tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
+    prompt_ids, completion_ids = render_pair(tokenizer, prompt, answer)
+    assert [*prompt_ids, *completion_ids[:-1]] == tokenizer(prompt + answer)["input_ids"]
+
+
+@pytest.mark.parametrize("scheme", ["always", "first", "never"])
+@given(prompt=words, answer=words)
+def test_no_space_comes_between(scheme, prompt, answer):
+    tokenizer = SPACED[scheme]
+    prompt, answer = (text.replace("\n", " ") for text in (prompt, answer))
+    prompt_ids, completion_ids = render_pair(tokenizer, prompt, answer)
+    if prompt[:1].strip():  # else the tokenizer writes no other space
+        assert _text(tokenizer, prompt_ids + completion_ids) == prompt + answer
+    prompt_ids, completion_ids = render_pair(tokenizer, [_turn("user", prompt)], [_turn("assistant", answer)])
+    assert _text(tokenizer, prompt_ids + completion_ids) == f"[user]{prompt}[assistant]{answer}"
 
 
 def test_the_beginning_of_sequence_is_added_where_the_tokenizer_adds_it_and_once():

@@ -265,3 +265,19 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
         reader.read(error)
     assert caught.value is error
     assert reader.read({"text": "a"}) == {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "reason"),
+    [
+        ("text", "a row cannot be 'text'", "of another type"),
+        (None, "a row cannot be None", "of another type"),
+        ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: a row with tools", "with tools"),
+    ],
+)
+def test_what_is_no_row_or_would_lose_its_tools_is_an_error_of_its_own(row, message, reason):
+    reader = Reader(SUPERVISED)
+    with pytest.raises(DataError, match=message) as caught:
+        reader.read(row)
+    assert caught.value.reason == reason
+    assert reader.read({"messages": CHAT, "tools": []}) == {"messages": CHAT}

@@ -82,8 +82,8 @@ def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused(tmp_path):
 
 def test_a_prompt_that_leaves_no_room_to_write_is_told_before_training(tmp_path):
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
-    rows = [PREFERENCES[0], PREFERENCES[1] | {"prompt": "ab" * 10}]
-    shape = {"judge": f"{tmp_path}/judge.py:judge", "eval_dataset": rows}
+    rows = [PREFERENCES[0], PREFERENCES[0] | {"chosen": ""}, PREFERENCES[1] | {"prompt": "ab" * 10}]
+    shape = {"judge": f"{tmp_path}/judge.py:judge", "eval_dataset": rows, "bad_rows": "skip"}
     make("dpo", tmp_path / "fits", sampler=SamplerConfig(max_new_tokens=43), **shape)  # of a context of 64, and BOS
-    with pytest.raises(GenerationError, match=r"eval_dataset, row 1: 21 prompt tokens and 44 new .*lower max_new_tokens \(sampler\)"):
+    with pytest.raises(GenerationError, match=r"eval_dataset, row 2: 21 prompt tokens and 44 new .*lower max_new_tokens \(sampler\)"):
         make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=44), **shape)

@@ -59,6 +59,15 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="of another type")
 
 
+def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
+    """The ids of a text that goes on where a prompt stops: without the space that tokenizers like SentencePiece's write before a text."""
+    newline, letter = _encode(tokenizer, "\n"), _encode(tokenizer, "a")
+    if not prompt or _encode(tokenizer, "\na") == newline + letter:
+        return _encode(tokenizer, text)
+    behind = _encode(tokenizer, "\n" + text)
+    return behind[len(newline) :] if behind[: len(newline)] == newline else _encode(tokenizer, text)
+
+
 def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
@@ -68,7 +77,9 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
             training would see another prompt than sampling).
     """
     if isinstance(completion, str) and not _is_messages(prompt):
-        return encode_prompt(tokenizer, prompt), _finish(tokenizer, _encode(tokenizer, _without_end(tokenizer, completion)))
+        return encode_prompt(tokenizer, prompt), _finish(
+            tokenizer, encode_completion(tokenizer, prompt, _without_end(tokenizer, completion))
+        )
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
@@ -78,7 +89,7 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     start = _prompt_text(tokenizer, prompt)
     whole = _template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
-    return _encode(tokenizer, start), _finish(tokenizer, _encode(tokenizer, whole[len(start) :]))
+    return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]))
 
 
 def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:

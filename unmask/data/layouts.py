@@ -156,6 +156,12 @@ class Reader:
         self.count += 1
         if isinstance(row, DataError):
             raise row
+        if not isinstance(row, Mapping):
+            remedy = 'Give objects with columns, as {"prompt": ..., "completion": ...}.'
+            raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="of another type")
+        if row.get("tools"):
+            what, remedy = "a row with tools, which no template is given", "Write them into a system prompt, or remove the column."
+            raise DataError(what, where="tools", remedy=remedy, reason="with tools")
         given = {name: value for name, value in row.items() if value is not None}
         layout = next((layout for layout in self.layouts if given.keys() >= {*layout.columns}), None)
         if layout is None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unmask.data.chat import encode_prompt
+from unmask.data.chat import Prompt, encode_completion, encode_prompt
 from unmask.data.rows import column, pad_rows
 from unmask.data.sources import load_rows
 from unmask.diffusion.bounds import elbo, exact_log_likelihood
@@ -55,7 +55,7 @@ def log_likelihood(
     if len(prompts) != len(completions):
         what = f"{len(prompts)} prompts and {len(completions)} completions"
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
-    pairs = [(encode_prompt(lm.tokenizer, p), _completion_ids(lm, c)) for p, c in zip(prompts, completions, strict=True)]
+    pairs = [(encode_prompt(lm.tokenizer, p), _completion_ids(lm, p, c)) for p, c in zip(prompts, completions, strict=True)]
     for index, (prompt, completion) in enumerate(pairs):
         check_ids(lm, [*prompt, *completion], f"pair {index}")
         _check(lm, index, len(prompt), len(completion))
@@ -99,8 +99,8 @@ def _score(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator:
     return elbo(lm, ids_BT, mask_BT, maskable_BT, Draw(seed, key_B), samples=samples, chunk=ROWS_PER_PASS)
 
 
-def _completion_ids(lm: DiffusionLM, completion: str | Sequence[int]) -> list[int]:
-    return lm.tokenizer(completion, add_special_tokens=False)["input_ids"] if isinstance(completion, str) else list(completion)
+def _completion_ids(lm: DiffusionLM, prompt: Prompt, completion: str | Sequence[int]) -> list[int]:
+    return encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
 
 
 def _check(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:

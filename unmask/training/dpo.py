@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from unmask.data.report import Rows
 from unmask.data.rows import Collator, Row
 from unmask.diffusion.bounds import any_order
 from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.preference import dpo, hinge, ipo, kto, simpo
 from unmask.training.adapters import changes_nothing
@@ -115,8 +116,7 @@ class DPOTrainer(ViewwiseTrainer):
         if args.loss_type != "kto":
             pairs = preference_rows(lm.tokenizer, dataset, fits, report)
             return report.of([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
-        first = next((row for row in dataset if not isinstance(row, DataError)), {})
-        if "label" in first:
+        if any("label" in row for row in islice(dataset, 100) if isinstance(row, Mapping)):
             rows: Sequence[Row] = pair_rows(lm.tokenizer, dataset, fits, report, layouts=UNPAIRED)
         else:
             rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report))

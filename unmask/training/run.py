@@ -22,7 +22,7 @@ from unmask.data.chat import read_template
 from unmask.data.problems import pose, read_problems
 from unmask.data.report import Rows as TokenRows
 from unmask.data.sources import load_examples, load_mixture, load_rows
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
@@ -219,6 +219,9 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None, args: StageConfi
         problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
         held_out = unseen_problems(task, data) if args.eval_strategy != "no" else []
         return kind.task_rows(task, problems, data), kind.task_rows(task, held_out, data) if held_out else None
+    if isinstance(args, PairConfig) and data.text_column != DataConfig().text_column:
+        remedy = "Leave it out, and call the columns as docs/data.md does"
+        raise ConfigError("answers to prompts are read from columns of fixed names", where="data.text_column", remedy=remedy)
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
     examples = args if isinstance(args, PairConfig) and not data.streaming else None
@@ -243,11 +246,11 @@ def naming_files(data: DataConfig) -> Iterator[None]:
     """Errors about rows then name the files that these came from."""
     try:
         yield
-    except DataError as error:
+    except (DataError, GenerationError) as error:
         where = error.where or ""
         for name, source in (("train_dataset", data.train), ("eval_dataset", data.eval)):
             where = where.replace(name, source if isinstance(source, str) else " and ".join(one.path for one in source or ()) or name)
-        raise DataError(error.what, where=where or None, remedy=error.remedy) from error
+        raise type(error)(error.what, where=where or None, remedy=error.remedy) from error
 
 
 def load_model(config: RunConfig, verb: str) -> DiffusionLM:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from unmask.config import SamplerConfig
+from unmask.data.report import Rows
 from unmask.data.rows import Row
 from unmask.errors import GenerationError, TrainingError
 from unmask.generation.requests import make_requests
@@ -22,12 +24,12 @@ def find_judge(named: Judge | str | None) -> Judge | None:
     return load_function(named) if isinstance(named, str) else named
 
 
-def check_prompts(lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> None:
+def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> None:
     """Raise now the GenerationError that `wins` would: a prompt that leaves no room to write, settings that do not fit the model."""
     try:
         make_requests(lm, [split_row(pair)[0] for pair in pairs], sampler)
     except GenerationError as error:
-        where = (error.where or "").replace("prompt ", "eval_dataset, row ")
+        where = re.sub(r"prompt (\d+)", lambda found: f"eval_dataset, row {pairs.report.numbers[int(found[1])]}", error.where or "")
         raise GenerationError(error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge") from error
 
 
