@@ -252,7 +252,7 @@ def test_a_task_has_held_out_rows_while_it_trains(verb, model, tmp_path):
 def test_a_text_column_that_is_not_read_is_refused(verb, model, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "1", "content": "2"}\n')
     result = unmask(verb, "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out", "data.text_column=content")
-    assert result.exit_code == 2 and "data.text_column: answers to prompts are read from columns of fixed names" in result.output
+    assert result.exit_code == 2 and "answers to prompts are read from columns of fixed names" in result.output
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
