@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import sys
 import typing
@@ -54,6 +55,7 @@ app.add_typer(sandbox, name="sandbox")
 def main() -> None:
     """The entry point. Of several processes only the first prints; errors of all are shown."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours is the only progress display
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns, in every run, of a kernel that it does without
     with contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from unmask.objectives.preference import dpo, hinge, ipo, kto, simpo
+from unmask.objectives.preference import dpo, hinge, ipo, kto, margins, simpo
 
 nats = st.floats(-200, 200)
 betas = st.floats(0.01, 5)
@@ -135,11 +135,6 @@ def check(ours: Callable[[Tensor, Tensor], Tensor], theirs: Callable[[Tensor], t
     assert gradient.abs().max() > 1e-3
 
 
-def margin(gain_B: Tensor) -> Tensor:
-    chosen_P, rejected_P = gain_B.chunk(2)
-    return chosen_P - rejected_P
-
-
 @pytest.mark.parametrize(
     ("name", "loss", "normalised"),
     [
@@ -160,7 +155,7 @@ def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
     }  # fmt: skip
     settings = {"loss_types": [name], "loss_weights": [1.0], "label_smoothing": 0.0, "ld_alpha": None, "use_weighting": False}
     check(
-        lambda score_B, length_B: loss(margin((score_B - reference_B) / (length_B if normalised else 1)), beta=BETA),
+        lambda score_B, length_B: loss(margins((score_B - reference_B) / (length_B if normalised else 1)), beta=BETA),
         lambda scores_BT: with_trl(trl.DPOTrainer._compute_loss, inputs, scores_BT, f_divergence_type="reverse_kl", **settings),
         policy_BT,
     )
@@ -189,7 +184,7 @@ def test_losses_without_a_reference_are_those_of_trls_cpo_trainer(name, smoothin
         loss = cpo.CPOTrainer.cpo_loss(trainer, chosen_P, rejected_P)[0].mean()
         return loss, torch.autograd.grad(loss, scores_BT)[0]
 
-    check(lambda score_B, length_B: losses[name](margin(score_B / (length_B if per_token else 1))), theirs, policy_BT)
+    check(lambda score_B, length_B: losses[name](margins(score_B / (length_B if per_token else 1))), theirs, policy_BT)
 
 
 @pytest.mark.parametrize("shift", [-5.0, 5.0])

@@ -109,6 +109,15 @@ def weights(lm: DiffusionLM) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in lm.model.state_dict().items()}
 
 
+def moved(lm: DiffusionLM, by: float = 0.1, among: str = "") -> DiffusionLM:
+    """The model, its weights (those with this in their name) moved at random, always in the same way."""
+    with torch.no_grad():
+        for number, (name, weight) in enumerate(lm.model.named_parameters()):
+            if among in name:
+                weight += by * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+    return lm
+
+
 def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
     """Whether two sets of weights agree bit for bit."""
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -37,14 +37,19 @@ def pass_for_gpus() -> None:
 def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     """The same run in all modes, but for what shards it."""
     given = settings(folder, **RUN | more)
-    own = {"sft": {}, "dpo": {"samples": 2}, "kto": {"samples": 2, "loss_type": "kto"}, "grpo": ROLLOUT}[verb]
-    args = {"sft": SFTConfig, "dpo": DPOConfig, "kto": DPOConfig, "grpo": GRPOConfig}[verb](**given | own)
+    if verb == "sft":
+        args: Any = SFTConfig(**given)
+    elif verb == "grpo":
+        args = GRPOConfig(**given | ROLLOUT)
+    else:
+        args = DPOConfig(**given, samples=2, loss_type="sigmoid" if verb == "dpo" else "kto")
     if args.fsdp:
         pass_for_gpus()
     if isinstance(args, SFTConfig):
         return SFTTrainer(tiny(), args, PAIRS, PAIRS[:5])
     if isinstance(args, DPOConfig):
-        return DPOTrainer(tiny(), args, PREFERENCES, PREFERENCES[:5])
+        lm = tiny("block_causal", 4) if verb == "kto-blocks" else tiny()
+        return DPOTrainer(lm, args, PREFERENCES, PREFERENCES[:5])
     return GRPOTrainer(tiny(), share_of_a, args, PAIRS)
 
 

@@ -12,13 +12,11 @@ import pytest
 import torch
 
 from tests.toy import any_order, conditionals, groups, lower_bound, toy
-from tests.training.conftest import PREFERENCES, batch, equal, make, tiny, weights
+from tests.training.conftest import PREFERENCES, batch, equal, make, moved, tiny, weights
 from unmask.diffusion.views import Draw
 from unmask.errors import DataError
 from unmask.models.load import load
 from unmask.training.dpo import DPOTrainer
-from unmask.training.dpo_config import DPOConfig
-from unmask.training.reference_scores import ScoreTable
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -118,15 +116,12 @@ def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gra
         assert (trainer.reference is None) == (reference == "stored") == bool(trainer.stored)
         if trainer.reference is not None:
             assert (trainer.reference.lm.model is trainer.lm.model) == (reference == "adapter")
-        with torch.no_grad():  # away from the reference
-            for number, (name, weight) in enumerate(trainer.model.named_parameters()):
-                if "lora" in name:
-                    weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+        moved(trainer.lm, 0.3, "lora")  # away from the reference
         made.append(gradients(trainer))
-    for loss, moved in made[1:]:
+    for loss, slopes in made[1:]:
         torch.testing.assert_close(loss, made[0][0], rtol=1e-6, atol=1e-7)  # adapters are float32
-        torch.testing.assert_close(moved, made[0][1], rtol=1e-4, atol=1e-6)
-    assert all("lora" in name for name in made[0][1]) and max(moved.abs().max() for moved in made[0][1].values()) > 1e-3
+        torch.testing.assert_close(slopes, made[0][1], rtol=1e-4, atol=1e-6)
+    assert all("lora" in name for name in made[0][1]) and max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
 
 
 def test_a_stored_reference_is_that_of_a_frozen_copy_to_the_end_of_training(tmp_path):
@@ -221,20 +216,15 @@ def test_view_by_view_the_gradient_is_that_of_all_at_once(attention, block_size,
     for size in (chunk, 10**6):
         lm = toy(attention=(attention, block_size, False))  # computes in float64 throughout
         trainer = make("dpo", tmp_path, lm, AB, loss_type=loss_type, score_chunk=size, **more)
-        with torch.no_grad():
-            for number, weight in enumerate(trainer.model.parameters()):
-                weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+        moved(trainer.lm, 0.05)
         made.append(gradients(trainer))
     torch.testing.assert_close(made[0], made[1], rtol=1e-8, atol=1e-10)
-    assert max(moved.abs().max() for moved in made[0][1].values()) > 1e-3
+    assert max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
 
 
 def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
     """Over many redraws, of either plan; and the pairs scatter less."""
-    other, pairs = tiny(dtype=torch.float64), PREFERENCES[:2]
-    with torch.no_grad():
-        for number, weight in enumerate(other.model.parameters()):
-            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+    other, pairs = moved(tiny(dtype=torch.float64)), PREFERENCES[:2]
     spread, means = {}, {}
     for complementary in (False, True):
         trainer = make("dpo", tmp_path, other, rows=pairs, reference="frozen", samples=4, complementary=complementary)
@@ -309,10 +299,7 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
 @pytest.mark.parametrize("reference", ["stored", "frozen"])
 def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_path):
     """Its baseline is one for all held-out rows."""
-    other, found = tiny(dtype=torch.float64), []
-    with torch.no_grad():
-        for number, weight in enumerate(other.model.parameters()):
-            weight += 0.3 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+    other, found = moved(tiny(dtype=torch.float64), 0.3), []
     other.save(tmp_path / "other")
     shape = {"loss_type": "kto", "reference": reference, "reference_model": str(tmp_path / "other"), "eval_dataset": LABELLED[:14]}
     for size in (1, 4, 14):
@@ -418,4 +405,3 @@ def test_a_run_of_several_epochs_resumes_bit_for_bit(tmp_path):
     straight.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert equal(weights(resumed.lm), weights(straight.lm))
-    assert isinstance(resumed.stored["train"], ScoreTable) and isinstance(resumed.args, DPOConfig)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.conftest import PAIRS, equal, make, ranks, settings, share_of_a, tiny, weights
+from tests.training.conftest import PAIRS, equal, make, moved, ranks, settings, share_of_a, tiny, weights
 from unmask.config import SamplerConfig
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
@@ -128,9 +128,7 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
     args = GRPOConfig(**settings(tmp_path, num_generations=4, max_completion_length=5, num_iterations=2, aggregation="token", epsilon=0.1))
     trainer = Stepwise(tiny(dtype=torch.float64), ranks, args, PAIRS)
     [[_, update]] = trainer.experience([[trainer.train_dataset[index] for index in range(8)]])
-    with torch.no_grad():
-        for number, weight in enumerate(trainer.model.parameters()):
-            weight += 0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number), dtype=weight.dtype)
+    moved(trainer.lm, 0.05)
     with torch.no_grad():
         gap_BT = (trainer.score_views(trainer.lm, update) - update.old_BVT)[:, 0]
     expected, clipped, values = 0.0, 0, set()

@@ -9,20 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.conftest import PREFERENCES, make, tiny, unmask
+from tests.training.conftest import PREFERENCES, make, moved, tiny, unmask
 from unmask.diffusion.views import Draw
-from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.dpo import DPOTrainer
 from unmask.training.variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, as_table, drawn_margins, variances
 
 SHARED = "independent times, shared masks"
-
-
-def moved(lm: DiffusionLM, by: float = 0.1) -> DiffusionLM:
-    with torch.no_grad():
-        for number, weight in enumerate(lm.model.parameters()):
-            weight += by * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
-    return lm
 
 
 def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DPOTrainer:

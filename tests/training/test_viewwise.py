@@ -14,7 +14,7 @@ import torch
 
 from tests.methods.rollouts import held
 from tests.toy import toy
-from tests.training.conftest import ranks, settings
+from tests.training.conftest import moved, ranks, settings
 from unmask.errors import TrainingError
 from unmask.methods import METHODS
 from unmask.training.grpo import GRPOTrainer, Update
@@ -87,9 +87,7 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
             if chunk == 1 and attention != BLOCKS:
                 assert len(learning) == scored
                 assert bool(looking) == (not trainer.separable)
-        with torch.no_grad():  # the next update is of other weights
-            for number, weight in enumerate(trainer.model.parameters()):
-                weight += 0.02 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number), dtype=weight.dtype)
+        moved(trainer.lm, 0.02)  # the next update is of other weights
 
 
 @pytest.mark.parametrize(("name", "more"), CASES, ids=[case_id(*case) for case in CASES])

@@ -18,6 +18,12 @@ from torch.nn import functional as F
 LossType = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
 
 
+def margins(gain_B: Tensor) -> Tensor:
+    """Of pairs, all chosen responses before their rejected ones [P]: the gain of the chosen less that of the rejected."""
+    chosen_P, rejected_P = gain_B.chunk(2)
+    return chosen_P - rejected_P
+
+
 def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """-log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7), and with label smoothing its mean over labels that are wrong with this
     probability (cDPO, Mitchell 2023).

@@ -27,7 +27,7 @@ from unmask.diffusion.bounds import any_order
 from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
-from unmask.objectives.preference import dpo, hinge, ipo, kto, simpo
+from unmask.objectives.preference import dpo, hinge, ipo, kto, margins, simpo
 from unmask.training.adapters import changes_nothing
 from unmask.training.dpo_config import DPOConfig
 from unmask.training.lockstep import failing_together
@@ -357,9 +357,3 @@ def plans(args: DPOConfig, rows: Sized) -> int:
     """How many plans of masks the rows are trained on: one for each epoch, or one in all."""
     epochs = args.max_steps / steps_per_epoch(args, rows) if args.max_steps > 0 else args.num_train_epochs
     return 1 if args.plan_reused else math.ceil(epochs)
-
-
-def margins(gain_N: Tensor) -> Tensor:
-    """Of pairs [P]: the gain of the chosen less that of the rejected."""
-    chosen_P, rejected_P = gain_N.chunk(2)
-    return chosen_P - rejected_P

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 Batch = dict[str, Tensor]
 RECORDED_NAME = "recorded.json"
+STEP_LOSSES = ("loss", "train_loss")
+"""Means over steps: since the last log line, and of the whole run."""
 NOT_FINITE = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
 
 
@@ -276,7 +278,15 @@ class DiffusionTrainer(Trainer):
 
     def training_step(self, *arguments: Any, **rest: Any) -> Tensor:
         with self.phases("backward"):  # the forward pass within is a phase of its own
-            return super().training_step(*arguments, **rest)
+            return self.record_loss(super().training_step(*arguments, **rest))
+
+    def record_loss(self, loss: Tensor) -> Tensor:
+        """Add a micro-batch's part of the loss of a step to what is logged: transformers' own sums forget what came before a resume."""
+        for name in STEP_LOSSES:
+            total = self._sums[name]
+            total[0] += float(loss)
+            total[1] += self.accelerator.sync_gradients  # with the last micro-batch of a step
+        return loss
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
@@ -367,7 +377,8 @@ class DiffusionTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        mine = {name: self._sums.pop(name) for name in list(self._sums) if name.startswith("eval_") == bool(prefix)}
+        due = [name for name in self._sums if name.startswith("eval_") == bool(prefix) and (name not in STEP_LOSSES or name in logs)]
+        mine = {name: self._sums.pop(name) for name in due}
         for name, (total, count) in everywhere(mine).items():
             if count > 0:
                 logs[name] = total / count

@@ -18,7 +18,8 @@ from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, random_views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
-from unmask.training.dpo import DPOTrainer, margins
+from unmask.objectives.preference import margins
+from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import WIDEST_EXACT, exact_width
 from unmask.training.rehearsal import short_trainer
 from unmask.training.run import training_arguments

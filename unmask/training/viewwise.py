@@ -87,7 +87,7 @@ class ViewwiseTrainer(DiffusionTrainer):
         if self._most(len(self._every_pass(inputs))) == 1:
             return super().training_step(model, inputs, num_items_in_batch)
         with self.phases("backward"):
-            return self._pass_by_pass(model, inputs, num_items_in_batch)
+            return self.record_loss(self._pass_by_pass(model, inputs, num_items_in_batch))
 
     def _pass_by_pass(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None) -> Tensor:
         made = self.passes_of(inputs)
