@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from tests.toy import any_order, conditionals, groups, lower_bound, toy
-from tests.training.conftest import PREFERENCES, batch, equal, make, moved, tiny, weights
+from tests.training.conftest import PREFERENCES, batch, equal, make, moved, settings, tiny, weights
 from unmask.diffusion.views import Draw
 from unmask.errors import DataError
 from unmask.models.load import load
 from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo_config import DPOConfig
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
@@ -266,6 +267,11 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     bound_N = trainer.score_responses(trainer.lm, rows)
     term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
     assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
+
+
+def test_a_model_is_evaluated_without_training_rows(tmp_path):
+    args = DPOConfig(**settings(tmp_path, samples=2))
+    assert DPOTrainer(tiny(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
 
 
 @pytest.mark.parametrize("rows", [pytest.param(PREFERENCES, id="pairs", marks=pytest.mark.slow), pytest.param(LABELLED, id="labels")])

@@ -93,7 +93,7 @@ class DPOTrainer(ViewwiseTrainer):
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
-        self.rows_given = len(self.train_dataset)
+        self.rows_given = len(self.train_dataset or ())
         if rehearsed is not None:
             self.train_dataset = self.train_dataset[:rehearsed]
             self.eval_dataset = self.eval_dataset and self.eval_dataset[:rehearsed]
@@ -256,9 +256,10 @@ class DPOTrainer(ViewwiseTrainer):
         args = self.args
         with self._given_reference() as lm:
             known = identity(lm)
-            started = time.perf_counter()
-            self.stored["train"] = self._stored("train", lm, known, self.train_dataset, range(plans(args, self.train_dataset)), progress)
-            self.scoring_seconds = time.perf_counter() - started
+            if self.train_dataset is not None:
+                started, epochs = time.perf_counter(), range(plans(args, self.train_dataset))
+                self.stored["train"] = self._stored("train", lm, known, self.train_dataset, epochs, progress)
+                self.scoring_seconds = time.perf_counter() - started
             if self.eval_dataset is not None:
                 self.stored["eval"] = self._stored("eval", lm, known, self.eval_dataset, range(1), progress)
             if args.log_variance_steps:
