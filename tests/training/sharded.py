@@ -28,6 +28,11 @@ from unmask.training.trainer import DiffusionTrainer
 RUN = {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}
 
 
+BLOCKS = [{"prompt": one, "chosen": two, "rejected": three} for one, two, three in ("abc", "bcd", "cde", "def", "efg", "fgh")]
+BLOCKS += [{"prompt": "g", "chosen": "abcab", "rejected": "bcdbcd"}, {"prompt": "h", "chosen": "ghghgh", "rejected": "hghghg"}]
+"""Most end within their prompt's block, of which fewer views are scored than of whole ones: processes make different numbers of passes."""
+
+
 def pass_for_gpus() -> None:
     """Accelerate shards across GPUs alone: these processes pass for some, and memory for pinned."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -47,9 +52,10 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
         pass_for_gpus()
     if isinstance(args, SFTConfig):
         return SFTTrainer(tiny(), args, PAIRS, PAIRS[:5])
+    if verb == "kto-blocks":
+        return DPOTrainer(tiny("block_causal", 4), args, BLOCKS, BLOCKS[:5])
     if isinstance(args, DPOConfig):
-        lm = tiny("block_causal", 4) if verb == "kto-blocks" else tiny()
-        return DPOTrainer(lm, args, PREFERENCES, PREFERENCES[:5])
+        return DPOTrainer(tiny(), args, PREFERENCES, PREFERENCES[:5])
     return GRPOTrainer(tiny(), share_of_a, args, PAIRS)
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers import REPOSITORY
 from tests.training.conftest import PAIRS, PREFERENCES, make, tiny, weights
-from tests.training.sharded import RATIOS, RUN, ragged
+from tests.training.sharded import BLOCKS, RATIOS, RUN, ragged
 from unmask.models.load import load
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -48,8 +48,10 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     ],
 )
 def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
-    more: Any = {} if verb == "grpo" else {"eval_dataset": PAIRS[:5] if verb == "sft" else PREFERENCES[:5]}  # an odd number
-    alone = make(verb.removesuffix("-blocks"), tmp_path / "alone", tiny("block_causal", 4) if "-" in verb else None, **RUN, **more)
+    rows = {"sft": PAIRS, "dpo": PREFERENCES, "kto": PREFERENCES, "kto-blocks": BLOCKS, "grpo": PAIRS}[verb]
+    more = {} if verb == "grpo" else {"eval_dataset": rows[:5]}  # an odd number
+    lm = tiny("block_causal", 4) if verb == "kto-blocks" else tiny()
+    alone = make(verb.removesuffix("-blocks"), tmp_path / "alone", lm, rows, **RUN, **more)
     alone.train()
     folder = tmp_path / mode
     total = sum(weight.numel() for weight in alone.lm.model.parameters())
