@@ -61,11 +61,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
     """The ids of a text that goes on where a prompt stops: without the space that tokenizers like SentencePiece's write before a text."""
-    newline, letter = _encode(tokenizer, "\n"), _encode(tokenizer, "a")
-    if not prompt or _encode(tokenizer, "\na") == newline + letter:
-        return _encode(tokenizer, text)
-    behind = _encode(tokenizer, "\n" + text)
-    return behind[len(newline) :] if behind[: len(newline)] == newline else _encode(tokenizer, text)
+    newline, behind = _encode(tokenizer, "\n"), _encode(tokenizer, "\n" + text)
+    writes_space = _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a")
+    if prompt and writes_space and behind[: len(newline)] == newline:
+        return behind[len(newline) :]
+    return _encode(tokenizer, text)
 
 
 def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[list[int], list[int]]:
@@ -77,9 +77,8 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
             training would see another prompt than sampling).
     """
     if isinstance(completion, str) and not _is_messages(prompt):
-        return encode_prompt(tokenizer, prompt), _finish(
-            tokenizer, encode_completion(tokenizer, prompt, _without_end(tokenizer, completion))
-        )
+        answer = encode_completion(tokenizer, prompt, _without_end(tokenizer, completion))
+        return encode_prompt(tokenizer, prompt), _finish(tokenizer, answer)
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."

@@ -19,14 +19,14 @@ from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, r
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.objectives.preference import margins
-from unmask.training.dpo import DPOTrainer
+from unmask.training.dpo import MEASURED_PAIRS, DPOTrainer
 from unmask.training.dpo_config import WIDEST_EXACT, exact_width
 from unmask.training.rehearsal import short_trainer
 from unmask.training.run import training_arguments
 
 BUDGETS = (1, 2, 4, 8, 16)
 """Passes for each response."""
-PAIRS, REDRAWS = 32, 16
+REDRAWS = 16
 LOSSES = ("sigmoid", "ipo", "hinge")
 Plan = Callable[..., Views]
 """Of groups, a source of randomness and a number of `views`."""
@@ -121,7 +121,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
     if args.reference_model is None:
         remedy = "Give the model that the policy was trained from"
         raise ConfigError("the policy is its own reference, so that every margin is 0", where="training.reference_model", remedy=remedy)
-    data = config.data.model_copy(update={"max_rows": config.data.max_rows or PAIRS})
+    data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
     training = config.training | {"reference": "frozen", "stale_reference": "error"}
     measured = config.model_copy(update={"data": data, "training": training, "lora": None})
     with short_trainer(verb, measured, args, 1, rehearsed=None) as trainer:
