@@ -61,11 +61,11 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
     """The ids of a text that goes on where a prompt stops: without the space that tokenizers like SentencePiece's write before a text."""
-    newline, behind = _encode(tokenizer, "\n"), _encode(tokenizer, "\n" + text)
-    writes_space = _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a")
-    if prompt and writes_space and behind[: len(newline)] == newline:
-        return behind[len(newline) :]
-    return _encode(tokenizer, text)
+    ids, newline = _encode(tokenizer, text), _encode(tokenizer, "\n")
+    if prompt and _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a"):  # it writes the space
+        behind = _encode(tokenizer, "\n" + text)
+        ids = behind[len(newline) :] if behind[: len(newline)] == newline else ids
+    return ids
 
 
 def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[list[int], list[int]]:
