@@ -150,13 +150,12 @@ class CollectingTrainer(ViewwiseTrainer):
     @contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
         """Where a server stays away or a reward function is wrong, leave a checkpoint from which the run goes on when that is mended."""
-        seen, sums = dict(self.history.seen), {name: list(parts) for name, parts in self._sums.items()}
+        seen, sums = dict(self.history.seen), self.means.state()
         try:
             yield
         except (RemoteError, TrainingError):
             self.history.seen = seen  # what was half done is done again
-            self._sums.clear()
-            self._sums.update(sums)
+            self.means.load(sums)
             step = self.state.global_step
             there = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
             if self.is_in_train and step and not any(gather_object([there])):  # asked before any process makes it

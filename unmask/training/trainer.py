@@ -9,14 +9,13 @@ import contextlib
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import gather_object, slice_tensors
+from accelerate.utils import slice_tensors
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -37,12 +36,10 @@ from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoin
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.lockstep import lockstep
 from unmask.training.log import Progress, RunCallback, RunLog
+from unmask.training.means import Means
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
-from unmask.training.switches import (
-    check_flash_attention,
-    check_sharding,
-)
+from unmask.training.switches import check_flash_attention, check_sharding
 
 if TYPE_CHECKING:
     import peft
@@ -113,7 +110,7 @@ class DiffusionTrainer(Trainer):
         if args.torch_compile:  # the rows asked for hang on the head, and their number is another at each step
             torch._dynamo.config.force_nn_module_property_static_shapes = False
         setattr(lm.config, SETTINGS_KEY, lm.settings)
-        self._sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self.means = Means()
         self.metrics = log or RunLog(folder=Path(str(args.output_dir)))
         self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
         self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
@@ -189,9 +186,7 @@ class DiffusionTrainer(Trainer):
 
     def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
         """Average a metric into the next log line."""
-        total = self._sums[name if self.model.training else f"eval_{name}"]
-        total[0] += float(value) * count
-        total[1] += count
+        self.means.add(name if self.model.training else f"eval_{name}", float(value) * count, count)
 
     @classmethod
     def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
@@ -283,9 +278,7 @@ class DiffusionTrainer(Trainer):
     def record_loss(self, loss: Tensor) -> Tensor:
         """Add a micro-batch's part of the loss of a step to what is logged: transformers' own sums forget what came before a resume."""
         for name in STEP_LOSSES:
-            total = self._sums[name]
-            total[0] += float(loss)
-            total[1] += self.accelerator.sync_gradients  # with the last micro-batch of a step
+            self.means.add(name, float(loss), self.accelerator.sync_gradients)  # a step is counted with its last micro-batch
         return loss
 
     def compute_loss(
@@ -327,10 +320,9 @@ class DiffusionTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self._sums.clear()
             recorded = Path(checkpoint) / RECORDED_NAME
-            if self.is_world_process_zero() and recorded.exists():  # it is of all processes
-                self._sums.update(json.loads(recorded.read_text()))
+            is_mine = self.is_world_process_zero() and recorded.exists()  # it is of all processes
+            self.means.load(json.loads(recorded.read_text()) if is_mine else {})
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         """The micro-batches of an optimizer step, before their items are counted."""
@@ -377,11 +369,7 @@ class DiffusionTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        due = [name for name in self._sums if name.startswith("eval_") == bool(prefix) and (name not in STEP_LOSSES or name in logs)]
-        mine = {name: self._sums.pop(name) for name in due}
-        for name, (total, count) in everywhere(mine).items():
-            if count > 0:
-                logs[name] = total / count
+        logs |= self.means.take(lambda name: name.startswith("eval_") == bool(prefix) and (name not in STEP_LOSSES or name in logs))
         if "loss" in logs:  # of the steps since the last such line
             logs["tokens_per_second"] = self._tokens_per_second()
         if self.args.log_memory_usage:
@@ -403,7 +391,7 @@ class DiffusionTrainer(Trainer):
         """Checkpoints hold what is trained, and what was recorded since the last log line; a save of one's own holds the whole model, with
         adapters merged in."""
         if _internal_call:
-            recorded = everywhere(self._sums)
+            recorded = self.means.state_everywhere()
             if self.args.should_save:
                 write_atomic(Path(str(output_dir)) / RECORDED_NAME, json.dumps(recorded))
         if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
@@ -417,10 +405,3 @@ class DiffusionTrainer(Trainer):
         """What transformers does when it pushes to the hub."""
         if self.args.should_save:
             write_card(self.lm, str(self.args.output_dir))
-
-
-def everywhere(sums: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
-    """Sums of all processes, which may have different ones."""
-    ranks = gather_object([dict(sums)])
-    names = dict.fromkeys(name for each in ranks for name in each)
-    return {name: [sum(part) for part in zip(*(each[name] for each in ranks if name in each), strict=True)] for name in names}
