@@ -273,11 +273,20 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
         ("text", "a row cannot be 'text'", "of another type"),
         (None, "a row cannot be None", "of another type"),
         ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: a row with tools", "with tools"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "system: a row with system, which is not read", "with system"),
     ],
 )
-def test_what_is_no_row_or_would_lose_its_tools_is_an_error_of_its_own(row, message, reason):
+def test_what_is_no_row_or_would_lose_a_part_is_an_error_of_its_own(row, message, reason):
     reader = Reader(SUPERVISED)
     with pytest.raises(DataError, match=message) as caught:
         reader.read(row)
     assert caught.value.reason == reason
     assert reader.read({"messages": CHAT, "tools": []}) == {"messages": CHAT}
+
+
+@pytest.mark.parametrize("name", ["question", "instruction", "input", "query", "system", "history"])
+def test_a_prompt_of_another_name_is_never_left_out(name):
+    row = {"chosen": "the one", "rejected": "the other"}
+    with pytest.raises(DataError, match=f"{name}: a row with {name}, which is not read"):
+        Reader(PREFERENCES).read(row | {name: "a"})
+    assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row

@@ -26,6 +26,8 @@ from unmask.errors import DataError
 
 Example = dict[str, Any]
 
+PROMPTS = ("question", "instruction", "input", "query")
+"""What others call a prompt."""
 SPEAKERS = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
     **{"observation": "tool", "tool": "tool", "function_call": "assistant"},
@@ -91,14 +93,20 @@ class Layout:
         columns: by which it is told.
         texts: those of them that hold text or messages.
         convert: a row, whose messages have a role and content, to TRL's words; None: these columns as they are.
+        unread: columns of other layouts that would change the prompt; a row with them is refused.
     """
 
     columns: tuple[str, ...]
     texts: tuple[str, ...]
     convert: Callable[[Example], Example] | None = None
+    unread: tuple[str, ...] = ("tools", "system", "history")
 
     def read(self, row: Example) -> Example:
-        """A row in TRL's words. A blank text, or what is neither a text nor messages: DataError."""
+        """A row in TRL's words. A blank text, what is neither a text nor messages, or a column that would be left unread: DataError."""
+        for name in self.unread:
+            if row.get(name):
+                what, remedy = f"a row with {name}, which is not read", "Write it into the prompt (a system message), or remove the column."
+                raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
         texts = {name: _messages(row[name]) for name in self.texts}
         for name, value in texts.items():
             if _is_blank(value):
@@ -116,7 +124,7 @@ class Layout:
 
 PLAIN = Layout(("text",), ("text",))
 CHAT = Layout(("messages",), ("messages",))
-SHAREGPT = Layout(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)})
+SHAREGPT = Layout(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools",))
 TRACE = Layout(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
 PAIR = Layout(("prompt", "completion"), ("prompt", "completion"))
 SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
@@ -126,9 +134,10 @@ PREFERENCES = (
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
+        ("tools",),
     ),
     Layout(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
-    Layout(("chosen", "rejected"), ("chosen", "rejected")),
+    Layout(("chosen", "rejected"), ("chosen", "rejected"), unread=("tools", "system", "history", *PROMPTS)),
 )
 UNPAIRED = (Layout(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
 
@@ -159,9 +168,6 @@ class Reader:
         if not isinstance(row, Mapping):
             remedy = 'Give objects with columns, as {"prompt": ..., "completion": ...}.'
             raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="of another type")
-        if row.get("tools"):
-            what, remedy = "a row with tools, which no template is given", "Write them into a system prompt, or remove the column."
-            raise DataError(what, where="tools", remedy=remedy, reason="with tools")
         given = {name: value for name, value in row.items() if value is not None}
         layout = next((layout for layout in self.layouts if given.keys() >= {*layout.columns}), None)
         if layout is None:
