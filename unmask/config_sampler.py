@@ -27,8 +27,9 @@ class SamplerConfig(Config):
     block_size: int | None = Field(default=None, ge=1)
     """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
     the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
-    policy: Literal["confidence", "margin", "entropy", "random"] = "confidence"
-    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, or any."""
+    policy: Literal["confidence", "margin", "entropy", "random", "left_to_right"] = "confidence"
+    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, any, or the
+    first ones."""
     threshold: float | None = Field(default=None, gt=0, le=1)
     """Reveal in each step all tokens of at least this probability, and at least the best one."""
     factor: float | None = Field(default=None, gt=0)
@@ -93,8 +94,8 @@ class SamplerConfig(Config):
         needed = "entropy" if self.entropy_bound is not None else "confidence"
         if self.parallel and self.policy != needed:
             raise ConfigError(f"{rules[0]} with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}.")
-        if self.order_temperature and (self.parallel or self.policy == "random"):
-            what = f"with {rules[0] if self.parallel else 'a random order'}"
+        if self.order_temperature and (self.parallel or self.policy in ("random", "left_to_right")):
+            what = f"with {rules[0] if self.parallel else f'policy {self.policy!r}'}"
             raise ConfigError(what, where="order_temperature", remedy="Leave it out.")
         if self.policy != "confidence" and self.filtered_confidence:
             raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy="Use policy 'confidence'.")

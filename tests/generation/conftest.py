@@ -100,11 +100,11 @@ def configs(draw, attention: str, block_size: int | None):
     if rule in ("threshold", "factor"):
         bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
         return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
-    policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random"]))
+    policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]))
     return SamplerConfig(
         **{rule: draw(st.none() | st.integers(1, size))},
         policy=policy,
-        order_temperature=0.0 if policy == "random" else draw(st.sampled_from([0.0, 0.0, 0.5])),
+        order_temperature=0.0 if policy in ("random", "left_to_right") else draw(st.sampled_from([0.0, 0.0, 0.5])),
         remask=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
         **shared,
     )

@@ -23,6 +23,7 @@ POLICIES = {
     "margin": {"policy": "margin", "tokens_per_step": 2},
     "entropy": {"policy": "entropy", "steps": 3},
     "random": {"policy": "random"},
+    "left to right": {"policy": "left_to_right", "tokens_per_step": 3},
     "threshold": {"threshold": 0.3},
     "factor": {"factor": 0.8},
     "entropy bound": {"policy": "entropy", "entropy_bound": 1.5},

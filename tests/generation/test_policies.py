@@ -136,6 +136,7 @@ def test_priorities(seed, temperature):
         "margin": [row[0] - row[1] for row in best],
         "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
         "random": uniform(0, torch.arange(6), stream=Stream.ORDER).tolist(),
+        "left_to_right": [0.0] * 6,  # ties go to the lower position
     }
     for policy, decision in by_policy.items():
         assert decision.priority_N.tolist() == pytest.approx(expected[policy])

@@ -113,7 +113,7 @@ def test_neither_the_global_generator_nor_dropout_plays_a_part():
 
 
 @every_pattern
-@pytest.mark.parametrize("policy", ["confidence", "margin", "entropy", "random"])
+@pytest.mark.parametrize("policy", ["confidence", "margin", "entropy", "random", "left_to_right"])
 def test_the_mask_token_is_never_produced(attention, block_size, policy):
     lm = tiny("phi", attention, block_size, mask_bias=50.0)
     for temperature in (0.0, 1.0):

@@ -43,7 +43,7 @@ class Settings(NamedTuple):
 cases = st.builds(
     Settings,
     st.sampled_from([0.0, 1.0, 3.0]),
-    st.sampled_from(["confidence", "margin", "entropy", "random"]),
+    st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]),
     st.none() | st.integers(1, 8),
     st.booleans(),
 )

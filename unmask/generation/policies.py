@@ -115,6 +115,8 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
             priority_N = -entropy_N
         case "random":
             priority_N = noise[Stream.ORDER]
+        case "left_to_right":
+            priority_N = torch.zeros_like(log_prob_N)  # ties go to the lower position
     if config.order_temperature > 0:
         score_N = priority_N.exp() if config.policy == "confidence" else priority_N
         priority_N = score_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0

@@ -232,6 +232,7 @@ class Method:
         uses, plan_uses: the settings that its loss and its plan read, of those that not all methods read. Where they are given for
             another method they are refused. `beta` stands for the divergence, `importance_cap` for weights that correct for a server.
         defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
+        fixed: the settings that its plan relies on: other values than by default are refused.
     """
 
     name: str
@@ -243,3 +244,4 @@ class Method:
     plan_uses: tuple[str, ...] = ()
     weighs: Weighing = "token"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: tuple[str, ...] = ()

@@ -113,4 +113,6 @@ DIPO = Method(
 # AGRPO (2510.04019)
 AGRPO = Method("agrpo", sampled_steps, plan_uses=("samples",), defaults={"samples": 8, "aggregation": "constant"}, **ON_POLICY)
 # JustGRPO (2601.15165)
-JUST_GRPO = Method("just-grpo", left_to_right, defaults={"advantage": "z-score"}, **ON_POLICY)
+JUST_GRPO = Method(
+    "just-grpo", left_to_right, defaults={"advantage": "z-score", "policy": "left_to_right"}, fixed=("policy", "steps"), **ON_POLICY
+)

@@ -89,7 +89,7 @@ class GRPOConfig(StageConfig):
     max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
-    policy: str = setting("confidence", "Unmasking policy of a rollout")
+    policy: str | None = of_method("confidence", "Unmasking policy of a rollout")
     stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end of sequence, as the completion always does")
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
 
@@ -111,7 +111,11 @@ class GRPOConfig(StageConfig):
     )
 
     def __post_init__(self) -> None:
+        args: Any = self  # mypy does not read the fields of TrainingArguments
+        best, greater_is_better = args.metric_for_best_model, args.greater_is_better
         super().__post_init__()
+        if best is None and args.metric_for_best_model is not None:  # transformers takes the loss, but evaluations have none
+            args.metric_for_best_model, args.greater_is_better = "reward", greater_is_better in (None, True)
         method = get_method(self.method)
         for each in fields(self):
             if each.default is None and getattr(self, each.name) is None:
@@ -139,30 +143,40 @@ class GRPOConfig(StageConfig):
         """Whether a setting is there, and other than by itself: what was filled in can be read again."""
         return getattr(self, each.name) not in (None, self._unless_given(each))
 
-    def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True) -> None:
+    def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
         """Refuse a setting that is given, and that other methods read, but not this one.
 
         Args:
             strategy: what plans in the method's place.
             final: whether it is known that no other strategy will.
+            exact: whether nothing is planned, as the likelihood is exact.
 
         Raises:
             ConfigError: there is such a setting.
         """
         method = get_method(self.method)
-        used = {*method.uses, *(method.plan_uses if strategy is None or strategy.uses is None else strategy.uses)}
+        planning = method.plan_uses if strategy is None or strategy.uses is None else strategy.uses
+        used = {*method.uses, *(() if exact else planning)}
         if not final and strategy is None and not method.separable:
             used.add("samples")
         for each in fields(self):
             readers = [name for name, other in METHODS.items() if each.name in (*other.uses, *other.plan_uses)]
             if readers and each.name not in used and self._given(each):
                 by = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
-                raise ConfigError(f"{by} does not read it", where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+                by += " does not read it" + (" of a causal model, whose likelihood is exact" if exact else "")
+                raise ConfigError(by, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
 
     def _check(self, method: Method) -> None:
         if method.on_policy and self.num_iterations > 1:
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+        for each in fields(self):
+            if each.name in ("max_length", "train_sampling_strategy") and getattr(self, each.name) != each.default:
+                remedy = "Leave it out (max_completion_length bounds completions; docs/rl.md tells how prompts are chosen)"
+                raise ConfigError("rollouts are of whole prompts, which come in groups", where=each.name, remedy=remedy)
+            if each.name in method.fixed and self._given(each):
+                what = f"{self.method} scores tokens as if each was drawn by itself, from left to right"
+                raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
             remedy = "Set drop_equal_groups, or difficulty"
             raise ConfigError("every group teaches, so that none is replaced", where="dynamic_sampling", remedy=remedy)
@@ -218,7 +232,7 @@ def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
     if method is None or recipe.get("method", method) == method:
         return dict(recipe)
     own = {name for other in METHODS.values() for name in (*other.defaults, *other.uses, *other.plan_uses)}
-    own |= {"method"} | ({"num_iterations"} if get_method(method).on_policy else set())
+    own |= {"method", *get_method(method).fixed} | ({"num_iterations"} if get_method(method).on_policy else set())
     for each in fields(GRPOConfig):  # what needs a setting is declared behind it
         if any(needed.partition("=")[0] in own for needed in each.metadata.get("needs", ())):
             own.add(each.name)
