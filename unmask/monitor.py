@@ -206,17 +206,17 @@ def write_atomic(path: str | Path, text: str) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """`value` in types that JSON has: numbers that are not finite become None, arrays and tensors lists or numbers, the rest text."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else None
     if value is None or isinstance(value, (bool, int, str)):
         return value
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 class MetricsLog:
@@ -227,7 +227,7 @@ class MetricsLog:
 
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Append one line; numbers may be Python's, numpy's or scalar tensors. NaN and infinity are written as null: JSON has neither."""
-        line = json.dumps(_plain(metrics), allow_nan=False) + "\n"
+        line = json.dumps(plain(metrics), allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             written = file.seek(0, os.SEEK_END)
@@ -276,8 +276,8 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "cores": cores,
         "packages": {package: package_version(package) for package in RECORDED_PACKAGES},
-        "config": _plain(config),
-        **_plain(extra),
+        "config": plain(config),
+        **plain(extra),
     }
 
 

@@ -19,7 +19,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.tasks import get_task
 from unmask.training.dpo import DPOTrainer
-from unmask.training.dpo_config import DPOConfig
+from unmask.training.dpo_config import WIDEST_EXACT, DPOConfig, exact_width
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.pretrain import PretrainConfig, PretrainTrainer
@@ -70,7 +70,6 @@ def settings(folder: Path, **more: Any) -> dict[str, Any]:
         "save_strategy": "no",
         "disable_tqdm": True,
         "use_cpu": True,
-        "max_length": 32,
         **more,
     }
 
@@ -85,17 +84,25 @@ def ranks(completions: list[str], **_: Any) -> list[float]:
     return [float(rank) for rank in range(len(completions))]
 
 
+def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs wherever completions do, as good as always."""
+    return [1 / sum(number * token for number, token in enumerate(ids, start=1)) for ids in completion_ids]
+
+
 def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
     """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
     taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log", "sampler") if name in more}
     if verb == "pretrain":
-        args = PretrainConfig(**settings(folder, packing=False) | more)
+        args = PretrainConfig(**settings(folder, packing=False, max_length=32) | more)
         return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)
     if verb == "sft":
-        return SFTTrainer(lm or tiny(), SFTConfig(**settings(folder) | more), rows or PAIRS, **taken)
+        return SFTTrainer(lm or tiny(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken)
     if verb in ("dpo", "kto"):
         loss = {"loss_type": "kto"} if verb == "kto" else {}
-        return DPOTrainer(lm or tiny(), DPOConfig(**settings(folder, samples=2) | loss | more), rows or PREFERENCES, **taken)
+        lm = lm or tiny()
+        exact = more.get("bound") != "elbo" and exact_width(lm) <= WIDEST_EXACT
+        few = {} if exact else {"samples": 2}
+        return DPOTrainer(lm, DPOConfig(**settings(folder, max_length=32, **few) | loss | more), rows or PREFERENCES, **taken)
     reward = more.pop("reward", share_of_a)
     return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken)
 

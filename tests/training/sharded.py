@@ -47,7 +47,8 @@ def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
     elif verb == "grpo":
         args = GRPOConfig(**given | ROLLOUT)
     else:
-        args = DPOConfig(**given, samples=2, loss_type="sigmoid" if verb == "dpo" else "kto")
+        few = {} if verb == "kto-blocks" else {"samples": 2}  # of which blocks, whose likelihood is exact, have none
+        args = DPOConfig(**given, **few, loss_type="sigmoid" if verb == "dpo" else "kto")
     if args.fsdp:
         pass_for_gpus()
     if isinstance(args, SFTConfig):

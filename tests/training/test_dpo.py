@@ -14,7 +14,7 @@ import torch
 from tests.toy import any_order, conditionals, groups, lower_bound, toy
 from tests.training.conftest import PREFERENCES, batch, equal, make, moved, settings, tiny, weights
 from unmask.diffusion.views import Draw
-from unmask.errors import DataError
+from unmask.errors import DataError, TrainingError
 from unmask.models.load import load
 from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import DPOConfig
@@ -89,6 +89,13 @@ def test_a_plan_that_is_reused_is_scored_once(tmp_path):
     assert len(seen) == 6 and all((ids % 100 == 0).all() for ids in seen)
 
 
+def test_of_exact_likelihoods_one_table_serves_all_epochs(tmp_path):
+    trainer = make("dpo", tmp_path, tiny("block_causal", 2), max_steps=6, learning_rate=0.0)
+    trainer.train()
+    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
+
+
 # The reference: stored, a frozen copy, the base under the adapters.
 
 
@@ -103,8 +110,8 @@ def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor
 @pytest.mark.parametrize(
     ("attention", "block_size", "more"),
     [
-        ("bidirectional", None, {}),
-        ("bidirectional", None, {"complementary": True, "length_normalization": True}),
+        ("bidirectional", None, {"samples": 3}),
+        ("bidirectional", None, {"samples": 3, "complementary": True, "length_normalization": True}),
         ("block_causal", 2, {}),
         ("causal", None, {}),
     ],
@@ -113,7 +120,7 @@ def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gra
     made = []
     for reference in ("stored", "frozen", "adapter"):
         lm, config = tiny(attention, block_size, dtype=torch.float64), peft.LoraConfig(**LORA)
-        trainer = make("dpo", tmp_path / reference, lm, peft_config=config, reference=reference, loss_type=loss_type, samples=3, **more)
+        trainer = make("dpo", tmp_path / reference, lm, peft_config=config, reference=reference, loss_type=loss_type, **more)
         assert (trainer.reference is None) == (reference == "stored") == bool(trainer.stored)
         if trainer.reference is not None:
             assert (trainer.reference.lm.model is trainer.lm.model) == (reference == "adapter")
@@ -267,6 +274,12 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     bound_N = trainer.score_responses(trainer.lm, rows)
     term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
     assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
+
+
+def test_rows_that_no_stored_reference_has_scored_are_refused(tmp_path):
+    for held_out in (None, PREFERENCES[:4]):
+        with pytest.raises(TrainingError, match=r"reference: the reference was scored on other.*use reference frozen or adapter"):
+            make("dpo", tmp_path, eval_dataset=held_out).evaluate(PREFERENCES[4:])
 
 
 def test_a_model_is_evaluated_without_training_rows(tmp_path):

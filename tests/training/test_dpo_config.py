@@ -46,6 +46,7 @@ def config(folder: Any, **more: Any) -> DPOConfig:
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
         ({"canvas_length": 0}, "canvas_length: 0 is refused"),
         ({"beta": math.inf}, "beta: inf is refused"),
+        ({"loss_type": "kto", "train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: its rows are two responses"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
@@ -66,6 +67,7 @@ def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
         (("causal",), {"bound": "exact"}, True),
         (("causal",), {"bound": "elbo"}, "bound: the likelihood of a causal model is exact in one pass"),
         (("causal",), {"complementary": True}, r"complementary: an exact likelihood hides nothing at random\. Leave it out\.?$"),
+        (("causal",), {"samples": 4}, r"samples: an exact likelihood hides nothing at random\. Leave it out\.?$"),
         (("block_causal", 4), {"log_variance_steps": 5}, r"log_variance_steps: an exact .* random\. Leave it out, or use bound elbo\.?$"),
     ],
 )

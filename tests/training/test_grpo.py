@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.conftest import PAIRS, equal, make, moved, ranks, settings, share_of_a, tiny, weights
+from tests.training.conftest import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, tiny, weights
 from unmask.config import SamplerConfig
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError, GenerationError, TrainingError
@@ -32,11 +32,6 @@ def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -
     assert isinstance(trainer, GRPOTrainer)
     trainer.train()
     return trainer
-
-
-def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs wherever completions do, as good as always."""
-    return [1 / sum(number * token for number, token in enumerate(ids, start=1)) for ids in completion_ids]
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -322,6 +317,10 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower one first"),
         ({"overlong_buffer": 200}, "200 tokens of 128"),
         ({"reference_sync_steps": 8}, "reference_sync_steps: needs beta"),
+        ({"method": "just-grpo", "policy": "confidence"}, "policy: just-grpo scores tokens as if each was drawn by itself"),
+        ({"method": "just-grpo", "steps": 4}, "steps: just-grpo scores tokens as if each was drawn by itself"),
+        ({"max_length": 64}, "max_length: rollouts are of whole prompts"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: rollouts are of whole prompts"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, message):
@@ -458,6 +457,36 @@ def test_a_loss_without_a_divergence_takes_no_beta(method, tmp_path):
 def test_numbers_out_of_range_and_settings_without_effect_are_refused(setting, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(output_dir=str(tmp_path), **setting)
+
+
+def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"samples: espo does not read it of a causal model, whose likelihood is exact"):
+        make("grpo", tmp_path, tiny("causal"), method="espo", samples=4)
+
+
+@pytest.mark.parametrize(
+    ("attention", "method", "calls"), [("causal", "diffu-grpo", 2), ("bidirectional", "cj-grpo", 2), ("bidirectional", "diffu-grpo", 7)]
+)
+def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method, calls, tmp_path):
+    """By the policy from the second update on, and by the reference."""
+    trainer = make("grpo", tmp_path, tiny(attention), method=method, num_iterations=4, beta=0.1, reward=ranks)
+    calls_made, score_views = [], trainer.score_views
+    trainer.score_views = lambda lm, update, *piece: calls_made.append(lm) or score_views(lm, update, *piece)
+    [updates] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
+    assert len(calls_made) == calls
+    for update in updates:
+        with torch.no_grad():
+            expected_BVT = score_views(trainer.lm, update)
+        assert torch.equal(update.reference_BVT, expected_BVT)  # before the first step
+        assert update is updates[0] or torch.equal(update.old_BVT, expected_BVT)
+
+
+def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
+    run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    trainer = make("grpo", tmp_path, load_best_model_at_end=True, **run)
+    trainer.train()
+    rewards = [line["eval_reward"] for line in trainer.state.log_history if "eval_reward" in line]
+    assert trainer.state.best_metric == max(rewards) == trainer.evaluate()["eval_reward"]
 
 
 def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):

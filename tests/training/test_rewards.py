@@ -66,6 +66,12 @@ def test_functions_are_called_with_prompts_completions_ids_and_columns():
     assert seen == [{"prompts": ["p0", "p1", "p2"], "completions": TEXTS, "completion_ids": IDS, "answer": ["0", "1", "2"]}]
 
 
+def test_a_function_may_edit_the_ids_it_is_given():
+    ids = [list(one) for one in IDS]
+    Rewards(lambda completion_ids, **_: [float(one.pop()) for one in completion_ids])(ROWS, TEXTS, ids)
+    assert ids == IDS
+
+
 def test_messages_are_answered_with_messages():
     seen = {}
     rows = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}]

@@ -91,7 +91,7 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
 
 def test_overwriting_replaces_the_scores_of_an_earlier_reference(model, tmp_path):
     """Unless the settings say otherwise; and the settings that are written do not go on to replace others."""
-    run = ["dpo", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK, "training.samples=2"]
+    run = ["dpo", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK]
     assert unmask(*run).exit_code == 0
     refused = unmask(*run, "--overwrite", "training.seed=1", "training.stale_reference=error")
     assert refused.exit_code != 0 and "holds scores of another settings" in " ".join(refused.stderr.split())
@@ -246,6 +246,15 @@ def test_a_task_has_held_out_rows_while_it_trains(verb, model, tmp_path):
     assert result.exit_code == 0, (result.output, result.exception)
     lines = MetricsLog(tmp_path / "out" / "training_logs.json").read()
     assert [line["step"] for line in lines if ("eval_reward" if verb == "grpo" else "eval_loss") in line] == [1, 2]
+
+
+def test_held_out_rows_are_evaluated_on_at_the_end_at_least(model, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(PAIR)}\n" * 8)
+    data = ["--data", tmp_path / "rows.jsonl", f"data.eval={tmp_path / 'rows.jsonl'}"]
+    result = unmask("sft", "--model", model, *data, "--output", tmp_path / "out", *QUICK)
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = MetricsLog(tmp_path / "out" / "training_logs.json").read()
+    assert [line["step"] for line in lines if "eval_loss" in line] == [2]
 
 
 @pytest.mark.parametrize("verb", ["sft", "dpo"])

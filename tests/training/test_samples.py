@@ -75,6 +75,11 @@ def test_what_no_terminal_can_show_is_told_by_its_number(tmp_path, capsys):
     assert kept(tmp_path) == []
 
 
+def test_columns_of_odd_keys_are_kept_by_their_names(tmp_path):
+    Samples(tmp_path, every=1).write(1, columns(1) | {"pairs": [{("a", "b"): 2}]})
+    assert kept(tmp_path)[0]["pairs"] == {"('a', 'b')": 2}
+
+
 def run(samples: Samples, rollouts: range, folder: Path) -> None:
     for step in rollouts:
         if samples.due(step):

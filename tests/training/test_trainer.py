@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, make, settings, tiny, weights
+from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, low_ids, make, settings, tiny, weights
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
@@ -90,13 +90,12 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
     assert masks(3) == {3: together[3]}
     assert torch.equal(torch.get_rng_state(), before)
     trainer.state.epoch = 1.75
-    trainer.model.train()
     second = masks(*range(8))
     assert second != together
     trainer.state.epoch = 1.0
     assert masks(*range(8)) == second
-    trainer.model.eval()
-    assert masks(*range(8)) == together  # evaluations compare: always the masks of epoch 0
+    with trainer.measuring("eval"):
+        assert masks(*range(8)) == together  # evaluations compare: always the masks of epoch 0
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -240,6 +239,50 @@ def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
     other = make(verb, tmp_path, trainer.lm, rows=rows[:4], eval_dataset=rows[:4], **more)
     assert trainer.evaluate(rows[:4])["eval_loss"] == other.evaluate()["eval_loss"]
     assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+
+
+def untimed(metrics: dict[str, float], prefix: str = "eval_") -> dict[str, float]:
+    return {n.removeprefix(prefix): value for n, value in metrics.items() if not n.endswith(("_runtime", "_second")) and n != "epoch"}
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo", "kto", "grpo"])
+def test_an_evaluation_of_another_name_tells_all_and_changes_no_other(verb, tmp_path):
+    rows = PREFERENCES if verb in ("dpo", "kto") else PAIRS
+    run: dict[str, Any] = {"rows": rows[:4], "eval_dataset": rows[4:], "logging_steps": 2, "learning_rate": 0.0}
+    run |= {"reference": "frozen"} if verb in ("dpo", "kto") else {"reward": low_ids} if verb == "grpo" else {}
+    trainer = make(verb, tmp_path / "a", **run)
+    first, plain = trainer.evaluate(), make(verb, tmp_path / "b", **run)
+    trainer.add_callback(Before(1, lambda: seen.append(trainer.evaluate(rows[:4], metric_key_prefix="test"))))
+    seen: list[dict[str, float]] = []
+    trainer.train()
+    plain.train()
+    assert untimed(trainer.evaluate()) == untimed(first)
+    assert untimed(seen[0], "test_").keys() == untimed(first).keys() and untimed(seen[0], "test_") != untimed(first)
+    lines = [next(untimed(line) for line in each.state.log_history if "loss" in line) for each in (trainer, plain)]
+    assert lines[0] == lines[1] and len(lines[0]) > 4
+
+
+def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
+    run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = make("sft", tmp_path / "a", load_best_model_at_end=True, **run)
+    trainer.train()
+    losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert trainer.state.best_metric == min(losses) and trainer.evaluate()["eval_loss"] == min(losses)
+    with pytest.raises(ConfigError, match=r"metric_for_best_model: an evaluation gives no 'f1'. Use one of eval_loss"):
+        make("sft", tmp_path / "b", metric_for_best_model="f1", **run).train()
+
+
+def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
+    """Processes exchange them as they are."""
+    trainer = make("sft", tmp_path, tiny(dtype=torch.float64))
+    rows = batch(trainer, 0)
+    losses = [trainer.prediction_step(trainer.model, part, True)[0] for part in (rows, {name: value[:0] for name, value in rows.items()})]
+    assert losses[0].dtype == losses[1].dtype == torch.float64 and losses[1] == 0
+
+
+def test_functions_that_would_never_be_called_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="compute_metrics: is never called"):
+        SFTTrainer(tiny(), SFTConfig(**settings(tmp_path)), PAIRS, compute_metrics=lambda _: {})
 
 
 def test_several_data_sets_and_predictions_are_refused(tmp_path):

@@ -46,6 +46,11 @@ class Views:
     def count(self) -> int:
         return self.hidden_BVT.shape[1]
 
+    def equals(self, other: Views) -> bool:
+        """Whether both hide, score and weigh the same."""
+        names = ("hidden_BVT", "scored_BVT", "weight_BVT")
+        return self.causal == other.causal and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
+
     def piece(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences; of views that go together with no causal one."""
         return Views(self.hidden_BVT[rows, views], self.scored_BVT[rows, views], self.weight_BVT[rows, views])

@@ -234,8 +234,13 @@ class CollectingTrainer(ViewwiseTrainer):
         if eval_dataset is None and self.eval_dataset is None:
             raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
         prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
+        with self.saved_if_it_fails(), self.measuring(metric_key_prefix):
+            return self._mean_rewards(prompts, metric_key_prefix)
+
+    def _mean_rewards(self, prompts: Any, prefix: str) -> dict[str, float]:
+        """What `evaluate` tells, logged."""
         mine = range(self.accelerator.process_index, len(prompts) // self.args.num_generations, self.accelerator.num_processes)
-        with self.saved_if_it_fails(), evaluating(self.lm):
+        with evaluating(self.lm):
             self.sync_weights(None)
             rows = [prompts[index * self.args.num_generations] for index in mine]
             judged = self.answer(rows, temperature=0.0, step=None)
@@ -244,7 +249,7 @@ class CollectingTrainer(ViewwiseTrainer):
         total_B, reward_BF = torch.tensor(totals), torch.tensor(values)
         means = {"reward": total_B.nanmean(), "unscored": total_B.isnan().float().mean()}
         means |= {f"rewards/{name}": reward_B.nanmean() for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True)}
-        metrics = {f"{metric_key_prefix}_{name}": float(mean) for name, mean in means.items()}
+        metrics = {f"{prefix}_{name}": float(mean) for name, mean in means.items()}
         self.log(metrics)
         self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -34,6 +34,7 @@ from unmask.training.lockstep import failing_together
 from unmask.training.pairs import room
 from unmask.training.reference import Reference, make_reference
 from unmask.training.reference_scores import (
+    NO_SCORES,
     REFERENCE_FILE,
     ScoreTable,
     content,
@@ -134,7 +135,7 @@ class DPOTrainer(ViewwiseTrainer):
 
     def draw(self, batch: Batch) -> Draw:
         draw = super().draw(batch)
-        return replace(draw, iteration=0) if self.args.plan_reused else draw
+        return replace(draw, iteration=0) if self.args.plan_reused or self.exact else draw
 
     def views_of(self, batch: Any) -> Views:
         """Those of the epoch; made once, and kept in the batch."""
@@ -160,7 +161,6 @@ class DPOTrainer(ViewwiseTrainer):
     @torch.no_grad()
     def score_responses(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         """The bounds [N] that a model gives to the responses of a batch, on its views."""
-        self.views_of(batch)  # while the mode still tells which these are
         with evaluating(lm), self.accelerator.autocast(), self.phases("scoring"):
             return self.bounds(batch, self.score_views(lm, batch))
 
@@ -239,7 +239,7 @@ class DPOTrainer(ViewwiseTrainer):
                 return self.score_responses(lm, batch)
         if not self.args.needs_reference:
             return torch.zeros(self.responses * len(batch["sample_id"]), dtype=self.lm.score_dtype, device=batch["sample_id"].device)
-        table = self.stored["train" if self.model.training else "eval"]
+        table = self.stored.get("eval" if self._measured else "train", NO_SCORES)
         return table.look_up(self.draw(batch).iteration, batch["sample_id"], digests(batch, self.views_of(batch)))
 
     def _make_reference(self) -> Reference:
@@ -257,7 +257,7 @@ class DPOTrainer(ViewwiseTrainer):
         with self._given_reference() as lm:
             known = identity(lm)
             if self.train_dataset is not None:
-                started, epochs = time.perf_counter(), range(plans(args, self.train_dataset))
+                started, epochs = time.perf_counter(), range(plans(args, self.train_dataset, exact=self.exact))
                 self.stored["train"] = self._stored("train", lm, known, self.train_dataset, epochs, progress)
                 self.scoring_seconds = time.perf_counter() - started
             if self.eval_dataset is not None:
@@ -305,7 +305,6 @@ class DPOTrainer(ViewwiseTrainer):
     def prepared(self, batches: list[Any]) -> list[Any]:
         if not batches:
             return batches
-        self.model.train()  # in evaluations masks are others
         every = self.args.log_variance_steps
         if every and (self.state.global_step + 1) % every == 0:
             self.record("margin_variance", self.margin_variance())
@@ -336,10 +335,8 @@ class DPOTrainer(ViewwiseTrainer):
             batch["reference"] = self.stored["redrawn"].look_up(redraw, batch["sample_id"], digests(batch, batch["views"]))
         return margins(self.gains(batch, self.score_responses(self.lm, batch), self.reference_of(batch)))
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        eval_dataset = self.held_out_rows(eval_dataset)
-        rows: Any = eval_dataset or ()
-        self.model.eval()
+    def measure(self, rows: Any) -> None:
+        rows = rows or ()
         mine = [rows[at] for at in range(self.accelerator.process_index, len(rows), self.accelerator.num_processes)]
         if self.judge is not None:
             with failing_together("judge"), self.lockstep():
@@ -348,13 +345,9 @@ class DPOTrainer(ViewwiseTrainer):
                 self.record("win_rate", value)
         if self.args.loss_type == "kto":
             self.held_out = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
-        try:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        finally:
-            self.held_out = None
 
 
-def plans(args: DPOConfig, rows: Sized) -> int:
-    """How many plans of masks the rows are trained on: one for each epoch, or one in all."""
+def plans(args: DPOConfig, rows: Sized, *, exact: bool) -> int:
+    """How many plans of masks the rows are trained on: one for each epoch; one in all, where it is reused or nothing is drawn."""
     epochs = args.max_steps / steps_per_epoch(args, rows) if args.max_steps > 0 else args.num_train_epochs
-    return 1 if args.plan_reused else math.ceil(epochs)
+    return 1 if args.plan_reused or exact else math.ceil(epochs)

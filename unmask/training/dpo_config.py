@@ -75,6 +75,9 @@ class DPOConfig(PairConfig):
         super().__post_init__()
         if self.complementary and self.samples < 2:
             raise ConfigError("a pair takes two views", where="samples", remedy="Use 2 or more, or leave complementary out")
+        if self.loss_type == "kto" and self.train_sampling_strategy == "group_by_length":
+            remedy = "Leave it out, or use another loss_type"
+            raise ConfigError("its rows are two responses, of two lengths", where="train_sampling_strategy", remedy=remedy)
         if self.reference == "adapter" and self.reference_model is not None:
             remedy = "Leave it out, or use reference stored or frozen"
             raise ConfigError("the reference is the base under the adapters", where="reference_model", remedy=remedy)
@@ -99,8 +102,8 @@ class DPOConfig(PairConfig):
             )
         if self.bound == "elbo" and lm.autoregressive:
             raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
-        for name in ("complementary", "log_variance_steps") if exact else ():
-            if getattr(self, name):
+        for name in ("samples", "complementary", "log_variance_steps") if exact else ():
+            if getattr(self, name) != getattr(DPOConfig, name):
                 remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
                 raise ConfigError("an exact likelihood hides nothing at random", where=name, remedy=remedy)
         return exact

@@ -93,7 +93,7 @@ class GRPOTrainer(CollectingTrainer):
         super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **rest)
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
-        args.refuse_unread(self.masking)
+        args.refuse_unread(self.masking, exact=self.lm.autoregressive)
         self.temperature = args.temperature
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
@@ -216,7 +216,6 @@ class GRPOTrainer(CollectingTrainer):
         micro_batches = [rows for _, rows in zip(range(0 if self.over else num_batches), epoch_iterator, strict=False)]
         iteration = self.state.global_step % self.args.num_iterations
         if micro_batches and (iteration == 0 or not self.buffer):
-            self.model.train()  # so that the rewards count as training metrics
             with self.saved_if_it_fails():
                 self.buffer = self.experience(micro_batches)
         batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
@@ -276,10 +275,13 @@ class GRPOTrainer(CollectingTrainer):
         with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
             for iteration in range(self.args.num_iterations):
                 views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
-                update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
-                if iteration > 0:
+                if updates and views.equals(updates[-1].views):  # nothing is drawn: the scores are the same too
+                    update = replace(updates[-1])
+                else:
+                    update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
+                if iteration > 0 and update.old_BVT is None:
                     update.old_BVT = self.score_views(self.lm, update)
-                if self.reference is not None:
+                if self.reference is not None and update.reference_BVT is None:
                     with self.reference.scoring() as lm:
                         update.reference_BVT = self.score_views(lm, update)
                 updates.append(update)

@@ -56,6 +56,9 @@ class ScoreTable:
         return self.score_EIR[plan, at_B].T.flatten().to(sample_id_B.device)
 
 
+NO_SCORES = ScoreTable(torch.zeros(0, 0, 1), torch.zeros(0, 0, dtype=torch.long))
+
+
 def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
     """A hash [B] of every row and of what the views hide of it, int64, on the CPU; padding does not change it."""
     parts = (part.cpu() for part in (batch["input_ids"], views.hidden_BVT, batch["documents"] > 0))

@@ -75,7 +75,7 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
         elif isinstance(trainer, DPOTrainer):
             rows = range(trainer.rows_given)
             steps = total_steps(args, rows)
-            scoring = trainer.scoring_seconds * len(rows) / len(trainer.train_dataset) * plans(args, rows)
+            scoring = trainer.scoring_seconds * len(rows) / len(trainer.train_dataset) * plans(args, rows, exact=trainer.exact)
         else:
             steps = trainer.set_initial_training_values(args, trainer.get_train_dataloader())[-1]
         trainer.train()

@@ -13,7 +13,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
-from unmask.monitor import MetricsLog, write_atomic
+from unmask.monitor import MetricsLog, plain, write_atomic
 from unmask.tables import show_table
 
 SAMPLES_NAME = "completions.jsonl"
@@ -81,7 +81,7 @@ def _scalar(value: Any) -> str | float | None:
         return value
     if isinstance(value, float):
         return None if math.isnan(value) else value
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
     return text.encode(errors="backslashreplace").decode()
 
 

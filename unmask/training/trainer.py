@@ -97,6 +97,10 @@ class DiffusionTrainer(Trainer):
             raise ConfigError("there is nothing to evaluate on", where="eval_strategy", remedy=remedy)
         if isinstance(train_rows, Sized):
             steps_per_epoch(args, train_rows)  # refuses a run without any
+        for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+            if trainer_arguments.get(name) is not None:
+                what = "is never called: a row has no logits of its own, they hang on what is hidden"
+                raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
         if peft_config is None and quantised(lm):
@@ -129,6 +133,8 @@ class DiffusionTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
 
+    _measured = ""
+    """What the names of metrics begin with: of an evaluation its prefix."""
     streams = False
     """Whether the data set may be a stream, which has no length."""
 
@@ -172,7 +178,7 @@ class DiffusionTrainer(Trainer):
 
     def draw(self, batch: Batch) -> Draw:
         """Randomness keyed by sample and epoch: the same masks on any number of devices, and after a resume."""
-        epoch = int(self.state.epoch or 0) if self.model.training else 0
+        epoch = 0 if self._measured else int(self.state.epoch or 0)
         return Draw(self.args.seed, batch["sample_id"], epoch)
 
     @property
@@ -186,7 +192,7 @@ class DiffusionTrainer(Trainer):
 
     def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
         """Average a metric into the next log line."""
-        self.means.add(name if self.model.training else f"eval_{name}", float(value) * count, count)
+        self.means.add(f"{self._measured}{name}", float(value) * count, count)
 
     @classmethod
     def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
@@ -257,7 +263,22 @@ class DiffusionTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """As in transformers.Trainer, on the held-out rows or on others, as the stage describes them."""
-        return super().evaluate(self.held_out_rows(eval_dataset), ignore_keys, metric_key_prefix)
+        rows = self.held_out_rows(eval_dataset)
+        with self.measuring(metric_key_prefix):
+            self.measure(rows)
+            return super().evaluate(rows, ignore_keys, metric_key_prefix)
+
+    def measure(self, rows: Any) -> None:
+        """What a stage measures of held-out rows beside the loss, before it."""
+
+    @contextlib.contextmanager
+    def measuring(self, prefix: str) -> Iterator[None]:
+        """Inside, what is recorded is of an evaluation, and is logged by itself, under this prefix."""
+        kept, self.means, self._measured = self.means, Means(), f"{prefix}_"
+        try:
+            yield
+        finally:
+            self.means, self._measured = kept, ""
 
     def held_out_rows(self, dataset: Any = None) -> Any:
         """The rows of a data set as the collator reads them; None: those given as `eval_dataset`."""
@@ -311,6 +332,13 @@ class DiffusionTrainer(Trainer):
         batches = self.prepared([batch | {"order": self._order(batch, index)} for index, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        try:
+            return super()._determine_best_metric(metrics, trial)
+        except KeyError as error:
+            what, remedy = f"an evaluation gives no {self.args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
+            raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
+
     def create_optimizer(self, *arguments: Any) -> Any:
         try:
             return super().create_optimizer(*arguments)
@@ -353,7 +381,7 @@ class DiffusionTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        rows, loss = self._unrepeated(inputs), torch.zeros((), device=self.args.device)
+        rows, loss = self._unrepeated(inputs), torch.zeros((), dtype=self.lm.score_dtype, device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             if len(rows["sample_id"]) > 0:
                 loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)
@@ -368,8 +396,7 @@ class DiffusionTrainer(Trainer):
         return slice_tensors(batch, slice(own))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        prefix = "eval_" if any(name.startswith("eval_") for name in logs) else ""
-        logs |= self.means.take(lambda name: name.startswith("eval_") == bool(prefix) and (name not in STEP_LOSSES or name in logs))
+        logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
         if "loss" in logs:  # of the steps since the last such line
             logs["tokens_per_second"] = self._tokens_per_second()
         if self.args.log_memory_usage:

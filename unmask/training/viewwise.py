@@ -83,7 +83,7 @@ class ViewwiseTrainer(DiffusionTrainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         """One pass is an ordinary step. Of several each gets the part of the gradient that is its own."""
-        model.train()  # in evaluations masks are others
+        model.train()
         if self._most(len(self._every_pass(inputs))) == 1:
             return super().training_step(model, inputs, num_items_in_batch)
         with self.phases("backward"):
