@@ -273,6 +273,7 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
         ("text", "a row cannot be 'text'", "of another type"),
         (None, "a row cannot be None", "of another type"),
         ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: a row with tools", "with tools"),
+        ({"conversations": CHAT, "history": [["a", "b"]]}, "history: a row with history", "with history"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system: a row with system, which is not read", "with system"),
     ],
 )

@@ -25,7 +25,7 @@ def test_a_run_goes_back_to_a_step(step, left, tmp_path):
     log = RunLog(folder=tmp_path)
     for at in (1, 2, 3):
         log.write(at, {"loss": 0.1 + at})
-    log.write(3, {"train_runtime": 1.0})
+    log.write(3, {"train_loss": 1.0})
     log.write(3, {"eval_loss": 1.0})
     before = (tmp_path / LOG_NAME).read_text().splitlines()
     log.rewind(step)
@@ -39,7 +39,7 @@ def test_a_stage_goes_back_with_those_after_it_and_leaves_those_before(tmp_path)
     for part in parts:
         for at in (1, 2):
             part.write(at, {"loss": 1.0})
-        part.write(2, {"train_runtime": 1.0})
+        part.write(2, {"train_loss": 1.0})
     parts[1].rewind(1)
     assert steps(parts[1]) == [(1, 1), (1, 2), (1, 2), (2, 3)]
     assert [line["step"] for line in parts[1].read()] == [1]

@@ -232,17 +232,40 @@ def make_history(folder: Path, **more: Any) -> list[dict[str, float]]:
     return trainer.state.log_history
 
 
-@pytest.mark.parametrize(("verb", "rows"), [("sft", PAIRS), ("dpo", PREFERENCES)])
+def untimed(metrics: dict[str, float], prefix: str = "eval_") -> dict[str, float]:
+    return {
+        n.removeprefix(prefix): value for n, value in metrics.items() if not n.endswith(("_runtime", "_second", "_time")) and n != "epoch"
+    }
+
+
+@pytest.mark.parametrize(("verb", "rows"), [("sft", PAIRS), ("dpo", PREFERENCES), ("grpo", PAIRS)])
 def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
     more = {"reference": "frozen"} if verb == "dpo" else {}
     trainer = make(verb, tmp_path, rows=rows[:4], eval_dataset=rows[4:], **more)
     other = make(verb, tmp_path, trainer.lm, rows=rows[:4], eval_dataset=rows[:4], **more)
-    assert trainer.evaluate(rows[:4])["eval_loss"] == other.evaluate()["eval_loss"]
-    assert trainer.evaluate(trainer.eval_dataset)["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert untimed(trainer.evaluate(rows[:4])) == untimed(other.evaluate())
+    assert untimed(trainer.evaluate(trainer.eval_dataset)) == untimed(trainer.evaluate())
+    with pytest.raises(ConfigError, match="eval_dataset: there is nothing to evaluate on"):
+        make(verb, tmp_path, rows=rows).evaluate()
 
 
-def untimed(metrics: dict[str, float], prefix: str = "eval_") -> dict[str, float]:
-    return {n.removeprefix(prefix): value for n, value in metrics.items() if not n.endswith(("_runtime", "_second")) and n != "epoch"}
+def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
+    """By which a resumed run knows the end of an earlier one: also where transformers writes the time of the run in every line."""
+    trainer = make("sft", tmp_path, max_steps=4, include_num_input_tokens_seen="all")
+    trainer.train()
+    lines = (tmp_path / "training_logs.json").read_text().splitlines()
+    trainer.rewind(3)
+    assert (tmp_path / "training_logs.json").read_text().splitlines() == lines[:3]
+    with pytest.raises(ConfigError, match="metric_key_prefix: is how the summary of a run is told"):
+        trainer.evaluate(PAIRS, metric_key_prefix="train")
+
+
+@pytest.mark.parametrize(("verb", "mode"), [("sft", "min"), ("grpo", "max")])
+def test_a_rate_that_follows_a_metric_knows_its_direction(verb, mode, tmp_path):
+    run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "lr_scheduler_type": "reduce_lr_on_plateau"}
+    trainer = make(verb, tmp_path, **run)
+    trainer.train()
+    assert trainer.lr_scheduler.mode == mode
 
 
 @pytest.mark.parametrize("verb", ["sft", "dpo", "kto", "grpo"])

@@ -122,9 +122,9 @@ class Layout:
         return " and ".join(dict.fromkeys(_style(row[name]) for name in self.texts))
 
 
-PLAIN = Layout(("text",), ("text",))
+PLAIN = Layout(("text",), ("text",), unread=("tools",))
 CHAT = Layout(("messages",), ("messages",))
-SHAREGPT = Layout(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools",))
+SHAREGPT = Layout(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools", "history"))
 TRACE = Layout(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
 PAIR = Layout(("prompt", "completion"), ("prompt", "completion"))
 SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
@@ -134,7 +134,7 @@ PREFERENCES = (
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
-        ("tools",),
+        ("tools", "history"),
     ),
     Layout(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
     Layout(("chosen", "rejected"), ("chosen", "rejected"), unread=("tools", "system", "history", *PROMPTS)),

@@ -231,9 +231,7 @@ class CollectingTrainer(ViewwiseTrainer):
         Raises:
             ConfigError: neither this nor the trainer has an `eval_dataset`.
         """
-        if eval_dataset is None and self.eval_dataset is None:
-            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
-        prompts: Any = self.eval_dataset if eval_dataset is None else self._checked_rows(self.lm, self.args, eval_dataset, "eval_dataset")
+        prompts = self.held_out_rows(eval_dataset)
         with self.saved_if_it_fails(), self.measuring(metric_key_prefix):
             return self._mean_rewards(prompts, metric_key_prefix)
 

@@ -131,7 +131,7 @@ class StageTrainer(DiffusionTrainer):
         checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
         logged = self.metrics.read()
         # Sharded weights are loaded by a run alone, and so is the best checkpoint; it then has no step to make.
-        if steps_done(checkpoint) is None or not any("train_runtime" in line for line in logged):
+        if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
             return False
         if self.sharded or self.args.load_best_model_at_end:
             return False
@@ -158,7 +158,7 @@ class StageTrainer(DiffusionTrainer):
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
         step, over = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
-        annealed = self.model.training and step < over and lm.attention == "bidirectional"
+        annealed = not self._measured and step < over and lm.attention == "bidirectional"
         return lm.annealed((step + 1) / (over + 1), self.args.seed + step) if annealed else lm
 
     def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:

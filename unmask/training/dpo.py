@@ -89,7 +89,7 @@ class DPOTrainer(ViewwiseTrainer):
         if self.judge is not None and unpaired:
             raise ConfigError("kto has no chosen responses to compare with", where="judge", remedy="Use a loss of pairs, or leave it out")
         self.responses = 1 if unpaired else 2  # in a row
-        self.held_out: Tensor | None = None  # while it evaluates: KTO's baseline of all held-out rows, whatever the batches
+        self.held_out = torch.zeros(())  # KTO's baseline of all rows that are evaluated, whatever the batches
         collator = UnpairedCollator(0) if unpaired else Collator(0)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
@@ -195,7 +195,7 @@ class DPOTrainer(ViewwiseTrainer):
 
     def _unpaired_loss(self, batch: Any, bound_N: Tensor, gain_N: Tensor) -> Tensor:
         """KTO; what is told as a margin is how far gains are on their right side of the baseline."""
-        desirable_N, baseline, args = batch["desirable"], batch.get("baseline", self.held_out), self.args
+        desirable_N, baseline, args = batch["desirable"], self.held_out if self._measured else batch["baseline"], self.args
         weights = {"desirable_weight": args.desirable_weight, "undesirable_weight": args.undesirable_weight}
         loss_N = kto(gain_N, desirable_N, baseline, beta=args.beta, **weights)
         self.record("kl", baseline, len(loss_N))
@@ -336,7 +336,6 @@ class DPOTrainer(ViewwiseTrainer):
         return margins(self.gains(batch, self.score_responses(self.lm, batch), self.reference_of(batch)))
 
     def measure(self, rows: Any) -> None:
-        rows = rows or ()
         mine = [rows[at] for at in range(self.accelerator.process_index, len(rows), self.accelerator.num_processes)]
         if self.judge is not None:
             with failing_together("judge"), self.lockstep():

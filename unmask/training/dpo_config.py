@@ -65,7 +65,7 @@ class DPOConfig(PairConfig):
         choices=("error", "replace"),
         needs=["reference=stored"],
     )
-    plan_reused: bool = setting(False, "Whether every epoch has the same masks, so that stored scores are fewer")
+    plan_reused: bool = setting(False, "elbo: whether every epoch has the same masks, so that stored scores are fewer")
 
     judge: str | None = setting(
         None, "Evaluation: path.py:function, given prompts, completions and the chosen ones; tells which win (docs)", needs=[PAIRED]
@@ -102,7 +102,7 @@ class DPOConfig(PairConfig):
             )
         if self.bound == "elbo" and lm.autoregressive:
             raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
-        for name in ("samples", "complementary", "log_variance_steps") if exact else ():
+        for name in ("samples", "complementary", "log_variance_steps", "plan_reused") if exact else ():
             if getattr(self, name) != getattr(DPOConfig, name):
                 remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
                 raise ConfigError("an exact likelihood hides nothing at random", where=name, remedy=remedy)

@@ -13,8 +13,8 @@ from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method
 from unmask.methods.masking import MaskingStrategy, find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
-from unmask.training.settings import check_settings, setting
-from unmask.training.stage_config import StageConfig
+from unmask.training.settings import changed, check_settings, setting
+from unmask.training.stage_config import FOLLOWS_A_METRIC, StageConfig
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
@@ -112,10 +112,9 @@ class GRPOConfig(StageConfig):
 
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
-        best, greater_is_better = args.metric_for_best_model, args.greater_is_better
+        if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in FOLLOWS_A_METRIC):
+            args.metric_for_best_model = "reward"  # transformers would take the loss, but evaluations have none
         super().__post_init__()
-        if best is None and args.metric_for_best_model is not None:  # transformers takes the loss, but evaluations have none
-            args.metric_for_best_model, args.greater_is_better = "reward", greater_is_better in (None, True)
         method = get_method(self.method)
         for each in fields(self):
             if each.default is None and getattr(self, each.name) is None:
@@ -171,7 +170,7 @@ class GRPOConfig(StageConfig):
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
         for each in fields(self):
-            if each.name in ("max_length", "train_sampling_strategy") and getattr(self, each.name) != each.default:
+            if each.name in ("max_length", "train_sampling_strategy") and changed(self, each):
                 remedy = "Leave it out (max_completion_length bounds completions; docs/rl.md tells how prompts are chosen)"
                 raise ConfigError("rollouts are of whole prompts, which come in groups", where=each.name, remedy=remedy)
             if each.name in method.fixed and self._given(each):

@@ -23,7 +23,7 @@ WITHOUT_EFFECT = {
     *("cudnn_benchmark", "data_source", "flash_attention", "judge", "log_memory_usage", "log_variance_steps"),
     *("score_chunk", "token_cache"),
 }
-NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "total_flos", "num_input_tokens_seen")
+NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
 
 
 def stage_entry(
@@ -67,6 +67,6 @@ def chosen_settings(args: StageConfig) -> dict[str, Any]:
 
 def last_metrics(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The last value of every loss and other measure; not the summary of the run's speed."""
-    lines = [line for line in log if "train_runtime" not in line]
+    lines = [line for line in log if "train_loss" not in line]
     merged = {name: value for line in lines for name, value in line.items()}
     return {name: value for name, value in merged.items() if name not in NOT_METRICS and not name.endswith(("_runtime", "_per_second"))}

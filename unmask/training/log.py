@@ -21,7 +21,7 @@ SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate
 """What a display shows, beside the memory."""
 OWN = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
-    *("memory_gb", "tokens_per_second", "total_flos", "num_input_tokens_seen"),
+    *("memory_gb", "tokens_per_second", "train_loss", "num_input_tokens_seen"),
     *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
@@ -74,7 +74,7 @@ class RunLog:
     def _later(self, line: Mapping[str, Any], step: int) -> bool:
         """Whether it was written after a step's checkpoint; the summary of a part comes after its last."""
         stage, own = line.get("stage", 0), self.stage or 0
-        return stage > own or (stage == own and (step == 0 or line["step"] > self.first_step + step or "train_runtime" in line))
+        return stage > own or (stage == own and (step == 0 or line["step"] > self.first_step + step or "train_loss" in line))
 
     def _lines(self) -> list[dict[str, Any]]:
         path = self.folder / LOG_NAME

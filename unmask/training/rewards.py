@@ -285,7 +285,7 @@ class Rewards:
             "completions": [
                 [{"role": "assistant", "content": text}] if is_conversational(row) else text for row, text in zip(rows, texts, strict=True)
             ],
-            "completion_ids": [list(tokens) for tokens in ids],  # functions may edit them
+            "completion_ids": [list(tokens) for tokens in ids],  # the trainer's own stay, whatever functions do
             **({} if state is None else {"trainer_state": state}),
             "log_extra": log.log_extra,
             "log_metric": log.log_metric,

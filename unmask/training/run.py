@@ -147,9 +147,10 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
             write_atomic(output / "config.yaml", to_yaml(settings.model_copy(update={"overwrite": False})))
             write_data_report(trainer, output / DATA_REPORT)
         trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(output / TRAINED_MODEL))
         if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # of a conversion every stage ends with one
             trainer.evaluate()
-    trainer.save_model(str(output / TRAINED_MODEL))
+            trainer.save_model(str(output / TRAINED_MODEL))  # its card tells of it
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:

@@ -16,6 +16,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.settings import check_types
 from unmask.training.switches import amp_works, check_optimizer, deepspeed_config, set_backends
 
+FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules of the learning rate that read the metric of the best model."""
+
 
 @dataclass(kw_only=True)
 class StageConfig(TrainingArguments):
@@ -64,6 +67,8 @@ class StageConfig(TrainingArguments):
             if getattr(args, name):
                 raise ConfigError("a bound on the likelihood knows no smoothing and no noise", where=name, remedy="Leave it out")
         super().__post_init__()
+        if args.lr_scheduler_type in FOLLOWS_A_METRIC:  # transformers leaves them at "min", whichever metric it is
+            args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
         set_backends(args)
         check_optimizer(args)
 

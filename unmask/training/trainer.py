@@ -262,7 +262,11 @@ class DiffusionTrainer(Trainer):
         return self.phases.performance_stats()
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on the held-out rows or on others, as the stage describes them."""
+        """As in transformers.Trainer, on the held-out rows or on others, as the stage describes them.
+
+        Raises:
+            ConfigError: there are none, or the prefix is that of the summary of a run.
+        """
         rows = self.held_out_rows(eval_dataset)
         with self.measuring(metric_key_prefix):
             self.measure(rows)
@@ -274,17 +278,23 @@ class DiffusionTrainer(Trainer):
     @contextlib.contextmanager
     def measuring(self, prefix: str) -> Iterator[None]:
         """Inside, what is recorded is of an evaluation, and is logged by itself, under this prefix."""
-        kept, self.means, self._measured = self.means, Means(), f"{prefix}_"
+        if prefix == "train":
+            what, remedy = "is how the summary of a run is told", "Use another, as in train_rows"
+            raise ConfigError(what, where="metric_key_prefix", remedy=remedy)
+        kept = self.means, self._measured
+        self.means, self._measured = Means(), f"{prefix}_"
         try:
             yield
         finally:
-            self.means, self._measured = kept, ""
+            self.means, self._measured = kept
 
     def held_out_rows(self, dataset: Any = None) -> Any:
         """The rows of a data set as the collator reads them; None: those given as `eval_dataset`."""
-        if dataset is None or dataset is self.eval_dataset or isinstance(dataset, Rows):
-            return self.eval_dataset if dataset is None else dataset
-        return self._checked_rows(self.lm, self.args, dataset, "eval_dataset")
+        rows = self.eval_dataset if dataset is None else dataset
+        if rows is None:
+            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
+        made = rows is self.eval_dataset or isinstance(rows, Rows)
+        return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
 
     def predict(self, *_: Any, **__: Any) -> Any:
         """A row has no logits of its own: they hang on what is hidden."""
@@ -402,7 +412,7 @@ class DiffusionTrainer(Trainer):
         if self.args.log_memory_usage:
             logs["memory_gb"] = peak_memory_bytes() / 1e9
         super().log(logs, start_time)
-        if "train_runtime" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
+        if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
 
     def _tokens_per_second(self) -> float:
