@@ -233,9 +233,8 @@ def make_history(folder: Path, **more: Any) -> list[dict[str, float]]:
 
 
 def untimed(metrics: dict[str, float], prefix: str = "eval_") -> dict[str, float]:
-    return {
-        n.removeprefix(prefix): value for n, value in metrics.items() if not n.endswith(("_runtime", "_second", "_time")) and n != "epoch"
-    }
+    timed = ("_runtime", "_second", "_time", "epoch")
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if not name.endswith(timed)}
 
 
 @pytest.mark.parametrize(("verb", "rows"), [("sft", PAIRS), ("dpo", PREFERENCES), ("grpo", PAIRS)])
