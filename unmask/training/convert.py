@@ -28,13 +28,14 @@ from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, with_pattern
 from unmask.training.checkpoints import check_weights, steps_done
+from unmask.training.evaluation import Batch
 from unmask.training.log import Progress, RunLog
 from unmask.training.noising import NoisingConfig
 from unmask.training.stage_config import row_length, total_steps
 from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
-from unmask.training.trainer import Batch, DiffusionTrainer
+from unmask.training.trainer import DiffusionTrainer
 
 
 @dataclass(kw_only=True)

@@ -30,6 +30,7 @@ from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.objectives.preference import dpo, hinge, ipo, kto, margins, simpo
 from unmask.training.adapters import changes_nothing
 from unmask.training.dpo_config import DPOConfig
+from unmask.training.evaluation import Batch
 from unmask.training.lockstep import failing_together
 from unmask.training.pairs import room
 from unmask.training.reference import Reference, make_reference
@@ -45,7 +46,6 @@ from unmask.training.reference_scores import (
     write_scores,
 )
 from unmask.training.stage_config import canvas, steps_per_epoch
-from unmask.training.trainer import Batch
 from unmask.training.unpaired import UnpairedCollator, beside_others, labelled
 from unmask.training.viewwise import Piece, ViewwiseTrainer
 from unmask.training.win_rate import Judge, check_prompts, find_judge, wins

@@ -11,8 +11,9 @@ from unmask.data.rows import Row
 from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.errors import ModelError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.evaluation import Batch
 from unmask.training.text import TextConfig, corpus_rows
-from unmask.training.trainer import Batch, DiffusionTrainer
+from unmask.training.trainer import DiffusionTrainer
 
 
 @dataclass(kw_only=True)

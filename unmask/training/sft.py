@@ -14,10 +14,11 @@ from unmask.data.rows import Row
 from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.evaluation import Batch
 from unmask.training.noising import NoisingConfig
 from unmask.training.pairs import PairConfig, room
 from unmask.training.settings import setting
-from unmask.training.trainer import Batch, DiffusionTrainer
+from unmask.training.trainer import DiffusionTrainer
 
 
 @dataclass(kw_only=True)

@@ -5,27 +5,24 @@ Shapes: B batch, V views, T tokens.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import slice_tensors
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from unmask.data.report import Rows
 from unmask.data.rows import Collator
 from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.errors import ConfigError, TrainingError
 from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
@@ -33,8 +30,8 @@ from unmask.monitor import peak_memory_bytes, write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.adapters import merged, quantised, with_adapters
 from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
+from unmask.training.evaluation import Batch, EvaluatingTrainer
 from unmask.training.history import chosen_settings, stage_entry
-from unmask.training.lockstep import lockstep
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.means import Means
 from unmask.training.phases import Phases
@@ -44,14 +41,13 @@ from unmask.training.switches import check_flash_attention, check_sharding
 if TYPE_CHECKING:
     import peft
 
-Batch = dict[str, Tensor]
 RECORDED_NAME = "recorded.json"
 STEP_LOSSES = ("loss", "train_loss")
 """Means over steps: since the last log line, and of the whole run."""
 NOT_FINITE = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
 
 
-class DiffusionTrainer(Trainer):
+class DiffusionTrainer(EvaluatingTrainer):
     """transformers.Trainer whose loss is a plan of views over a DiffusionLM.
 
     Subclasses say what to hide (`plan`); a trainer with another loss overrides `micro_loss`. Losses are sums divided by the
@@ -133,16 +129,6 @@ class DiffusionTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
 
-    _measured = ""
-    """What the names of metrics begin with: of an evaluation its prefix."""
-    streams = False
-    """Whether the data set may be a stream, which has no length."""
-
-    @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
-        """The user's rows as the collator reads them."""
-        return dataset
-
     def plan(self, batch: Batch, draw: Draw) -> Views:
         """What to hide, score and weigh in this batch."""
         raise AssertionError(f"{type(self).__name__} overrides neither plan nor micro_loss")
@@ -190,25 +176,6 @@ class DiffusionTrainer(Trainer):
         """The tokens that are noised together [B, T]."""
         return noise_groups(self.lm, batch["maskable"], batch["documents"])
 
-    def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
-        """Average a metric into the next log line."""
-        self.means.add(f"{self._measured}{name}", float(value) * count, count)
-
-    @classmethod
-    def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
-        if dataset is None:
-            return None
-        if isinstance(dataset, Mapping):
-            raise DataError(f"are several data sets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
-        if not isinstance(dataset, Sized) and not cls.streams:
-            raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
-        if isinstance(dataset, Sized) and len(dataset) == 0:
-            raise DataError("the data set is empty", where=where, remedy="Give at least one row")
-        rows = cls.make_rows(lm, args, dataset, where)
-        if isinstance(rows, Rows) and args.should_save:
-            rows.report.show()
-        return rows
-
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
         """As in transformers.Trainer, but that True means the last whole checkpoint and is no error where there is none yet, that the
         checkpoints of an earlier run are not overwritten, and that what is logged again replaces what was."""
@@ -230,20 +197,6 @@ class DiffusionTrainer(Trainer):
         """Drop what was logged after this step, which will be logged again."""
         self.metrics.rewind(step)
 
-    @property
-    def sharded(self) -> bool:
-        """Whether checkpoints are those of FSDP or DeepSpeed, with other files."""
-        return self.is_fsdp_enabled or self.is_deepspeed_enabled
-
-    @property
-    def shares_weights(self) -> bool:
-        """Whether every process holds a part of the weights, so that each forward pass takes all processes: FSDP and ZeRO 3."""
-        return self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3)
-
-    def lockstep(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, processes may make different numbers of passes without gradients, and must not wait for one another otherwise."""
-        return lockstep(self.lm, self.args.device) if self.shares_weights else contextlib.nullcontext()
-
     def told_settings(self) -> dict[str, Any]:
         """What the model's history says of the settings."""
         return chosen_settings(self.args)
@@ -260,45 +213,6 @@ class DiffusionTrainer(Trainer):
     def get_performance_stats(self) -> dict[str, Any]:
         """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
         return self.phases.performance_stats()
-
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on the held-out rows or on others, as the stage describes them.
-
-        Raises:
-            ConfigError: there are none, or the prefix is that of the summary of a run.
-        """
-        rows = self.held_out_rows(eval_dataset)
-        with self.measuring(metric_key_prefix):
-            self.measure(rows)
-            return super().evaluate(rows, ignore_keys, metric_key_prefix)
-
-    def measure(self, rows: Any) -> None:
-        """What a stage measures of held-out rows beside the loss, before it."""
-
-    @contextlib.contextmanager
-    def measuring(self, prefix: str) -> Iterator[None]:
-        """Inside, what is recorded is of an evaluation, and is logged by itself, under this prefix."""
-        if prefix == "train":
-            what, remedy = "is how the summary of a run is told", "Use another, as in train_rows"
-            raise ConfigError(what, where="metric_key_prefix", remedy=remedy)
-        kept = self.means, self._measured
-        self.means, self._measured = Means(), f"{prefix}_"
-        try:
-            yield
-        finally:
-            self.means, self._measured = kept
-
-    def held_out_rows(self, dataset: Any = None) -> Any:
-        """The rows of a data set as the collator reads them; None: those given as `eval_dataset`."""
-        rows = self.eval_dataset if dataset is None else dataset
-        if rows is None:
-            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
-        made = rows is self.eval_dataset or isinstance(rows, Rows)
-        return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
-
-    def predict(self, *_: Any, **__: Any) -> Any:
-        """A row has no logits of its own: they hang on what is hidden."""
-        raise TrainingError("there is nothing to predict of whole rows", where="predict", remedy="Use evaluate, or generate")
 
     # What transformers.Trainer calls.
 
@@ -342,13 +256,6 @@ class DiffusionTrainer(Trainer):
         batches = self.prepared([batch | {"order": self._order(batch, index)} for index, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
 
-    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        try:
-            return super()._determine_best_metric(metrics, trial)
-        except KeyError as error:
-            what, remedy = f"an evaluation gives no {self.args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
-            raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
-
     def create_optimizer(self, *arguments: Any) -> Any:
         try:
             return super().create_optimizer(*arguments)
@@ -387,23 +294,6 @@ class DiffusionTrainer(Trainer):
         if self.accelerator.scaler is None and norm is not None and not math.isfinite(norm):  # a float16 scaler skips such steps itself
             raise TrainingError(f"the gradient norm is {float(norm)}", where=f"step {self.state.global_step}", remedy=NOT_FINITE)
         return norm
-
-    def prediction_step(
-        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, None, None]:
-        rows, loss = self._unrepeated(inputs), torch.zeros((), dtype=self.lm.score_dtype, device=self.args.device)
-        with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
-            if len(rows["sample_id"]) > 0:
-                loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)
-        return loss.detach(), None, None
-
-    def _unrepeated(self, batch: Batch) -> Batch:
-        """Without the rows that accelerate fills the last batches up with, so that all processes have as many."""
-        state, size = self.accelerator.gradient_state, len(batch["sample_id"])
-        if not state.end_of_dataloader or state.remainder <= 0:
-            return batch
-        own = min(max(state.remainder - self.accelerator.process_index * size, 0), size)
-        return slice_tensors(batch, slice(own))
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
