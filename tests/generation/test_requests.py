@@ -91,7 +91,7 @@ def test_infilling_plans_every_hidden_position_once(attention, block_size, data)
         ({"threshold": 0.9, "remask": 0.1}, "remask: remask with threshold"),
         ({"threshold": 0.9, "policy": "random"}, "threshold: threshold with policy 'random'. Use policy 'confidence'"),
         ({"entropy_bound": 0.9}, "Use policy 'entropy'"),
-        ({"order_temperature": 1.0, "policy": "random"}, "order_temperature: with a random order"),
+        ({"order_temperature": 1.0, "policy": "random"}, "order_temperature: with policy 'random'"),
         ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature: with threshold"),
         ({"filtered_confidence": True, "policy": "margin"}, "filtered_confidence"),
         ({"refresh_interval": 3}, "an exact cache needs no refresh"),

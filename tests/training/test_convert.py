@@ -30,7 +30,9 @@ from unmask.training.trainer import DiffusionTrainer
 def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
     names = ("eval_dataset", "progress", "peft_config", "callbacks", "data_collator")
     taken = {name: more.pop(name) for name in names if name in more}
-    return ConvertTrainer(lm or tiny("causal"), ConvertConfig(**settings(folder, max_steps=10) | more), rows or TEXTS, **taken)
+    return ConvertTrainer(
+        lm or tiny("causal"), ConvertConfig(**settings(folder, max_steps=10, max_length=32) | more), rows or TEXTS, **taken
+    )
 
 
 def converted(folder: Path, lm: DiffusionLM | None = None, **more: Any) -> dict[str, torch.Tensor]:

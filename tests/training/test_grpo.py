@@ -292,6 +292,8 @@ def test_batches_that_cannot_hold_whole_groups_are_refused(tmp_path):
         make("grpo", tmp_path, method="grpo")
     with pytest.raises(DataError, match="row 1: no column 'prompt'"):
         make("grpo", tmp_path, rows=[PAIRS[0], {"text": "a"}])
+    with pytest.raises(DataError, match="row 0: 7 tokens with the completion, but max_length is 6"):
+        make("grpo", tmp_path, max_length=6)
 
 
 def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
@@ -319,8 +321,7 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"reference_sync_steps": 8}, "reference_sync_steps: needs beta"),
         ({"method": "just-grpo", "policy": "confidence"}, "policy: just-grpo scores tokens as if each was drawn by itself"),
         ({"method": "just-grpo", "steps": 4}, "steps: just-grpo scores tokens as if each was drawn by itself"),
-        ({"max_length": 64}, "max_length: rollouts are of whole prompts"),
-        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: rollouts are of whole prompts"),
+        ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: prompts come in groups"),
     ],
 )
 def test_settings_that_do_not_exist_are_refused_at_once(tmp_path, setting, message):
@@ -483,7 +484,7 @@ def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method,
 
 def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
     run = {"eval_dataset": PAIRS, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
-    trainer = make("grpo", tmp_path, load_best_model_at_end=True, **run)
+    trainer = make("grpo", tmp_path, load_best_model_at_end=True, reward=low_ids, **run)
     trainer.train()
     rewards = [line["eval_reward"] for line in trainer.state.log_history if "eval_reward" in line]
     assert len(set(rewards)) > 1 and trainer.state.best_metric == max(rewards) == trainer.evaluate()["eval_reward"]

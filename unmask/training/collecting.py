@@ -36,6 +36,7 @@ from unmask.training.prompts import Judged, PromptHistory
 from unmask.training.rewards import RewardFunction, Rewards
 from unmask.training.rollouts import PromptRow, PromptRows, cut_at_end
 from unmask.training.samples import Samples
+from unmask.training.stage_config import row_length
 from unmask.training.viewwise import ViewwiseTrainer
 
 
@@ -76,8 +77,9 @@ class CollectingTrainer(ViewwiseTrainer):
         for index, prompt in enumerate(column(dataset, "prompt", where)):
             with naming(f"{where}, row {index}"):
                 tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
-            if tokens > (lm.context_length or tokens):
-                what = f"{tokens} tokens with the completion, but the model's context is {lm.context_length}"
+            if tokens > (limit := row_length(lm, args)):
+                bound = "the model's context" if limit == lm.context_length else "max_length"
+                what = f"{tokens} tokens with the completion, but {bound} is {limit}"
                 raise DataError(what, where=f"{where}, row {index}", remedy="Lower max_completion_length or drop the row")
         return PromptRows(dataset, args.num_generations)
 

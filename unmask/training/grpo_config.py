@@ -27,6 +27,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 class GRPOConfig(StageConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
+    max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, beside the model's context", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "How the learning rate goes")
     method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
@@ -170,9 +171,8 @@ class GRPOConfig(StageConfig):
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
         for each in fields(self):
-            if each.name in ("max_length", "train_sampling_strategy") and changed(self, each):
-                remedy = "Leave it out (max_completion_length bounds completions; docs/rl.md tells how prompts are chosen)"
-                raise ConfigError("rollouts are of whole prompts, which come in groups", where=each.name, remedy=remedy)
+            if each.name == "train_sampling_strategy" and changed(self, each):
+                raise ConfigError("prompts come in groups", where=each.name, remedy="Leave it out; docs/rl.md tells how prompts are chosen")
             if each.name in method.fixed and self._given(each):
                 what = f"{self.method} scores tokens as if each was drawn by itself, from left to right"
                 raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")

@@ -21,7 +21,7 @@ SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate
 """What a display shows, beside the memory."""
 OWN = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
-    *("memory_gb", "tokens_per_second", "train_loss", "num_input_tokens_seen"),
+    *("memory_gb", "tokens_per_second", "total_flos", "num_input_tokens_seen"),
     *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
