@@ -319,8 +319,8 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower one first"),
         ({"overlong_buffer": 200}, "200 tokens of 128"),
         ({"reference_sync_steps": 8}, "reference_sync_steps: needs beta"),
-        ({"method": "just-grpo", "policy": "confidence"}, "policy: just-grpo scores tokens as if each was drawn by itself"),
-        ({"method": "just-grpo", "steps": 4}, "steps: just-grpo scores tokens as if each was drawn by itself"),
+        ({"method": "just-grpo", "policy": "confidence"}, "policy: the views of just-grpo rely on left_to_right"),
+        ({"method": "just-grpo", "steps": 4}, "steps: the views of just-grpo rely on its being unset"),
         ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy: prompts come in groups"),
     ],
 )

@@ -78,9 +78,9 @@ class CollectingTrainer(ViewwiseTrainer):
             with naming(f"{where}, row {index}"):
                 tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
             if tokens > (limit := row_length(lm, args)):
-                bound = "the model's context" if limit == lm.context_length else "max_length"
+                bound, more = ("the model's context", "") if limit == lm.context_length else ("max_length", ", raise max_length")
                 what = f"{tokens} tokens with the completion, but {bound} is {limit}"
-                raise DataError(what, where=f"{where}, row {index}", remedy="Lower max_completion_length or drop the row")
+                raise DataError(what, where=f"{where}, row {index}", remedy=f"Lower max_completion_length{more} or drop the row")
         return PromptRows(dataset, args.num_generations)
 
     def collect(self, rows: list[PromptRow], step: int) -> Judged:

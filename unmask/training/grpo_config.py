@@ -13,7 +13,7 @@ from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method
 from unmask.methods.masking import MaskingStrategy, find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
-from unmask.training.settings import changed, check_settings, setting
+from unmask.training.settings import check_settings, setting
 from unmask.training.stage_config import FOLLOWS_A_METRIC, StageConfig
 
 
@@ -170,11 +170,13 @@ class GRPOConfig(StageConfig):
         if method.on_policy and self.num_iterations > 1:
             what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
             raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+        if self.train_sampling_strategy != "random":
+            raise ConfigError(
+                "prompts come in groups, and all in turn", where="train_sampling_strategy", remedy="Leave it out, or set curriculum"
+            )
         for each in fields(self):
-            if each.name == "train_sampling_strategy" and changed(self, each):
-                raise ConfigError("prompts come in groups", where=each.name, remedy="Leave it out; docs/rl.md tells how prompts are chosen")
             if each.name in method.fixed and self._given(each):
-                what = f"{self.method} scores tokens as if each was drawn by itself, from left to right"
+                what = f"the views of {self.method} rely on {self._unless_given(each) or 'its being unset'}"
                 raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
             remedy = "Set drop_equal_groups, or difficulty"
