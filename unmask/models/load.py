@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from unmask.errors import ModelError
+from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, Pattern
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.families import BY_MODEL_TYPE, Family, name_mask_token, tokenizer_choice
@@ -143,7 +144,7 @@ def make_diffusion(
     causal_context: bool = False,
     time_embedding: bool = False,
 ) -> DiffusionLM:
-    """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
+    """A DiffusionLM over a model in memory: switches its attention function, aligns its weights and adds the mask token, in place.
 
     Raises:
         ModelError: the architecture does not use the attention interface of transformers, or not that alone.
@@ -159,6 +160,7 @@ def make_diffusion(
             "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
         )
     _check_layers(model)
+    align_weights(model)
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     return DiffusionLM(

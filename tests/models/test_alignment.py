@@ -1,0 +1,76 @@
+"""Weights off alignment give other last bits: loading moves them, without a second copy of the model in memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tests.training.conftest import tiny
+from unmask.data.characters import character_tokenizer
+from unmask.models.alignment import ALIGNMENT, align_weights
+from unmask.models.load import load, make_diffusion
+
+
+def shift(model: torch.nn.Module, offset: int) -> None:
+    """Move every weight so many bytes off alignment."""
+    for weight in model.parameters():
+        room = torch.empty(weight.nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
+        start = -room.data_ptr() % ALIGNMENT + offset
+        moved = room[start : start + weight.nbytes].view(weight.dtype).view(weight.shape)
+        weight.data = moved.copy_(weight.data)
+
+
+def off_alignment(model: torch.nn.Module) -> int:
+    return sum(weight.data_ptr() % ALIGNMENT != 0 for weight in model.parameters())
+
+
+@pytest.mark.parametrize("offset", [8, 16, 48])
+def test_weights_off_alignment_are_moved_with_their_values(offset):
+    straight, lm = tiny(dtype=torch.float64), tiny(dtype=torch.float64)
+    shift(lm.model, offset)
+    assert off_alignment(lm.model) == len(list(lm.model.parameters()))
+    lm = make_diffusion(lm.model, lm.tokenizer, attention="bidirectional")
+    assert off_alignment(lm.model) == 0
+    ids = torch.arange(1, 13).view(2, 6)
+    assert torch.equal(lm.logits(ids), straight.logits(ids))
+
+
+def test_tied_weights_stay_one_tensor():
+    lm = tiny(tie_word_embeddings=True)
+    shift(lm.model, 8)
+    align_weights(lm.model)
+    assert lm.model.lm_head.weight is lm.model.model.embed_tokens.weight
+
+
+def test_a_loaded_model_is_aligned(tmp_path):
+    tiny().save(tmp_path)
+    assert off_alignment(load(tmp_path).model) == 0
+
+
+PEAK = """
+import resource, sys
+import torch
+import unmask
+torch.set_num_threads(1)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+unmask.load(sys.argv[1])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_loading_a_gigabyte_takes_a_gigabyte(tmp_path):
+    tokenizer = character_tokenizer("abcdefgh")
+    shape = {"hidden_size": 1024, "num_hidden_layers": 20, "num_attention_heads": 16, "intermediate_size": 2816}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape))
+    model.save_pretrained(tmp_path, max_shard_size="50GB")
+    tokenizer.save_pretrained(tmp_path)
+    size = sum(weight.nbytes for weight in model.parameters())
+    assert size > 1e9
+    del model
+    done = subprocess.run([sys.executable, "-c", PEAK, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(done.stdout.split()[-1]) < 1.15 * size
