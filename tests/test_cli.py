@@ -100,6 +100,39 @@ def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Pa
     )
 
 
+@pytest.mark.parametrize("form", [["--resume", "PATH"], ["--resume=PATH"], ["training.resume_from_checkpoint=PATH"]])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(verb: str, form: list[str], stages: list[Any], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    form = [part.replace("PATH", str(checkpoint)) for part in form]
+    result = run(verb, *REQUIRED, str(tmp_path), *form, "training.max_steps=3")
+    assert result.exit_code == 0, result.output
+    [(_, config, resume)] = stages
+    assert resume == str(checkpoint) and config.training == {"max_steps": 3}
+
+
+@pytest.mark.parametrize("form", [["--resume"], ["--resume", "--overwrite"], ["training.resume_from_checkpoint=true"]])
+def test_resume_without_a_path_is_the_last_checkpoint(form: list[str], stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    result = run("sft", *REQUIRED, str(tmp_path), *form, "training.max_steps=3")
+    assert result.exit_code == 0 and stages[0][2] is True, result.output
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_read(stages: list[Any], tmp_path: Path) -> None:
+    result = run("sft", *REQUIRED, str(tmp_path / "out"), "--resume", str(tmp_path / "none"))
+    assert result.exit_code == 2 and "--resume: there is no folder" in result.stderr and not stages
+    result = run("sft", *REQUIRED, str(tmp_path), "--resume", str(tmp_path), "training.resume_from_checkpoint=/other")
+    assert result.exit_code == 2 and "two checkpoints" in result.stderr and not stages
+
+
+def test_a_checkpoint_of_another_run_is_no_leave_to_write_into_a_full_folder(stages: list[Any], tmp_path: Path) -> None:
+    for name in ("other/checkpoint-2", "out/checkpoint-2"):
+        (tmp_path / name).mkdir(parents=True)
+    result = run("sft", *REQUIRED, str(tmp_path / "out"), "--resume", str(tmp_path / "other"))
+    assert result.exit_code == 2 and "the output folder is not empty" in result.stderr and not stages
+
+
 def test_recipes_files_environment_and_overrides_apply_in_this_order(stages: list[Any], tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("training: {learning_rate: 1, save_steps: 1, max_steps: 1, logging_steps: 1}")
     (tmp_path / "b.yaml").write_text("training: {save_steps: 2, max_steps: 2, logging_steps: 2}")

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from unmask import __version__
-from unmask.config import DataConfig, ModelConfig, RunConfig, SamplerConfig, claim_output, resolve, to_yaml
+from unmask.config import DataConfig, ModelConfig, RunConfig, SamplerConfig, claim_output, continues, resolve, resuming, to_yaml
 from unmask.config_files import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config_options import spread_configs
 from unmask.errors import ConfigError, DataError, UnmaskError
@@ -39,6 +39,16 @@ class Commands(TyperGroup):
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
+
+
+class TrainingCommand(TyperCommand):
+    """`--resume` takes a path or nothing: what follows it is one unless it is an option or a setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], "-"]
+        bare = [arg == "--resume" and (after.startswith("-") or "=" in after) for arg, after in zip(args, following, strict=False)]
+        given = ["--resume=" if empty else arg for arg, empty in zip(args, bare, strict=True)]
+        return super().parse_args(ctx, given)
 
 
 app = typer.Typer(
@@ -115,7 +125,9 @@ def train(
     task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data, or makes its own.")] = None,
     accept_unsandboxed: Unsandboxed = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")] = False,
+    resume: Annotated[
+        str | None, typer.Option(metavar="[PATH]", help="Go on from the last checkpoint in the output folder, or from PATH.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make two steps of every stage, print the plan and stop.")] = False,
@@ -142,9 +154,9 @@ def train(
 
         ctx.find_root().obj = True  # shows tracebacks
         watch_for_anomalies()
-    settings = resolve(layers)
+    going_on, settings = resuming(resume, resolve(layers))
     profiling = ctx.meta.get(PROFILE)
-    if profiling and (resume or dry_run):
+    if profiling and (going_on or dry_run):
         raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
     with layers.naming_sources():
         if print_config:
@@ -156,10 +168,10 @@ def train(
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=resume)
+            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, going_on))
             from unmask.training.run import run_stage
 
-            run_stage(verb, settings, resume)
+            run_stage(verb, settings, going_on)
 
 
 def show_config(verb: str, settings: RunConfig) -> None:
@@ -195,7 +207,7 @@ def show_variance(verb: str, settings: RunConfig) -> None:
 
 
 for _verb, _help in VERBS.items():
-    app.command(_verb, help=_help, epilog=TRAINING_EPILOG)(train)
+    app.command(_verb, cls=TrainingCommand, help=_help, epilog=TRAINING_EPILOG)(train)
 
 
 @app.command(

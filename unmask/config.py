@@ -200,6 +200,34 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump())
 
 
+def resuming(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
+    """What a run goes on from, and its settings without it: `training.resume_from_checkpoint` says the same as `--resume`.
+
+    Args:
+        resume: of the command line: a path, or the empty text for the last checkpoint; None: not given.
+        settings: as resolved.
+
+    Returns:
+        True for the last checkpoint in the output folder, a path, or False where the run begins.
+
+    Raises:
+        ConfigError: there is no such folder, or two are named.
+    """
+    training = dict(settings.training)
+    setting = training.pop("resume_from_checkpoint", None) or None
+    if resume and setting not in (None, True, resume):
+        raise ConfigError(f"two checkpoints, {resume} and {setting}", where="--resume", remedy="Give one of them.")
+    wanted = setting if resume is None else resume or setting or True
+    if wanted not in (None, True) and not Path(str(wanted)).is_dir():
+        raise ConfigError(f"there is no folder {wanted}", where="--resume", remedy="Name a checkpoint, or the folder of a run.")
+    return wanted if wanted is True else str(wanted or "") or False, settings.model_copy(update={"training": training})
+
+
+def continues(output_dir: str | Path, resume: str | bool) -> bool:
+    """Whether a run goes on in its own output folder, and not from a checkpoint elsewhere."""
+    return resume is True or (resume is not False and Path(resume).resolve().is_relative_to(Path(output_dir).resolve()))
+
+
 def claim_output(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
     """Make sure that a run may write into `path`: it is absent or empty, or the user asked for it. Nothing is created or deleted.
 

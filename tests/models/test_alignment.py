@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.training.conftest import tiny
 from unmask.data.characters import character_tokenizer
 from unmask.models.alignment import ALIGNMENT, align_weights
-from unmask.models.load import load, make_diffusion
+from unmask.models.load import as_diffusion_lm, load
 
 
 def shift(model: torch.nn.Module, offset: int) -> None:
@@ -30,13 +30,13 @@ def off_alignment(model: torch.nn.Module) -> int:
 
 @pytest.mark.parametrize("offset", [8, 16, 48])
 def test_weights_off_alignment_are_moved_with_their_values(offset):
-    straight, lm = tiny(dtype=torch.float64), tiny(dtype=torch.float64)
+    straight, lm = (tiny("causal", dtype=torch.float64) for _ in range(2))
     shift(lm.model, offset)
     assert off_alignment(lm.model) == len(list(lm.model.parameters()))
-    lm = make_diffusion(lm.model, lm.tokenizer, attention="bidirectional")
-    assert off_alignment(lm.model) == 0
+    given = as_diffusion_lm(lm.model, lm.tokenizer)
+    assert off_alignment(given.model) == 0
     ids = torch.arange(1, 13).view(2, 6)
-    assert torch.equal(lm.logits(ids), straight.logits(ids))
+    assert torch.equal(given.logits(ids), straight.logits(ids))
 
 
 def test_tied_weights_stay_one_tensor():

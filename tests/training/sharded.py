@@ -6,6 +6,7 @@ It trains, saves, resumes, and writes down what only it can see.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.training.conftest import PAIRS, PREFERENCES, ROLLOUT, settings, share_of_a, tiny
+from tests.training.conftest import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a, tiny
 from unmask.generation.backends import LocalBackend
 from unmask.generation.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo import GRPOTrainer
@@ -152,6 +154,58 @@ class LosingServer(LocalBackend):
             raise RemoteError("the server is gone", where="here", remedy="Start it")
 
 
+CONVERSION = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1, "max_length": 32, "packing": False, "time_embedding": True}
+STAGES = [
+    {"rate": 0.5, "train": ["attention", "time_embedding", "mask_token"]},
+    {"rate": 1.0},
+    {"rate": 0.3, "lm_loss": 0.1},
+]
+"""Two steps each."""
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    "convert": {"attention": "bidirectional"},
+    "convert-blocks": {"attention": "block_causal", "block_size": 4},
+}
+
+
+def conversion(folder: Path, **more: Any) -> ConvertTrainer:
+    """The same conversion in all modes, but for what shards it; of tied weights with bidirectional attention."""
+    args = ConvertConfig(**settings(folder, **RUN | CONVERSION | {"stages": STAGES} | more))
+    if args.fsdp:
+        pass_for_gpus()
+    return ConvertTrainer(tiny("causal", tie_word_embeddings=more.get("block_size") is None), args, TEXTS, TEXTS[:5])
+
+
+def stopped_amid(stage: int, whole: Path, folder: Path) -> None:
+    """Leave in a folder what a conversion leaves that was stopped after the first step of a stage."""
+    if PartialState().is_main_process:
+        for number in range(1, stage + 1):
+            shutil.copytree(whole / f"stage-{number}", folder / f"stage-{number}")
+        shutil.rmtree(folder / f"stage-{stage}" / "checkpoint-2")
+        shutil.copy(whole / "training_logs.json", folder)
+    torch.distributed.barrier()
+
+
+def run_conversion(mode: str, folder: Path, **more: Any) -> None:
+    """Convert in one go, by the first stage alone, and resumed in the middle of every stage."""
+    more |= {"per_device_train_batch_size": 2} | switches(mode)
+    whole = conversion(folder / "run", **more)
+    whole.train()
+    whole.save_model(str(folder / "model"))
+    assert whole.trainer is not None
+    report = {} if mode == "ddp" else seen(whole.trainer, mode)
+    report |= {"losses": [line["loss"] for line in whole.log_history if "loss" in line]}
+    report["evaluations"] = [line["eval_loss"] for line in whole.log_history if "eval_loss" in line]
+    first = conversion(folder / "first", **more | {"stages": STAGES[:1], "max_steps": 2})
+    first.train()
+    first.save_model(str(folder / "first-model"))
+    for stage in range(1, len(STAGES) + 1):
+        stopped_amid(stage, folder / "run", folder / f"amid-{stage}")
+        resumed = conversion(folder / f"amid-{stage}", **more)
+        resumed.train(resume_from_checkpoint=True)
+        resumed.save_model(str(folder / f"resumed-{stage}"))
+    write(folder, report)
+
+
 def lose_server(mode: str, folder: Path) -> None:
     """Lose the server amid the run, and go on from the checkpoint that this leaves."""
     shares = {"per_device_train_batch_size": 2, "save_strategy": "no"} | switches(mode)
@@ -180,6 +234,8 @@ def main(verb: str, mode: str, folder: Path) -> None:
         return lose_server(mode, folder)
     if verb in RATIOS:
         return run_ragged(mode, folder, ratio=RATIOS[verb])
+    if verb in CONVERSIONS:
+        return run_conversion(mode, folder, **CONVERSIONS[verb])
     shares = {"per_device_train_batch_size": 2} | switches(mode)
     first = trainer(verb, folder, **shares)
     first.train()

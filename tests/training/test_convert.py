@@ -18,7 +18,7 @@ from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, 
 from unmask.cli import app
 from unmask.config import SamplerConfig
 from unmask.data.rows import Collator
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
@@ -206,6 +206,31 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
     trainer = convert(tmp_path, **run)
     trainer.train(resume_from_checkpoint=True)
     assert equal(weights(trainer.lm), straight)
+
+
+@pytest.mark.parametrize("named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"])
+def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, tmp_path):
+    run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
+    straight = convert(tmp_path / "first", **run)
+    straight.train()
+    trainer = convert(tmp_path / "second", tiny("causal"), **run)
+    trainer.train(resume_from_checkpoint=tmp_path / "first" / named)
+    assert equal(weights(trainer.lm), weights(straight.lm))
+    told, first = (untimed(one.lm.config.unmask_history) for one in (trainer, straight))
+    assert [line["steps"] for line in told] == [line["steps"] for line in first] == [1, 6, 3]
+
+
+def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
+    run = {"save_strategy": "steps", "save_steps": 2, "max_steps": 10}
+    convert(tmp_path / "first", **run).train()
+    make("sft", tmp_path / "sft", save_strategy="steps", save_steps=2).train()
+    for path, what in (("sft", "is no checkpoint of a conversion"), ("nowhere", "holds no whole checkpoint")):
+        with pytest.raises(TrainingError, match=what):
+            convert(tmp_path / "second", **run).train(resume_from_checkpoint=tmp_path / path)
+    with pytest.raises(TrainingError, match=r"stage-3.*a later stage was trained already"):
+        convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-2")
+    with pytest.raises(TrainingError, match="is of stage 3, of 1 here"):
+        convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
 
 
 @pytest.mark.parametrize("lost", [("stage-2/checkpoint-6", "stage-3"), ("stage-3",), ("stage-2", "stage-3"), ()], ids=str)

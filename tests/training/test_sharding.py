@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers import REPOSITORY
 from tests.training.conftest import PAIRS, PREFERENCES, make, tiny, weights
-from tests.training.sharded import BLOCKS, RATIOS, RUN, ragged
+from tests.training.sharded import BLOCKS, CONVERSIONS, RATIOS, RUN, STAGES, conversion, ragged
 from unmask.models.load import load
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -65,6 +65,38 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
             assert seen["evaluation"] == pytest.approx({name: metrics[name] for name in seen["evaluation"]}, rel=1e-4, abs=1e-5)
     for name in ("model", "resumed"):
         torch.testing.assert_close(weights(load(folder / name)), weights(alone.lm), rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verb", "mode"),
+    [
+        *[pytest.param("convert", mode, marks=marks) for mode, marks in MODES.items() if not mode.endswith("offload")],
+        pytest.param("convert", "ddp"),
+        *[pytest.param("convert-blocks", mode, marks=MODES[mode]) for mode in ("fsdp", "zero2")],
+    ],
+)
+def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
+    more = CONVERSIONS[verb]
+    alone, first = conversion(tmp_path / "alone", **more), conversion(tmp_path / "start", **more | {"stages": STAGES[:1], "max_steps": 2})
+    start = weights(alone.lm)
+    alone.train()
+    first.train()
+    folder = tmp_path / mode
+    losses, evaluations = ([line[name] for line in alone.log_history if name in line] for name in ("loss", "eval_loss"))
+    for seen in launch(verb, mode, folder):
+        assert seen["losses"] == pytest.approx(losses, rel=1e-5, abs=1e-6)
+        assert seen["evaluations"] == pytest.approx(evaluations, rel=1e-5, abs=1e-6)
+    for name in ("model", "resumed-1", "resumed-2", "resumed-3"):
+        torch.testing.assert_close(weights(load(folder / name)), weights(alone.lm), rtol=0, atol=1e-5)
+    sharded, mask = weights(load(folder / "first-model")), alone.lm.mask_token_id
+    torch.testing.assert_close(sharded, weights(first.lm), rtol=0, atol=1e-5)
+    for name, before in start.items():
+        changed = (sharded[name] != before).flatten(1).any(1) if before.dim() > 1 else sharded[name] != before
+        if "embed_tokens" in name or (name == "lm_head.weight" and alone.lm.config.tie_word_embeddings):
+            assert changed.nonzero().flatten().tolist() == [mask], name
+        else:
+            assert changed.any() == (".self_attn." in name or "unmask_time" in name), name
 
 
 @pytest.mark.slow

@@ -302,6 +302,17 @@ class DiffusionLM:
             self._rows.captured = None
 
     @contextmanager
+    def calling_all_modules(self) -> Iterator[None]:
+        """Inside, every pass calls the same modules, for processes that wait for one another at each module."""
+        if self._time is not None:
+            self._time.share.in_every_pass = True
+        try:
+            yield
+        finally:
+            if self._time is not None:
+                self._time.share.in_every_pass = False
+
+    @contextmanager
     def _passing(self, reading: Reading, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
         """Tell the hooks of the model about the pass."""
         rows = self._rows

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -18,6 +20,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations import deepspeed as zero
 
 from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
@@ -80,6 +83,7 @@ def load(
             if hasattr(module, "support_avx512bf16_for_cpu"):
                 # At the first evaluation on a CPU, bitsandbytes would repack the weights for good, with rounded scales.
                 module.support_avx512bf16_for_cpu = False
+    align_weights(model)
     settings = pattern_settings(config, attention, block_size, logit_shift)
     if settings["time_embedding"]:
         load_time_embedding(model, where, revision)
@@ -144,7 +148,7 @@ def make_diffusion(
     causal_context: bool = False,
     time_embedding: bool = False,
 ) -> DiffusionLM:
-    """A DiffusionLM over a model in memory: switches its attention function, aligns its weights and adds the mask token, in place.
+    """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
 
     Raises:
         ModelError: the architecture does not use the attention interface of transformers, or not that alone.
@@ -160,7 +164,6 @@ def make_diffusion(
             "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
         )
     _check_layers(model)
-    align_weights(model)
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     return DiffusionLM(
@@ -209,6 +212,7 @@ def as_diffusion_lm(
     if isinstance(model, str | pathlib.Path):
         return load(model)
     if isinstance(model, PreTrainedModel) and tokenizer is not None:
+        align_weights(model)
         return make_diffusion(model, tokenizer)
     remedy = "Give a DiffusionLM, a path, or a model of transformers with its tokenizer as processing_class"
     raise ModelError(f"cannot use a {type(model).__name__}", where="model", remedy=remedy)
@@ -286,9 +290,10 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
     remedy, torch_dtype = "Give a causal language model with safetensors weights", _dtype(dtype)
     names = family.key_mapping if family else None
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
-        )
+        with _not_shared_out():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
+            )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
     if info["missing_keys"]:  # transformers would leave them random
@@ -299,6 +304,18 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
             raise ModelError(f"no {family.name} model has the weights {unknown}", where=where, remedy=f"Give a {family.architecture}")
         model._weight_conversions = None  # else transformers would save it under the published names
     return model
+
+
+@contextlib.contextmanager
+def _not_shared_out() -> Iterator[None]:
+    """Inside, transformers reads weights whole. With ZeRO 3 every process would keep a part, before a mask token could be added; the
+    trainer shares them out."""
+    reference = zero._hf_deepspeed_config_weak_ref
+    zero.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        zero._hf_deepspeed_config_weak_ref = reference
 
 
 def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:

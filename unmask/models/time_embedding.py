@@ -26,10 +26,16 @@ NAME = "unmask_time"
 
 
 class Share:
-    """The share of hidden tokens [B, T] of the running pass, seen by all copies of a module."""
+    """The share of hidden tokens [B, T] of the running pass, seen by all copies of a module.
+
+    Attributes:
+        value_BT: None: nothing is hidden.
+        in_every_pass: whether the module is called where nothing is hidden, too; it then adds zeros.
+    """
 
     def __init__(self) -> None:
         self.value_BT: Tensor | None = None
+        self.in_every_pass = False
 
     def __deepcopy__(self, memo: dict) -> Share:
         return self
@@ -59,7 +65,10 @@ class TimeEmbedding(nn.Module):
 
     def add(self, embeddings: nn.Module, args: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
         """The hook."""
-        return out_BTD if self.share.value_BT is None else out_BTD + self(self.share.value_BT)
+        share_BT = self.share.value_BT
+        if share_BT is None and not self.share.in_every_pass:
+            return out_BTD
+        return out_BTD + self(torch.zeros(out_BTD.shape[:2], device=out_BTD.device) if share_BT is None else share_BT)
 
 
 def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:

@@ -38,6 +38,35 @@ def last_checkpoint(folder: Path) -> Path | None:
     return checkpoint
 
 
+def named_checkpoint(path: Path) -> Path:
+    """The checkpoint that a user names: itself, or the last whole one of the run in this folder.
+
+    Raises:
+        TrainingError: there is none.
+    """
+    if re.fullmatch(r"\d+", _step(path)):
+        return path
+    if (checkpoint := last_checkpoint(path)) is None:
+        raise TrainingError("holds no whole checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
+    return checkpoint
+
+
+def named_stage(path: Path) -> tuple[int, Path]:
+    """The number of the stage, and the checkpoint in it, that a user names of a conversion: a checkpoint, a stage, or the whole folder.
+
+    Raises:
+        TrainingError: there is none.
+    """
+    stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
+    whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
+    checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
+    stage = re.fullmatch(r"stage-(\d+)", checkpoint.absolute().parent.name)
+    if stage is None:
+        remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
+        raise TrainingError("is no checkpoint of a conversion", where=str(path), remedy=remedy)
+    return int(stage[1]), checkpoint
+
+
 def steps_done(checkpoint: Path) -> int | None:
     """The optimizer steps made before the checkpoint; None where its state, which is written last, is not there or torn."""
     try:

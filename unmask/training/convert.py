@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+import json
 import math
+import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import CONFIG_NAME
 
 from unmask.config import SamplerConfig
 from unmask.config_files import read_recipe
@@ -22,17 +25,19 @@ from unmask.data.report import DataReport
 from unmask.data.rows import Row
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
 from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
+from unmask.models.card import HISTORY_KEY
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import as_diffusion_lm, with_pattern
-from unmask.training.checkpoints import check_weights, steps_done
+from unmask.models.load import as_diffusion_lm, load, with_pattern
+from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.evaluation import Batch
 from unmask.training.log import Progress, RunLog
 from unmask.training.noising import NoisingConfig
 from unmask.training.stage_config import row_length, total_steps
 from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row, stage_ends
+from unmask.training.switches import with_own_state
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
 from unmask.training.trainer import DiffusionTrainer
@@ -120,6 +125,8 @@ class StageTrainer(DiffusionTrainer):
         self.stage, self.teacher = stage, teacher
         self.steps_before, self.steps_in_all = done
         super().__init__(*arguments, **rest)
+        if teacher is not None:
+            teacher.model.to(self.args.device)
 
     def told_settings(self) -> dict[str, Any]:
         """This stage's own in place of all stages."""
@@ -241,6 +248,7 @@ class ConvertTrainer:
             raise ConfigError("conversion with adapters, which its stages would freeze", where="peft_config", remedy=remedy)
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
+        self.dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._pattern(lm, stage) for stage in args.stages]
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
@@ -250,19 +258,66 @@ class ConvertTrainer:
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.log_history: list[dict[str, float]] = []
+        self.trainer: StageTrainer | None = None
 
-    def train(self, resume_from_checkpoint: bool = False) -> None:
-        """Run the stages, or those that are not finished yet."""
-        first = 0
-        for number, last in enumerate(self.ends, start=1):
-            self._run(number, first, last, resume_from_checkpoint)
-            first = last
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
+        """Run the stages, or those that are not finished yet.
+
+        Args:
+            resume_from_checkpoint: True: go on from the last whole checkpoint in the output folder. Or the checkpoint of a stage to go on
+                from, perhaps of another run; or the folder of a conversion, for its last one.
+
+        Raises:
+            TrainingError: there is no such checkpoint, or later stages have been trained here already.
+        """
+        start, resume = 1, resume_from_checkpoint or False
+        if not isinstance(resume, bool) and Path(resume).resolve() != Path(str(self.args.output_dir)).resolve():
+            start, resume = self._from_checkpoint(Path(resume))
+        for number, (first, last) in enumerate(pairwise([0, *self.ends]), start=1):
+            if number < start:
+                continue
+            if self.trainer is not None and self.trainer.sharded:
+                self._gather(self.trainer)
+            self.trainer = self._run(number, first, last, resume)
+            resume = resume if isinstance(resume, bool) else False
         self.lm.model.eval()
 
+    def _from_checkpoint(self, path: Path) -> tuple[int, str]:
+        """The stage that a checkpoint is of, and the checkpoint; the model remembers the stages before."""
+        number, checkpoint = named_stage(path)
+        if number > len(self.ends):
+            what = f"is of stage {number}, of {len(self.ends)} here"
+            raise TrainingError(what, where=str(path), remedy="Convert with the recipe of that run")
+        for later in range(number + 1, len(self.ends) + 1):
+            if found := checkpoints(self._folder(later)):
+                remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
+                raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
+        if (config := checkpoint / CONFIG_NAME).is_file():
+            setattr(self.lm.config, HISTORY_KEY, json.loads(config.read_text()).get(HISTORY_KEY, []))
+        return number, str(checkpoint)
+
+    def _folder(self, number: int) -> Path:
+        return Path(str(self.args.output_dir)) / f"stage-{number}"
+
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the converted model."""
-        if self.args.should_save:
-            self.lm.save(output_dir or str(self.args.output_dir))
+        """Write the converted model; every process has to call it, as sharded weights are gathered from all."""
+        folder = str(output_dir or self.args.output_dir)
+        if self.trainer is not None:
+            self.trainer.save_model(folder)
+        elif self.args.should_save:
+            self.lm.save(folder)
+
+    def _gather(self, trainer: StageTrainer) -> None:
+        """Begin the next stage with whole weights, through a folder: wrappers that shard a model leave it changed."""
+        folder = Path(str(trainer.args.output_dir)) / "whole"
+        trainer.save_model(str(folder))
+        trainer.accelerator.wait_for_everyone()
+        lm = load(folder, dtype=self.dtype)  # in a wrapper they may be of another type
+        trainer.accelerator.wait_for_everyone()
+        if trainer.is_world_process_zero():
+            shutil.rmtree(folder)
+        self.lms = [self._pattern(lm, stage) for stage in self.args.stages]
+        self.lm = self.lms[-1]
 
     def _pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
         args, attention = self.args, stage.attention or self.args.attention
@@ -271,11 +326,11 @@ class ConvertTrainer:
         time_embedding = args.time_embedding or None  # one that is there stays
         return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
 
-    def _run(self, number: int, first: int, last: int, resume: bool) -> None:
+    def _run(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
         steps = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
-        args = copy.copy(self.args)
-        args.output_dir = str(Path(str(self.args.output_dir)) / f"stage-{number}")
+        args = with_own_state(self.args)
+        args.output_dir = str(self._folder(number))
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
@@ -284,12 +339,13 @@ class ConvertTrainer:
         rows, done = rows_from(self.train_rows, args, first), (first, steps)
         log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)
-        if not (resume and trainer.restore()):
+        if not (resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
-                trainer.train(resume_from_checkpoint=resume)
+                trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))
             if self.eval_rows is not None:
                 trainer.evaluate()
         self.log_history += [line | {"step": line["step"] + first, "stage": number} for line in trainer.state.log_history]
+        return trainer
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:

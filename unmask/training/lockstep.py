@@ -36,14 +36,15 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
 
     # It comes before the hooks that gather the weights: in between, processes would wait for one another at two places.
     announcing = lm.model.register_forward_pre_hook(announce, prepend=True)
-    try:
-        yield
-    finally:  # also where this process has failed: the others go on
-        announcing.remove()
-        any_11 = torch.full((1, 1), lm.mask_token_id, device=lm.device)
-        while passing(False).any():
-            with torch.no_grad():
-                lm.logits(any_11, hidden_BT=torch.zeros_like(any_11, dtype=torch.bool))
+    with lm.calling_all_modules():
+        try:
+            yield
+        finally:  # also where this process has failed: the others go on
+            announcing.remove()
+            any_11 = torch.full((1, 1), lm.mask_token_id, device=lm.device)
+            while passing(False).any():
+                with torch.no_grad():
+                    lm.logits(any_11, hidden_BT=torch.zeros_like(any_11, dtype=torch.bool))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from unmask.config import DataConfig, DataSource, RunConfig, build_training_args, to_yaml
+from unmask.config import DataConfig, DataSource, RunConfig, build_training_args, continues, to_yaml
 from unmask.data.chat import read_template
 from unmask.data.problems import pose, read_problems
 from unmask.data.report import Rows as TokenRows
@@ -103,6 +103,7 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
     if issubclass(kind.config, TextConfig) and task is None:
         defaults["text_column"] = config.data.text_column
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
+    fixed["resume_from_checkpoint"] = None  # of a start, and not of the run
     return build_training_args(kind.config, defaults | config.training, **fixed)
 
 
@@ -115,24 +116,29 @@ def data_name(data: DataConfig) -> str | None:
 def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
     """The config with the verb's own settings filled in; those of TrainingArguments stay out unless set, or other than there."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
-    fixed = ("output_dir", "data_source")
+    fixed = ("output_dir", "data_source", "resume_from_checkpoint")
     own = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
     return config.model_copy(update={"training": {name: values[name] for name in own} | config.training})
 
 
-def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
+def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     """Run `unmask VERB`.
 
     The trained model goes to `output_dir/model`, beside checkpoints, `training_logs.json`, the resolved config and a manifest. With
     a task, the model is then evaluated on held-out problems (`evaluation.json`).
+
+    Args:
+        verb: pretrain, convert, sft, dpo or grpo.
+        config: the run.
+        resume: go on from the last whole checkpoint (True), or from this one.
 
     Raises:
         UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
     """
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
-    overwrite = config.overwrite and not resume
+    overwrite = config.overwrite and not continues(output, resume)
     if overwrite and isinstance(args, DPOConfig) and "stale_reference" not in config.training:
         args.stale_reference = "replace"  # scores of the run that is overwritten
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
@@ -154,7 +160,9 @@ def run_stage(verb: str, config: RunConfig, resume: bool = False) -> None:
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
-        write_atomic(output / "evaluation.json", evaluate_task(trainer.lm, task, held_out, config.sampler).to_json() + "\n")
+        sharded = bool(args.fsdp or args.deepspeed)  # then a pass would take all processes
+        evaluated = load(output / TRAINED_MODEL, device=str(args.device)) if sharded else trainer.lm
+        write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()
     processes.wait_for_everyone()

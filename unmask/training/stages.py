@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from unmask.config import Config
 from unmask.errors import ConfigError
@@ -116,19 +117,34 @@ def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
     trained = stage.parameters(lm, "train")
     for parameter in before:
         parameter.requires_grad_(before[parameter] and parameter in trained)
-    hook = None
-    if only_mask_row(lm, stage):
-        table = lm.model.get_input_embeddings().weight
-        row = torch.zeros(len(table), 1, dtype=table.dtype, device=table.device)
-        row[lm.mask_token_id] = 1
-        hook = table.register_hook(lambda gradient: gradient * row)
+    try:
+        with _mask_row_alone(lm) if only_mask_row(lm, stage) else nullcontext():
+            yield
+    finally:
+        for parameter, needed in before.items():
+            parameter.requires_grad_(needed)
+
+
+@contextmanager
+def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
+    """Inside, the embedding table is read with a gradient for the mask token alone.
+
+    It is stopped where the table is read, not at the weights: wrappers that shard a model put others in their place. A head that is
+    tied to the table gives it none: the mask token is never predicted.
+    """
+    table, head = lm.model.get_input_embeddings(), lm.model.get_output_embeddings()
+
+    def stop(_: nn.Module, args: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
+        return torch.where((args[0] == lm.mask_token_id)[..., None], out_BTD, out_BTD.detach())
+
+    hook = table.register_forward_hook(stop, prepend=True)  # what is added to the embeddings has its own gradient
+    if head.weight is table.weight:
+        head.forward = lambda hidden: functional.linear(hidden, head.weight.detach(), head.bias)
     try:
         yield
     finally:
-        if hook is not None:
-            hook.remove()
-        for parameter, needed in before.items():
-            parameter.requires_grad_(needed)
+        hook.remove()
+        head.__dict__.pop("forward", None)
 
 
 def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 import transformers
-from accelerate.utils import DistributedType
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations import HfTrainerDeepSpeedConfig
 from transformers.training_args import OptimizerNames
 
 from unmask.errors import ConfigError
@@ -141,6 +144,18 @@ def check_sharding(args: Any, lm: DiffusionLM) -> None:
     sharded = args.fsdp or (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3
     if sharded and hasattr(lm.model, "merge_and_unload"):
         raise ConfigError("adapters cannot be merged into sharded weights", where="lora", remedy="Use zero1 or zero2, or no sharding")
+
+
+def with_own_state(args: Any) -> Any:
+    """A copy of training arguments for one of several runs in a process: accelerate refuses a second one with DeepSpeed's state of the
+    first, whose values are those of the first, too."""
+    own = copy.copy(args)
+    if args.deepspeed:
+        AcceleratorState._reset_state()
+        own.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+        own.hf_deepspeed_config.trainer_config_process(own)
+        own.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=own.hf_deepspeed_config)
+    return own
 
 
 def watch_for_anomalies() -> None:

@@ -5,6 +5,7 @@ Shapes: B batch, V views, T tokens.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -29,7 +30,7 @@ from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import peak_memory_bytes, write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.adapters import merged, quantised, with_adapters
-from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, steps_done
+from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, named_checkpoint, steps_done
 from unmask.training.evaluation import Batch, EvaluatingTrainer
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
@@ -177,8 +178,9 @@ class DiffusionTrainer(EvaluatingTrainer):
         return noise_groups(self.lm, batch["maskable"], batch["documents"])
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but that True means the last whole checkpoint and is no error where there is none yet, that the
-        checkpoints of an earlier run are not overwritten, and that what is logged again replaces what was."""
+        """As in transformers.Trainer, but that True means the last whole checkpoint and is no error where there is none yet, that a path
+        may be the folder of a run, that the checkpoints of an earlier run are not overwritten, and that what is logged again replaces
+        what was."""
         self._counted: tuple[float, int | None] = time.perf_counter(), None
         folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
@@ -186,7 +188,7 @@ class DiffusionTrainer(EvaluatingTrainer):
                 remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
                 raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
             return super().train(None, **rest)
-        checkpoint = last_checkpoint(folder) if resume_from_checkpoint is True else Path(resume_from_checkpoint)
+        checkpoint = last_checkpoint(folder) if resume_from_checkpoint is True else named_checkpoint(Path(resume_from_checkpoint))
         if checkpoint is not None and not self.sharded:
             check_whole(checkpoint)
         if self.is_world_process_zero():
@@ -229,7 +231,9 @@ class DiffusionTrainer(EvaluatingTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | tuple[Tensor, None]:
-        with self.phases("forward"):
+        # DDP takes what the last pass of a step leaves out for unused, though an earlier one has used it.
+        several = self.accelerator.num_processes > 1
+        with self.phases("forward"), self.lm.calling_all_modules() if several else contextlib.nullcontext():
             loss = self.micro_loss(self.lm.bind(model), inputs)
         if num_items_in_batch is not None:
             loss = self.per_item(loss, num_items_in_batch)
