@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
-from unmask.data.rows import Collator, column, iter_text_rows, pad_rows
+from unmask.data.rows import Collator, column, documents_apart, iter_text_rows, pad_rows
 from unmask.diffusion.score import score
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
@@ -149,3 +149,14 @@ def test_batches_are_padded_with_nobodys_document(texts, max_length):
     assert (~padding_BT).sum(1).tolist() == [len(row["input_ids"]) for row in rows]
     assert (batch["input_ids"][padding_BT] == PAD).all() and not batch["maskable"][padding_BT].any()
     assert batch["input_ids"][~padding_BT].tolist() == [token for row in rows for token in row["input_ids"]]
+
+
+@given(texts, lengths, st.booleans())
+def test_batches_tell_where_every_row_is_one_document_without_padding(texts, max_length, packed):
+    rows = list(iter_text_rows(TOKENIZER, texts, max_length, packed=packed))
+    for size in (1, 2, len(rows)):
+        batch = Collator(PAD)(rows[:size])
+        assert batch["one_document"] is bool((batch["documents"] == 1).all())
+        apart_BT = documents_apart(batch)
+        assert apart_BT is None if batch["one_document"] else apart_BT is batch["documents"]
+        assert "one_document" not in Collator(PAD, marking=False)(rows[:size])

@@ -133,11 +133,26 @@ def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bo
 
 
 class Collator:
-    """Batches of rows, padded on the right with document 0. Noise is drawn in the step, not here, so that resumes are exact."""
+    """Batches of rows, padded on the right with document 0. Noise is drawn in the step, not here, so that resumes are exact.
 
-    def __init__(self, pad_token_id: int):
+    Args:
+        pad_token_id: stands at padding.
+        marking: add `one_document`, whether every row is one document without padding. It is found here, as a step would have to wait for
+            its GPU to tell. It is no tensor, which only processes that send one another batches would need.
+    """
+
+    def __init__(self, pad_token_id: int, *, marking: bool = True):
         self.fills = {"input_ids": pad_token_id, "documents": 0, "maskable": False}
+        self.marking = marking
 
-    def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
-        batch = {name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()}
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        batch: dict[str, Any] = {name: pad_rows([row[name] for row in rows], fill) for name, fill in self.fills.items()}
+        if self.marking:
+            width = batch["documents"].shape[1]
+            batch["one_document"] = all(list(row["documents"]).count(1) == width for row in rows)
         return batch | {"sample_id": torch.tensor([row["sample_id"] for row in rows])}
+
+
+def documents_apart(batch: Mapping[str, Any]) -> Tensor | None:
+    """The documents [B, T] of a batch, or None where every row is one, without padding: its mask is then one that is kept."""
+    return None if batch.get("one_document") else batch["documents"]

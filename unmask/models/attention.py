@@ -10,7 +10,7 @@ Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any, get_args
 
 import torch
@@ -23,12 +23,16 @@ from unmask.config import AttentionName
 from unmask.errors import ConfigError, ModelError
 from unmask.models import flash, flex, tiles
 from unmask.models.flash import Documents
+from unmask.models.mask_cache import SizedCache
 from unmask.models.tiles import Tiles
 
 Pattern = AttentionName
 PATTERNS = get_args(AttentionName)
 DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
 ATTENTION_NAME = "unmask"
+MASKS_KEPT = 64
+CELLS_KEPT = 2**26
+"""Of the masks kept, together: 64 MB as booleans, and four times that again where SDPA adds them in float32."""
 
 
 @dataclass(frozen=True)
@@ -164,27 +168,34 @@ def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: L
     return AttentionMask(allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None)
 
 
-@lru_cache(maxsize=64)
+_unpadded: SizedCache[AttentionMask] = SizedCache(MASKS_KEPT, CELLS_KEPT)
+
+
 def unpadded_mask(
     pattern: Pattern, block_size: int | None, length: int, copies: int, device: torch.device, causal_context: bool = False
 ) -> AttentionMask:
-    """The mask of rows without padding: depends on pattern, length and device alone, so it is made once."""
-    layout = Layout.full(length, device)
-    layout = layout.with_noised_copies(copies) if copies else layout
-    mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
-    return replace(mask, full=pattern == "bidirectional" and copies == 0)
+    """The mask of rows of one document without padding: it depends on pattern, length and device alone, so it is made once and kept."""
+
+    @torch.inference_mode(False)  # a later training step may save it for its gradient
+    def make() -> AttentionMask:
+        layout = Layout.full(length, device)
+        layout = layout.with_noised_copies(copies) if copies else layout
+        mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
+        return replace(mask, full=pattern == "bidirectional" and copies == 0)
+
+    return _unpadded.get((pattern, block_size, length, copies, device, causal_context), make, (length * (copies + 1)) ** 2)
 
 
 def mask_cache_stats() -> dict[str, float]:
     """Hits, misses, hit rate and number of the cached masks."""
-    info = unpadded_mask.cache_info()
-    asked = info.hits + info.misses
-    return {"hits": info.hits, "misses": info.misses, "hit_rate": info.hits / asked if asked else 0.0, "size": info.currsize}
+    asked = _unpadded.hits + _unpadded.misses
+    rate = _unpadded.hits / asked if asked else 0.0
+    return {"hits": _unpadded.hits, "misses": _unpadded.misses, "hit_rate": rate, "size": len(_unpadded)}
 
 
 def clear_mask_cache() -> None:
     """Forget all cached masks and their statistics."""
-    unpadded_mask.cache_clear()
+    _unpadded.clear()
 
 
 def check_pattern(pattern: str, block_size: int | None, causal_context: bool = False) -> None:

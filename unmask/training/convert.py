@@ -22,7 +22,7 @@ from unmask.config_files import read_recipe
 from unmask.data.corpus import StreamedRows
 from unmask.data.pairs import Room, pair_rows
 from unmask.data.report import DataReport
-from unmask.data.rows import Row
+from unmask.data.rows import Row, documents_apart
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError, TrainingError
@@ -170,7 +170,7 @@ class StageTrainer(DiffusionTrainer):
         return lm.annealed((step + 1) / (over + 1), self.args.seed + step) if annealed else lm
 
     def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
-        lesson = learn(lm, teacher, batch["input_ids"], batch["documents"], views, top_k=self.args.teacher_top_k)
+        lesson = learn(lm, teacher, batch["input_ids"], documents_apart(batch), views, top_k=self.args.teacher_top_k)
         weight_N, count = views.weight_BVT[views.scored_BVT], float(views.scored_BVT.sum())
         for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
@@ -193,7 +193,8 @@ class StageTrainer(DiffusionTrainer):
         seed = self.args.seed + self.steps_before + self.state.global_step
         sampler = SamplerConfig(max_new_tokens=self.args.rollout_tokens, temperature=1.0, policy="random", seed=seed)
         written = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
-        batch = {name: values.clone() for name, values in batch.items()}
+        batch = {name: values.clone() if isinstance(values, torch.Tensor) else values for name, values in batch.items()}
+        batch["one_document"] = False  # what is behind the text that it wrote becomes padding
         for row, prompt, tokens in zip(rows, prompts, written, strict=True):
             at_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
             stop = len(prompt) + len(tokens)

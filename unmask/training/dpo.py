@@ -90,7 +90,7 @@ class DPOTrainer(ViewwiseTrainer):
             raise ConfigError("kto has no chosen responses to compare with", where="judge", remedy="Use a loss of pairs, or leave it out")
         self.responses = 1 if unpaired else 2  # in a row
         self.held_out = torch.zeros(())  # KTO's baseline of all rows that are evaluated, whatever the batches
-        collator = UnpairedCollator(0) if unpaired else Collator(0)
+        collator = (UnpairedCollator if unpaired else Collator)(0, marking=not args.dispatched)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")

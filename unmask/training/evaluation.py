@@ -17,7 +17,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.lockstep import lockstep
 from unmask.training.means import Means
 
-Batch = dict[str, Tensor]
+Batch = dict[str, Any]
+"""Tensors by name, and `one_document`."""
 
 
 class EvaluatingTrainer(Trainer):

@@ -72,6 +72,12 @@ class StageConfig(TrainingArguments):
         set_backends(args)
         check_optimizer(args)
 
+    @property
+    def dispatched(self) -> bool:
+        """Whether the first process reads all batches and sends the others theirs."""
+        args: Any = self
+        return bool(args.accelerator_config.dispatch_batches)
+
 
 def row_length(lm: DiffusionLM, args: StageConfig) -> int:
     """Tokens in a row at most: `max_length`, or the model's context where that is shorter."""

@@ -36,7 +36,7 @@ class Lesson(NamedTuple):
     distance_N: Tensor
 
 
-def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor, views: Views, *, top_k: int) -> Lesson:
+def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Lesson:
     """Compare a model that sees noised text with the causal teacher, which sees all that stands before each token.
 
     Where nothing later is shown in a token's own block (or document), the gradient of the forward KL is in expectation over
@@ -48,7 +48,7 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
         lm: the student.
         teacher: a causal model with the same vocabulary, frozen.
         ids_BT: the clean tokens.
-        document_BT: packed documents are numbered, padding is 0.
+        document_BT: packed documents are numbered, padding is 0; None: every row is one document.
         views: what is hidden and scored.
         top_k: how many of the teacher's most probable tokens are told apart; the others count as one.
     """
@@ -66,8 +66,9 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
     return Lesson(log_q[:, 0], taught_N, divergence_N, 1 - F.cosine_similarity(seen[0].float(), taught_MD[of_N].float(), dim=-1))
 
 
-def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor) -> Tensor:
+def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
     """Where [B, V, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
+    document_BT = torch.ones_like(views.hidden_BVT[:, 0], dtype=torch.long) if document_BT is None else document_BT
     run_BVT = runs(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BVT)
     shown_BVT = (~views.hidden_BVT).long()
     in_run_BVT = torch.zeros_like(shown_BVT).scatter_add_(2, run_BVT, shown_BVT)
@@ -75,13 +76,17 @@ def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def predictions(teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor, rows_BT: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+def predictions(
+    teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, rows_BT: Tensor, top_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """The teacher's log-probabilities [M, K] of its most probable tokens, these tokens [M, K], and its hidden states [M, D]."""
     log_probs, tokens = [], []
     at_once = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
     with teacher.capturing() as seen:
-        for part in zip(ids_BT.split(at_once), document_BT.split(at_once), rows_BT.split(at_once), strict=True):
-            logits_MV = teacher.forward(teacher.single(*part))
+        for first in range(0, len(ids_BT), at_once):
+            at = slice(first, first + at_once)
+            part_BT = None if document_BT is None else document_BT[at]
+            logits_MV = teacher.forward(teacher.single(ids_BT[at], part_BT, rows_BT[at]))
             top = logits_MV.log_softmax(-1).topk(min(top_k, logits_MV.shape[1] - 1), dim=-1)  # without the mask token
             log_probs.append(top.values)
             tokens.append(top.indices)

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from unmask.data.rows import Collator
+from unmask.data.rows import Collator, documents_apart
 from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
@@ -121,7 +121,7 @@ class DiffusionTrainer(EvaluatingTrainer):
             train_dataset=train_rows,
             eval_dataset=eval_rows,
             processing_class=lm.tokenizer,
-            data_collator=data_collator or Collator(lm.pad_token_id),
+            data_collator=data_collator or Collator(lm.pad_token_id, marking=not args.dispatched),
             callbacks=[*(callbacks or []), RunCallback(progress, self.metrics, self.phases)],
             **trainer_arguments,
         )
@@ -153,7 +153,7 @@ class DiffusionTrainer(EvaluatingTrainer):
 
     def scores(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """Log-probabilities of the tokens that the views score [B, V, T]."""
-        return score(lm, batch["input_ids"], batch["documents"], views, chunk=self.args.score_chunk)
+        return score(lm, batch["input_ids"], documents_apart(batch), views, chunk=self.args.score_chunk)
 
     def count_items(self, batch: Batch) -> Tensor:
         """What the loss is divided by: the maskable tokens."""

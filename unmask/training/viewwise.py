@@ -16,6 +16,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from unmask.data.rows import documents_apart
 from unmask.diffusion.score import passes, score
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
@@ -35,9 +36,9 @@ class ViewwiseTrainer(DiffusionTrainer):
         """The views of a micro-batch; the same at every call."""
         raise NotImplementedError
 
-    def tokens_of(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The clean ids and the documents [B, T] of a micro-batch."""
-        return batch["input_ids"], batch["documents"]
+    def tokens_of(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """The clean ids and the documents [B, T] of a micro-batch; None where every row is one, without padding."""
+        return batch["input_ids"], documents_apart(batch)
 
     def loss_on(self, batch: Any, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
         """The summed loss, from the scores of all views; of a `separable` loss also of a piece of them."""
@@ -61,7 +62,8 @@ class ViewwiseTrainer(DiffusionTrainer):
         views = self.views_of(batch)
         if piece is not None:
             rows, at = piece
-            return score(lm, ids_BT[rows], documents_BT[rows], views.piece(rows, at), temperature=self.temperature)
+            part_BT = None if documents_BT is None else documents_BT[rows]
+            return score(lm, ids_BT[rows], part_BT, views.piece(rows, at), temperature=self.temperature)
         return score(lm, ids_BT, documents_BT, views, temperature=self.temperature, chunk=self.chunk(batch))
 
     def chunk(self, batch: Any) -> int:
