@@ -82,3 +82,17 @@ def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'h200-141gb'"):
         Preset.read("h200-141")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "precision"),
+    [
+        ("rtx3090-24gb", ["training.bf16=null"], "mixed"),
+        ("rtx3090-24gb", ["training.bf16=false"], "float32"),
+        ("rtx3090-24gb", ["training.bf16=null", "training.fp16=true"], "float32"),
+        ("cpu", ["training.bf16=null"], "float32"),
+    ],
+)
+def test_a_run_is_planned_in_the_precision_that_it_would_choose(name: str, overrides: list[str], precision: str) -> None:
+    config = resolve(read_layers(recipes=[name], overrides=["model.path=m", "output_dir=out", "model.dtype=float32", *overrides]))
+    assert Preset.of(config).workload(Workload(sequence_length=8)).precision == precision

@@ -488,6 +488,7 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
     here = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
     assert not here.dataloader_pin_memory and not here.accelerator_config.non_blocking
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it would look for the GPU
     there = SFTConfig(output_dir=str(tmp_path))
     assert there.dataloader_pin_memory and there.accelerator_config["non_blocking"]

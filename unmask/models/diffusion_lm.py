@@ -114,6 +114,11 @@ class DiffusionLM:
         return self._time is not None
 
     @property
+    def weight_dtype(self) -> torch.dtype:
+        """Of the weights (of quantised ones, of those left as they were)."""
+        return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
+
+    @property
     def score_dtype(self) -> torch.dtype:
         """Of logits and scores: float32, or float64 for a float64 model (proofs and golden tests)."""
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32

@@ -61,7 +61,8 @@ def chosen_settings(args: StageConfig) -> dict[str, Any]:
     told = [field for field in dataclasses.fields(args) if field.name not in left_out]
     factories = {field.name: field.default_factory() for field in told if field.default_factory is not dataclasses.MISSING}
     values = args.to_dict()
-    chosen = {field.name: values[field.name] for field in told if getattr(args, field.name) != factories.get(field.name, field.default)}
+    usual = factories | {"bf16": False}  # unset it is chosen, and told where it is on
+    chosen = {field.name: values[field.name] for field in told if getattr(args, field.name) != usual.get(field.name, field.default)}
     return {"learning_rate": args.learning_rate} | chosen
 
 

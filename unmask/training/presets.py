@@ -58,7 +58,10 @@ class Preset:
     def of(cls, config: RunConfig) -> Preset:
         """The machine and the switches of a run; without a `hardware` section this computer."""
         hardware = config.hardware or cls.read(CPU).hardware
-        return cls._of(hardware.name, hardware, None, {"bf16": False} | config.training, config.model.dtype)
+        training = dict(config.training)
+        if training.get("bf16") is None:
+            training["bf16"] = not hardware.is_cpu and not training.get("fp16") and config.model.dtype == "float32"
+        return cls._of(hardware.name, hardware, None, training, config.model.dtype)
 
     @classmethod
     def _of(cls, name: str, hardware: HardwareConfig, max_memory_gb: float | None, training: Mapping[str, Any], dtype: str) -> Preset:

@@ -104,7 +104,9 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
         defaults["text_column"] = config.data.text_column
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
     fixed["resume_from_checkpoint"] = None  # of a start, and not of the run
-    return build_training_args(kind.config, defaults | config.training, **fixed)
+    args = build_training_args(kind.config, defaults | config.training, **fixed)
+    args.choose_precision(in_float32=config.model.dtype == "float32")
+    return args
 
 
 def data_name(data: DataConfig) -> str | None:
@@ -119,7 +121,8 @@ def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
     fixed = ("output_dir", "data_source", "resume_from_checkpoint")
     own = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
-    return config.model_copy(update={"training": {name: values[name] for name in own} | config.training})
+    given = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
+    return config.model_copy(update={"training": {name: values[name] for name in own} | given})
 
 
 def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:

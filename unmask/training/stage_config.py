@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Sized
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from transformers import TrainingArguments
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.settings import check_types
-from unmask.training.switches import amp_works, check_optimizer, deepspeed_config, set_backends
+from unmask.training.switches import amp_pays, amp_works, check_optimizer, deepspeed_config, set_backends
 
 FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules of the learning rate that read the metric of the best model."""
@@ -30,6 +31,10 @@ class StageConfig(TrainingArguments):
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
     fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
     cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on a GPU since Ampere, of float32 weights."},
+    )
     flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
     score_chunk: int | None = field(
@@ -41,6 +46,10 @@ class StageConfig(TrainingArguments):
     def __post_init__(self) -> None:
         check_types(self)
         args: Any = self  # mypy does not read the fields of TrainingArguments
+        elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+        self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_pays()
+        args.bf16 = bool(args.bf16)
+        self.choose_precision(in_float32=True)
         args.remove_unused_columns = False
         args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
         if args.accelerator_config is None:
@@ -71,6 +80,13 @@ class StageConfig(TrainingArguments):
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
         set_backends(args)
         check_optimizer(args)
+
+    def choose_precision(self, *, in_float32: bool) -> None:
+        """Turn mixed precision on where `bf16` was left unset, it pays, and the weights are in float32; else off."""
+        args: Any = self
+        if self._chooses_bf16:
+            args.bf16 = in_float32
+            args.mixed_precision = "bf16" if args.bf16 else "no"
 
     @property
     def dispatched(self) -> bool:

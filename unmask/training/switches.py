@@ -34,6 +34,11 @@ def amp_works(bf16: bool) -> bool:
     return bf16
 
 
+def amp_pays() -> bool:
+    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). On a CPU it is slower."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
 def zero_preset(stage: int) -> dict[str, Any]:
     """A DeepSpeed config: ZeRO 1 shares out the optimizer's state, 2 the gradients too, 3 the weights too.
 

@@ -86,6 +86,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         **trainer_arguments: Any,
     ):
         lm = as_diffusion_lm(model, processing_class)
+        args.choose_precision(in_float32=lm.weight_dtype == torch.float32)
         train_rows, eval_rows = (
             self._checked_rows(lm, args, rows, where) for rows, where in ((train_dataset, "train_dataset"), (eval_dataset, "eval_dataset"))
         )
