@@ -47,10 +47,14 @@ def usual(attention, block_size=None, /, **settings):
     return lm, rollout_of(lm, **settings)[1]
 
 
+def tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
+    return {name: part for name, part in vars(rollout).items() if isinstance(part, torch.Tensor)}
+
+
 def one(rollout: Rollout, row: int) -> Rollout:
     """A row of a rollout by itself, without its padding."""
     own_T = rollout.documents_BT[row] > 0
-    return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in vars(rollout).items() if part_BT is not None})
+    return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in tensors(rollout).items()}, one_document=True)
 
 
 def whole(group_BT: torch.Tensor) -> Rollout:
@@ -64,8 +68,8 @@ def whole(group_BT: torch.Tensor) -> Rollout:
 def padded(lm, rollout: Rollout, views: Views, count: int = 3) -> tuple[Rollout, Views]:
     """The same with padding on the left."""
     fills = {"steps_BT": -1, "block_BT": -1}
-    parts = {name: part for name, part in vars(rollout).items() if part is not None}
-    moved = replace(rollout, **{name: F.pad(part_BT, (count, 0), value=fills.get(name, 0)) for name, part_BT in parts.items()})
+    moved = {name: F.pad(part_BT, (count, 0), value=fills.get(name, 0)) for name, part_BT in tensors(rollout).items()}
+    moved = replace(rollout, **moved, one_document=False)
     group_BT = noise_groups(lm, moved.completion_BT | moved.beyond_BT, moved.documents_BT)
     return replace(moved, group_BT=group_BT), Views(*(F.pad(part_BVT, (count, 0)) for part_BVT in masks(views)))
 

@@ -31,6 +31,7 @@ class Rollout:
         group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the prompt and padding.
         block_BT: the decoding block, from 0; -1 on the prompt and padding.
         sampled_BT: log-probabilities of the completion where it was sampled, if that was not here; None: here.
+        one_document: whether there is no padding, known beforehand: attention then finds its mask among those that are kept.
     """
 
     ids_BT: Tensor
@@ -41,6 +42,7 @@ class Rollout:
     group_BT: Tensor
     block_BT: Tensor
     sampled_BT: Tensor | None = None
+    one_document: bool = False
 
     @property
     def beyond_BT(self) -> Tensor:
@@ -54,7 +56,8 @@ class Rollout:
 
     def rows(self, at: slice) -> Rollout:
         """Some of the completions."""
-        return replace(self, **{name: part[at] for name, part in vars(self).items() if part is not None})
+        parts: dict[str, Any] = {name: part[at] for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **parts)
 
     def hiding(self, scored_BVT: Tensor, weight_BVT: Tensor) -> Views:
         """Views that hide what they score, and behind the end what none of them scores, as when the text was sampled."""

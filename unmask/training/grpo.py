@@ -106,8 +106,8 @@ class GRPOTrainer(CollectingTrainer):
     def views_of(self, batch: Update) -> Views:
         return batch.views
 
-    def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor]:
-        return batch.rollout.ids_BT, batch.rollout.documents_BT
+    def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor | None]:
+        return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.documents_BT
 
     def loss_on(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
         if piece is None or piece[1].start == 0:

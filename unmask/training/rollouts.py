@@ -54,6 +54,7 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
         group_BT=group_BT,
         block_BT=decoding_blocks(lm, canvas_BT, group_BT, block_size),
         sampled_BT=None if drawn is None else padded(drawn, 0.0),
+        one_document=len({len(p) + len(t.canvas) for p, t in zip(prompts, traces, strict=True)}) == 1,
     )
 
 
