@@ -35,7 +35,8 @@ def amp_works(bf16: bool) -> bool:
 
 
 def amp_pays() -> bool:
-    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). On a CPU it is slower."""
+    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). On a CPU that depends on the
+    processor."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
