@@ -35,8 +35,8 @@ def amp_works(bf16: bool) -> bool:
 
 
 def amp_pays() -> bool:
-    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). On a CPU that depends on the
-    processor."""
+    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). Of CPUs only some are
+    faster in it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
