@@ -179,3 +179,17 @@ class Before(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.step:
             self.act()
+
+
+@pytest.fixture
+def tf32_restored() -> Iterator[None]:
+    """Puts the switches of both APIs back, broad before narrow: what is broad writes what is narrow."""
+    backends = torch.backends
+    places = [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    older = [(backends.cuda.matmul, backends.cuda.matmul.allow_tf32), (backends.cudnn, backends.cudnn.allow_tf32)]
+    before = [(place, place.fp32_precision) for place in places]
+    yield
+    for place, allowed in older:
+        place.allow_tf32 = allowed
+    for place, precision in before:
+        place.fp32_precision = precision

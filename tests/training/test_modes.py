@@ -46,11 +46,10 @@ def config(mode: str, verb: str, *overrides: str, **sources: Any) -> RunConfig:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def gpu(monkeypatch: pytest.MonkeyPatch, tf32_restored: None) -> None:
     """As on an Ampere GPU, as far as settings go."""
     monkeypatch.setattr(modes, "hardware_here", lambda **_: GPU)
     monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
-    monkeypatch.setattr(torch.backends, "fp32_precision", torch.backends.fp32_precision)
 
 
 @pytest.mark.parametrize("verb", VERBS)

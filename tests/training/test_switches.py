@@ -314,10 +314,11 @@ def test_weights_in_bfloat16_train(tmp_path):
     assert not equal(weights(lm), start)
 
 
+@pytest.mark.usefixtures("tf32_restored")
 def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("pretends to have a GPU, and this machine has one")
-    monkeypatch.setattr(torch.backends, "fp32_precision", before := torch.backends.fp32_precision)
+    before = torch.backends.fp32_precision
     make("sft", tmp_path)
     assert torch.backends.fp32_precision == before != "tf32"
     with pytest.raises(ValueError, match="requires Ampere"):
@@ -326,6 +327,12 @@ def test_tf32_sets_the_switch_of_torch_and_is_off_by_default(tmp_path, monkeypat
     for verb, wanted in [("sft", True), ("grpo", False), ("grpo", True), ("sft", False)]:
         make(verb, tmp_path, tf32=wanted)
         assert torch.backends.fp32_precision == torch.backends.cuda.matmul.fp32_precision == ("tf32" if wanted else "ieee")
+        assert torch.backends.cudnn.conv.fp32_precision == torch.backends.fp32_precision
+        assert torch.backends.cuda.matmul.allow_tf32 is torch.backends.cudnn.allow_tf32 is wanted
+        assert torch.get_float32_matmul_precision() == ("high" if wanted else "highest")
+    torch.backends.fp32_precision = "tf32"  # as transformers does for torch_compile
+    make("sft", tmp_path)
+    assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.allow_tf32
 
 
 @pytest.mark.parametrize("verb", TRAINERS)

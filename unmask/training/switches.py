@@ -112,9 +112,12 @@ def set_backends(args: Any) -> None:
     Raises:
         ConfigError: there is no cuDNN here.
     """
+    backends: Any = torch.backends
     if args.tf32 is not None:
-        backends: Any = torch.backends
         backends.fp32_precision = "tf32" if args.tf32 else "ieee"
+    if args.tf32 is not None or backends.fp32_precision == "tf32":  # with torch_compile transformers turns it on
+        # The older switches as well: torch refuses to read one API where only the other was set.
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = backends.fp32_precision == "tf32"
     if args.cudnn_benchmark:
         if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
             raise ConfigError("there is no GPU with cuDNN", where="cudnn_benchmark", remedy="Leave it out")
