@@ -217,7 +217,7 @@ def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path
         theirs = {name for name in after if "mine" in name or "logged/" in name}
         assert after.keys() - theirs == before.keys() and all(after[name] == 1e6 for name in theirs)
         assert theirs >= ({"mine", "logged/step", "logged/loss"} if "loss" in after else set())
-        changing = ("time/", "throughput/", "memory", "tokens_per_second", "train_")
+        changing = ("time/", "throughput/", "memory", "tokens_per_second", "samples_per_second", "train_")
         assert [after[name] for name in before if not name.startswith(changing)] == [
             before[name] for name in before if not name.startswith(changing)
         ]

@@ -40,6 +40,7 @@ from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_
 from unmask.training.switches import with_own_state
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
+from unmask.training.trackers import RunTrackers
 from unmask.training.trainer import DiffusionTrainer
 
 
@@ -260,6 +261,7 @@ class ConvertTrainer:
         self.ends = stage_ends(args.stages, total_steps(args, self.train_rows))
         self.log_history: list[dict[str, float]] = []
         self.trainer: StageTrainer | None = None
+        self.trackers = RunTrackers(self.args)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
         """Run the stages, or those that are not finished yet.
@@ -281,6 +283,7 @@ class ConvertTrainer:
                 self._gather(self.trainer)
             self.trainer = self._run(number, first, last, resume)
             resume = resume if isinstance(resume, bool) else False
+        self.trackers.finish()
         self.lm.model.eval()
 
     def _from_checkpoint(self, path: Path) -> tuple[int, str]:
@@ -337,6 +340,8 @@ class ConvertTrainer:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
         args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
+        args.report_to = []  # the trackers of the whole run are told by a callback
+        rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
         rows, done = rows_from(self.train_rows, args, first), (first, steps)
         log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)

@@ -150,6 +150,10 @@ class GRPOTrainer(CollectingTrainer):
     def count_tokens(self, batch: Any) -> Tensor:
         return (batch.rollout.documents_BT > 0).sum()
 
+    def count_samples(self, batch: Any) -> int:
+        """Completions."""
+        return len(batch.rollout.ids_BT)
+
     def _prepare_inputs(self, inputs: Any) -> Any:
         return inputs  # made on the device
 

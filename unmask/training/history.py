@@ -20,7 +20,7 @@ SHAPING = {
 }
 """The settings of TrainingArguments that a result depends on; of a verb's own settings all do but these:"""
 WITHOUT_EFFECT = {
-    *("cudnn_benchmark", "data_source", "flash_attention", "judge", "log_memory_usage", "log_variance_steps"),
+    *("cudnn_benchmark", "data_source", "flash_attention", "judge", "log_memory_usage", "log_variance_steps", "logging_dir"),
     *("score_chunk", "token_cache"),
 }
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
@@ -70,4 +70,5 @@ def last_metrics(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The last value of every loss and other measure; not the summary of the run's speed."""
     lines = [line for line in log if "train_loss" not in line]
     merged = {name: value for line in lines for name, value in line.items()}
-    return {name: value for name, value in merged.items() if name not in NOT_METRICS and not name.endswith(("_runtime", "_per_second"))}
+    apart = ("_runtime", "_per_second")
+    return {n: v for n, v in merged.items() if n not in NOT_METRICS and not n.endswith(apart) and not n.startswith("memory/")}

@@ -10,10 +10,9 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from transformers import TrainerCallback
 
-from unmask.monitor import MetricsLog, peak_memory_bytes, write_atomic
+from unmask.monitor import MetricsLog, write_atomic
 from unmask.training.phases import Phases
 
 LOG_NAME = "training_logs.json"
@@ -21,7 +20,7 @@ SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate
 """What a display shows, beside the memory."""
 OWN = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
-    *("memory_gb", "tokens_per_second", "total_flos", "num_input_tokens_seen"),
+    *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
     *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
@@ -81,13 +80,14 @@ class RunLog:
         return MetricsLog(path).read() if path.exists() else []
 
 
-def memory_bytes() -> int:
-    """What the GPU's allocator holds; on a CPU the most that the process has held."""
-    return torch.cuda.memory_reserved() if torch.cuda.is_initialized() else peak_memory_bytes()
-
-
 class RunCallback(TrainerCallback):
-    """Keeps the log of the run and the progress display, and ends the steps of the phases."""
+    """Keeps the log of the run and the progress display, and ends the steps of the phases.
+
+    Attributes:
+        memory_gb: the peak memory that the display shows with the next metrics.
+    """
+
+    memory_gb = 0.0
 
     def __init__(self, progress: Progress | None, log: RunLog, phases: Phases):
         self.progress, self.log, self.phases = progress, log, phases
@@ -97,7 +97,7 @@ class RunCallback(TrainerCallback):
             self.log.write(state.global_step, logs)
         if self.progress is not None and logs:
             shown = {name: logs[name] for name in SHOWN if math.isfinite(logs.get(name, math.nan))}
-            self.progress.update(state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": memory_bytes() / 1e9})
+            self.progress.update(state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": self.memory_gb})
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.phases.end_step()

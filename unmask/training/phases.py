@@ -13,6 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from unmask.monitor import take_peak_memory
+from unmask.training.memory import take_allocated_peak
 
 REST = "other"
 """What a step does outside of all phases: the optimizer's update, among others."""
@@ -51,7 +52,7 @@ class Phases:
         synchronize: wait for the GPU where a phase begins and ends. Else its time is that of the Python code, which may run ahead.
         memory: take the peak memory of each phase: on a GPU what its allocator handed out, on a CPU the resident memory of the
             process, what it held before included (Linux; nothing elsewhere). Both begin their count anew with each phase, also for
-            others who read it (see `take_peak_memory`).
+            others who read it (see `take_peak_memory`, `take_allocated_peak`).
         clock: seconds that never go back.
     """
 
@@ -147,8 +148,4 @@ class Phases:
 
     def _take_peak(self) -> int | None:
         """The most memory since the last turn, in bytes."""
-        if self.device.type != "cuda":
-            return take_peak_memory()
-        peak = torch.cuda.max_memory_allocated(self.device)
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return peak
+        return take_allocated_peak(self.device) if self.device.type == "cuda" else take_peak_memory()

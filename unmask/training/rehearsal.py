@@ -15,10 +15,10 @@ from unmask.config import RunConfig
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
 from unmask.models.planning import Plan
-from unmask.monitor import peak_memory_bytes
 from unmask.training.convert import ConvertConfig
 from unmask.training.dpo import DPOTrainer, plans
 from unmask.training.dpo_config import DPOConfig
+from unmask.training.memory import memory_metrics
 from unmask.training.presets import Planner, Preset
 from unmask.training.run import make_trainer, training_arguments
 from unmask.training.stage_config import StageConfig, rows_per_step, total_steps
@@ -87,7 +87,7 @@ def short_trainer(verb: str, config: RunConfig, args: StageConfig, steps: int, *
     """The run's trainer, set to make so many steps of every stage in a folder that is removed again; `rest` goes to it."""
     count = len(args.stages) if isinstance(args, ConvertConfig) else 1
     short: dict[str, Any] = {"max_steps": steps * count, "save_strategy": "no", "eval_strategy": "no", "logging_steps": 1}
-    short["report_to"] = "none"
+    short |= {"report_to": "none", "logging_dir": None}
     if isinstance(args, DPOConfig):
         short |= {"judge": None, "log_variance_steps": 0}
     if isinstance(args, ConvertConfig):
@@ -135,5 +135,5 @@ def _line(number: int, args: StageConfig, plan: Plan | None, seconds: float, ste
         "seconds a step": f"{seconds:.3g}",
         "hours in all": f"{(before + seconds * share * steps) / 3600:.3g}",
         "predicted peak GB": "-" if plan is None else f"{plan.peak / 1e9:.3g}",
-        "peak GB so far": f"{peak_memory_bytes() / 1e9:.3g}",
+        "peak GB so far": f"{memory_metrics(args.device)['memory_gb']:.3g}",
     }

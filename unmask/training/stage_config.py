@@ -16,6 +16,7 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.settings import check_types
 from unmask.training.switches import amp_pays, amp_works, check_optimizer, deepspeed_config, set_backends
+from unmask.training.trackers import check_trackers
 
 FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 """Schedules of the learning rate that read the metric of the best model."""
@@ -29,6 +30,9 @@ class StageConfig(TrainingArguments):
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
+    logging_dir: str | None = field(
+        default=None, metadata={"help": "Where TensorBoard's event files go; unset: a folder of their own under `runs` in output_dir."}
+    )
     fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
     cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
     bf16: bool | None = field(
@@ -41,10 +45,11 @@ class StageConfig(TrainingArguments):
         default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch, of dpo and grpo as many as it has rows."}
     )
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
-    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory of the process in GB beside the loss."})
+    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB: reserved on a GPU, resident on a CPU."})
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_trackers(self.report_to, self.logging_dir)
         args: Any = self  # mypy does not read the fields of TrainingArguments
         elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
         self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_pays()

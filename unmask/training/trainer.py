@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -27,7 +28,7 @@ from unmask.errors import ConfigError, TrainingError
 from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
-from unmask.monitor import peak_memory_bytes, write_atomic
+from unmask.monitor import write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.adapters import merged, quantised, with_adapters
 from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, named_checkpoint, steps_done
@@ -35,9 +36,11 @@ from unmask.training.evaluation import Batch, EvaluatingTrainer
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.means import Means
+from unmask.training.memory import memory_metrics
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
 from unmask.training.switches import check_flash_attention, check_sharding
+from unmask.training.trackers import direct
 
 if TYPE_CHECKING:
     import peft
@@ -116,6 +119,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         self.metrics = log or RunLog(folder=Path(str(args.output_dir)))
         self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
         self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
+        self._run_callback = RunCallback(progress, self.metrics, self.phases)
         super().__init__(
             model=self.lm.model,
             args=args,
@@ -123,9 +127,10 @@ class DiffusionTrainer(EvaluatingTrainer):
             eval_dataset=eval_rows,
             processing_class=lm.tokenizer,
             data_collator=data_collator or Collator(lm.pad_token_id, marking=not args.dispatched),
-            callbacks=[*(callbacks or []), RunCallback(progress, self.metrics, self.phases)],
+            callbacks=[*(callbacks or []), self._run_callback],
             **trainer_arguments,
         )
+        direct(self.callback_handler.callbacks, args.logging_dir)
         for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(other)
         self.loss_is_scaled_for_ga = True
@@ -164,6 +169,10 @@ class DiffusionTrainer(EvaluatingTrainer):
         """All tokens that are no padding: what the model card counts."""
         return (batch["documents"] > 0).sum()
 
+    def count_samples(self, batch: Batch) -> int:
+        """The rows of this process's micro-batch: what `samples_per_second` counts."""
+        return len(batch["sample_id"])
+
     def draw(self, batch: Batch) -> Draw:
         """Randomness keyed by sample and epoch: the same masks on any number of devices, and after a resume."""
         epoch = 0 if self._measured else int(self.state.epoch or 0)
@@ -183,6 +192,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         may be the folder of a run, that the checkpoints of an earlier run are not overwritten, and that what is logged again replaces
         what was."""
         self._counted: tuple[float, int | None] = time.perf_counter(), None
+        self._samples = 0
         folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
             if self.state.global_step == 0 and (earlier := checkpoints(folder)):
@@ -292,6 +302,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         return self.accelerator.gather(items).sum().clamp_min(1)
 
     def _track_num_input_tokens(self, inputs: Batch) -> None:
+        self._samples += self.count_samples(inputs)
         self.state.num_input_tokens_seen += int(self.accelerator.gather(self.count_tokens(inputs).to(self.args.device)).sum())
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -303,18 +314,23 @@ class DiffusionTrainer(EvaluatingTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
         if "loss" in logs:  # of the steps since the last such line
-            logs["tokens_per_second"] = self._tokens_per_second()
+            logs |= self._throughput()
+        memory = memory_metrics(self.args.device)
+        self._run_callback.memory_gb = memory["memory_gb"]
         if self.args.log_memory_usage:
-            logs["memory_gb"] = peak_memory_bytes() / 1e9
+            logs |= memory
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
 
-    def _tokens_per_second(self) -> float:
-        """Of all processes since it was last asked, pauses for evaluation and checkpoints included."""
+    def _throughput(self) -> dict[str, float]:
+        """Tokens and samples a second, of all processes since it was last asked, pauses for evaluation and checkpoints included. All
+        processes must ask at the same time."""
         (since, counted), now, seen = self._counted, time.perf_counter(), self.state.num_input_tokens_seen
-        self._counted = now, seen
-        return (seen - (self._initial_num_input_tokens_seen if counted is None else counted)) / (now - since)
+        tokens = seen - (self._initial_num_input_tokens_seen if counted is None else counted)
+        samples = sum(gather_object([self._samples]))
+        self._counted, self._samples = (now, seen), 0
+        return {"tokens_per_second": tokens / (now - since), "samples_per_second": samples / (now - since)}
 
     def floating_point_ops(self, inputs: Batch) -> int:
         return 0

@@ -1,0 +1,151 @@
+"""Trackers see one run, whichever trainer and however many parts; those that cannot work are refused at once."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import sqlite3
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from typer.testing import CliRunner
+
+from tests.training.conftest import PAIRS, TEXTS, make, settings, tiny
+from unmask.cli import app
+from unmask.errors import ConfigError
+from unmask.monitor import MetricsLog
+from unmask.training.convert import ConvertConfig, ConvertTrainer
+from unmask.training.sft import SFTConfig
+from unmask.training.trackers import NEEDS
+
+THREE = [{"share": 2, "train": ["attention"]}, {"share": 4}, {"share": 3}]
+
+
+def convert(folder: Path, **more: Any) -> ConvertTrainer:
+    args = ConvertConfig(**settings(folder, max_steps=9, max_length=32, logging_steps=1, stages=THREE) | more)
+    return ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    """Steps and values of a scalar in a folder of TensorBoard's event files."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    return [(event.step, event.value) for event in EventAccumulator(str(folder)).Reload().Scalars(tag)]
+
+
+def event_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("events.out.tfevents.*"))
+
+
+def test_tensorboard_sees_a_conversion_of_three_stages_as_one_run(tmp_path):
+    convert(tmp_path / "run", report_to="tensorboard", logging_dir=str(tmp_path / "run" / "logs")).train()
+    (file,) = event_files(tmp_path)
+    assert file.parent == tmp_path / "run" / "logs"
+    logged = MetricsLog(tmp_path / "run" / "training_logs.json").read()
+    losses = [(line["step"], line["loss"]) for line in logged if "loss" in line]
+    assert [step for step, _ in losses] == list(range(1, 10))
+    assert points(file.parent, "train/loss") == [(step, pytest.approx(loss)) for step, loss in losses]
+    assert [step for step, _ in points(file.parent, "eval/loss")] == [2, 6, 9]
+    stages = points(file.parent, "train/stage")
+    assert stages == sorted(stages) and set(stages) == {(line["step"], line["stage"]) for line in logged}
+
+
+def test_a_resumed_conversion_goes_on_at_its_step(tmp_path):
+    for _ in range(2):
+        kept = {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": 1}
+        convert(tmp_path / "run", **kept).train(resume_from_checkpoint=True)
+    (file,) = event_files(tmp_path)  # nothing was left to do
+    assert file.parent.parent == tmp_path / "run" / "runs"
+    assert [step for step, _ in points(file.parent, "train/loss")] == list(range(1, 10))
+
+
+def test_wandb_sees_a_conversion_as_one_run(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    run, lines = wandb.init(project="test"), []  # binds wandb.log
+    really = wandb.log
+    monkeypatch.setattr(wandb, "log", lambda line: (lines.append(line), really(line)))
+    convert(tmp_path / "run", report_to="wandb", run_name="run").train()
+    assert wandb.run is run and {"train/loss", "train/stage", "eval/loss"} <= set(run.summary.keys())
+    assert run.config["output_dir"] == str(tmp_path / "run")
+    wandb.finish()
+    losses = [line for line in lines if "train/loss" in line]
+    assert [line["train/global_step"] for line in losses] == list(range(1, 10))
+    assert [line["train/stage"] for line in losses] == [1] * 2 + [2] * 4 + [3] * 3
+    assert len(list(tmp_path.glob("wandb/offline-run-*"))) == 1
+
+
+def test_trackio_sees_a_conversion_as_one_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    pytest.importorskip("trackio")
+    place = importlib.import_module("trackio.utils").TRACKIO_DIR  # that of the first import
+    convert(tmp_path / "run", report_to="trackio", run_name="three stages").train()
+    with contextlib.closing(sqlite3.connect(place / "huggingface.db")) as database:
+        lines = [json.loads(line) for (line,) in database.execute("SELECT metrics FROM metrics WHERE run_name = 'three stages'")]
+    losses = [line for line in lines if "train/loss" in line]
+    assert [line["train/global_step"] for line in losses] == list(range(1, 10))
+
+
+def test_logging_dir_is_where_tensorboard_writes_and_nothing_else_is_refused(tmp_path):
+    make("sft", tmp_path / "run", report_to=["tensorboard"], logging_dir=str(tmp_path / "logs")).train()
+    (file,) = event_files(tmp_path)
+    assert file.parent == tmp_path / "logs"
+    with pytest.raises(ConfigError, match=r"logging_dir: TensorBoard alone writes there\. Set report_to: tensorboard"):
+        SFTConfig(**settings(tmp_path) | {"logging_dir": "logs"})
+
+
+def test_every_tracker_of_transformers_is_known():
+    assert NEEDS.keys() == INTEGRATION_TO_CALLBACK.keys()
+
+
+@pytest.mark.parametrize("name", sorted(set(NEEDS) - {"kubeflow"}))
+def test_an_absent_tracker_is_one_line_with_the_command(name, tmp_path, monkeypatch):
+    for module in NEEDS[name]:
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError) as raised:
+        SFTConfig(**settings(tmp_path) | {"report_to": [name]})
+    assert str(raised.value).startswith(f"report_to: {name} needs ") and "\n" not in str(raised.value)
+    assert str(raised.value).endswith(f"pip install {' '.join(NEEDS[name].values())}")
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "convert", "sft", "dpo", "grpo"])
+def test_the_command_line_refuses_it_before_anything_is_loaded(verb, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    arguments = [verb, "--model", "/no/such/model", "--data", "/no/such/data", "--output", str(tmp_path / "run")]
+    result = CliRunner().invoke(app, [*arguments, "training.report_to=wandb"])
+    assert result.exit_code != 0 and "pip install wandb" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_other_trackers_that_cannot_work_are_refused(tmp_path, monkeypatch):
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    for wrong, words in {
+        "tensorbord": r"report_to: there is no tracker 'tensorbord'\. Did you mean 'tensorboard'\?",
+        "kubeflow": "kubeflow needs KUBEFLOW_TRAINER_SERVER_URL",
+    }.items():
+        with pytest.raises(ConfigError, match=words):
+            SFTConfig(**settings(tmp_path) | {"report_to": wrong})
+    with pytest.raises(ConfigError, match="mixes names with none or all"):
+        SFTConfig(**settings(tmp_path) | {"report_to": ["none", "tensorboard"]})
+
+
+@pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
+def test_samples_per_second_are_rows_of_all_micro_batches_since_the_last_line(verb, tmp_path, monkeypatch):
+    now = iter(range(0, 1000, 10))
+    monkeypatch.setattr("unmask.training.trainer.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 2, "num_train_epochs": 9}
+    make(verb, tmp_path, rows=PAIRS * 3 if verb == "grpo" else None, save_strategy="steps", save_steps=2, **more).train()
+    lines = [line for line in MetricsLog(tmp_path / "training_logs.json").read() if "loss" in line]
+    assert [line["samples_per_second"] for line in lines] == [2 * 2 * 2 / 10] * 2
+    assert all(line["tokens_per_second"] > line["samples_per_second"] for line in lines)
+    (tmp_path / "checkpoint-4").rename(tmp_path / "later")
+    make(verb, tmp_path, rows=PAIRS * 3 if verb == "grpo" else None, **more).train(resume_from_checkpoint=True)
+    resumed = [line for line in MetricsLog(tmp_path / "training_logs.json").read() if "loss" in line]
+    assert resumed == [lines[0], resumed[1]] and resumed[1]["samples_per_second"] == lines[1]["samples_per_second"]
+    assert resumed[1]["tokens_per_second"] == lines[1]["tokens_per_second"]

@@ -1,0 +1,126 @@
+"""Trackers (TensorBoard, Weights & Biases, Trackio, ...): which there are, where they write, and one of each for runs of several parts."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from transformers import TrainerCallback, TrainerState
+from transformers.integrations.integration_utils import TensorBoardCallback, get_reporting_integration_callbacks
+
+from unmask.config_files import did_you_mean
+from unmask.errors import ConfigError
+
+NEEDS = {
+    "azure_ml": {"azureml": "azureml-core"},
+    "clearml": {"clearml": "clearml"},
+    "codecarbon": {"codecarbon": "codecarbon"},
+    "comet_ml": {"comet_ml": "comet_ml"},
+    "dagshub": {"dagshub": "dagshub", "mlflow": "mlflow"},
+    "dvclive": {"dvclive": "dvclive"},
+    "flyte": {"flytekit": "flytekit", "flytekitplugins": "flytekitplugins-deck-standard", "pandas": "pandas"},
+    "kubeflow": {},
+    "mlflow": {"mlflow": "mlflow"},
+    "neptune": {"neptune": "neptune"},
+    "swanlab": {"swanlab": "swanlab"},
+    "tensorboard": {"tensorboard": "tensorboard"},
+    "trackio": {"trackio": "trackio"},
+    "wandb": {"wandb": "wandb"},
+}
+"""The trackers that transformers knows; of each the modules that it imports, and the packages that have these."""
+KUBEFLOW_SERVER = "KUBEFLOW_TRAINER_SERVER_URL"
+
+
+def check_trackers(report_to: str | list[str] | None, logging_dir: str | None) -> None:
+    """Refuse trackers that could not work, before anything is loaded.
+
+    Raises:
+        ConfigError: an unknown or absent tracker, or a folder that no tracker would write to.
+    """
+    names = [report_to] if isinstance(report_to, str) else list(report_to or [])
+    some = [name for name in names if name not in ("none", "all")]
+    if len(names) > 1 and len(some) < len(names):
+        raise ConfigError(f"{names} mixes names with none or all", where="report_to", remedy="Give names, or none or all by itself")
+    for name in some:
+        if name not in NEEDS:
+            raise ConfigError(f"there is no tracker {name!r}", where="report_to", remedy=did_you_mean(name, [*NEEDS, "none", "all"]))
+        absent = [package for module, package in NEEDS[name].items() if importlib.util.find_spec(module) is None]
+        if absent:
+            what = f"{name} needs {' and '.join(absent)}, which is not installed"
+            raise ConfigError(what, where="report_to", remedy=f"Install it with pip install {' '.join(absent)}")
+    if "kubeflow" in some and KUBEFLOW_SERVER not in os.environ:
+        raise ConfigError(f"kubeflow needs {KUBEFLOW_SERVER}, which is not set", where="report_to", remedy="Set it, or leave kubeflow out")
+    if logging_dir is not None and not {"tensorboard", "all"} & set(names):
+        raise ConfigError("TensorBoard alone writes there", where="logging_dir", remedy="Set report_to: tensorboard, or leave it out")
+
+
+def direct(callbacks: Iterable[TrainerCallback], logging_dir: str | None) -> None:
+    """Let TensorBoard write to a folder (None: as TENSORBOARD_LOGGING_DIR says, else `runs` in the output directory)."""
+    for callback in callbacks:
+        if isinstance(callback, TensorBoardCallback) and logging_dir is not None:
+            callback.logging_dir = os.path.expanduser(logging_dir)
+
+
+class RunTrackers(TrainerCallback):
+    """The trackers of a run of several parts, each with a Trainer of its own: they see one run, with one count of steps.
+
+    Trainers of the parts have this as a callback, with an empty `report_to`. Metrics are logged at the steps of the whole run, with the
+    number of the stage as `stage`; the trackers begin with the first part that trains, and end with `finish`.
+
+    Args:
+        args: of the whole run.
+    """
+
+    def __init__(self, args: Any):
+        self.args, self.first_step, self.stage = args, 0, 0
+        self.trackers: list[TrainerCallback] = [kind() for kind in get_reporting_integration_callbacks(args.report_to)]
+        direct(self.trackers, args.logging_dir)
+        self._began = False
+        self._end: tuple[TrainerState, Any, dict[str, Any]] | None = None
+
+    def part(self, first_step: int, stage: int) -> RunTrackers:
+        """Itself, for the part that begins after so many steps."""
+        self.first_step, self.stage = first_step, stage
+        return self
+
+    def finish(self) -> None:
+        """End the trackers, where any part was trained."""
+        if self._end is not None:
+            state, control, rest = self._end
+            self._tell("on_train_end", state, control, rest)
+            self._end = None
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
+        if not self._began:
+            self._tell("on_train_begin", self._of_run(state), control, rest)
+        self._began = True
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
+        self._end = self._of_run(state), control, rest
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
+        self._tell("on_log", self._of_run(state), control, rest | {"logs": {**(logs or {}), "stage": self.stage}})
+
+    def _of_run(self, state: TrainerState) -> TrainerState:
+        """The state of a part, at the step of the whole run."""
+        whole = copy.copy(state)
+        whole.global_step += self.first_step
+        return whole
+
+    def _tell(self, event: str, state: TrainerState, control: Any, rest: dict[str, Any]) -> None:
+        for tracker in self.trackers:
+            getattr(tracker, event)(self.args, state, control, **rest)
+
+
+def _passed_on(event: str) -> Callable[..., None]:
+    def passed_on(self: RunTrackers, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
+        self._tell(event, self._of_run(state), control, rest)
+
+    return passed_on
+
+
+for _event in (name for name in vars(TrainerCallback) if name.startswith("on_") and name not in vars(RunTrackers)):
+    setattr(RunTrackers, _event, _passed_on(_event))
