@@ -96,7 +96,13 @@ def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
         "moments": sum(one.numel() for one in moments),
         "offload": bool(offload),
         "losses": [line["loss"] for line in run.state.log_history if "loss" in line],
+        "samples per token": samples_per_token(run.state.log_history),
     }
+
+
+def samples_per_token(lines: list[dict[str, float]]) -> list[float]:
+    """The quotient of the two rates of each line, on which no clock has a say."""
+    return [line["samples_per_second"] / line["tokens_per_second"] for line in lines if "loss" in line]
 
 
 RAGGED = {

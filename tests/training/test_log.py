@@ -73,6 +73,7 @@ def wandb_scalars(folder: Path) -> set[str]:
     wandb = importlib.import_module("wandb")
     told = set(wandb.run.summary.keys())
     wandb.finish()
+    wandb.teardown()  # else the next run of this process goes to the same folder
     return told
 
 

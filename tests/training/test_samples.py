@@ -168,7 +168,9 @@ def test_wandb_keeps_them_as_a_table(tmp_path, monkeypatch):
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     train(tmp_path, "wandb")
-    importlib.import_module("wandb").finish()
+    wandb = importlib.import_module("wandb")
+    wandb.finish()
+    wandb.teardown()  # else the next run of this process goes to the same folder
     (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/completions_*.table.json")
     read = json.loads(table.read_text())
     assert read["columns"] == list(columns()) and len(read["data"]) == 2

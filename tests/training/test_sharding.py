@@ -16,7 +16,7 @@ import torch
 
 from tests.helpers import REPOSITORY
 from tests.training.conftest import PAIRS, PREFERENCES, make, tiny, weights
-from tests.training.sharded import BLOCKS, CONVERSIONS, RATIOS, RUN, STAGES, conversion, ragged
+from tests.training.sharded import BLOCKS, CONVERSIONS, RATIOS, RUN, STAGES, conversion, ragged, samples_per_token
 from unmask.models.load import load
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
@@ -60,6 +60,7 @@ def test_a_sharded_run_is_the_same_run(verb, mode, tmp_path):
         assert all(0.45 * total < count < 0.55 * total for count in shared_out.values()), (shared_out, total)
         assert seen["offload"] == mode.endswith("offload")
         assert seen["losses"] == pytest.approx([line["loss"] for line in alone.state.log_history if "loss" in line], rel=1e-5, abs=1e-6)
+        assert seen["samples per token"] == pytest.approx(samples_per_token(alone.state.log_history))
         if "evaluation" in seen:
             metrics = alone.evaluate()
             assert seen["evaluation"] == pytest.approx({name: metrics[name] for name in seen["evaluation"]}, rel=1e-4, abs=1e-5)

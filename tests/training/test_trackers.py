@@ -75,6 +75,7 @@ def test_wandb_sees_a_conversion_as_one_run(tmp_path, monkeypatch):
     assert wandb.run is run and {"train/loss", "train/stage", "eval/loss"} <= set(run.summary.keys())
     assert run.config["output_dir"] == str(tmp_path / "run")
     wandb.finish()
+    wandb.teardown()  # else the next run of this process goes to the same folder
     losses = [line for line in lines if "train/loss" in line]
     assert [line["train/global_step"] for line in losses] == list(range(1, 10))
     assert [line["train/stage"] for line in losses] == [1] * 2 + [2] * 4 + [3] * 3

@@ -45,7 +45,7 @@ class StageConfig(TrainingArguments):
         default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch, of dpo and grpo as many as it has rows."}
     )
     data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
-    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB: reserved on a GPU, resident on a CPU."})
+    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB, on a GPU what is reserved."})
 
     def __post_init__(self) -> None:
         check_types(self)
