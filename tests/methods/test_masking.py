@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, permutations
 
 import pytest
 import torch
@@ -133,7 +135,80 @@ def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkey
             assert same(views, get_method(method).plan(rollout, Draw(7, key_B % 4, iteration), settings))
     stats = strategy.get_cache_stats()
     assert len(set(calls)) == len(calls) == stats["misses"] == stats["size"] > 0
-    assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hits"] / (stats["hits"] + stats["misses"])
+    assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hit_rate"] == stats["hits"] / (stats["hits"] + stats["misses"])
+
+
+@every_pattern
+@pytest.mark.parametrize("method", [name for name in REPLACEABLE if get_method(name).weighs == "token"])
+def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_over_its_mask_rate(method, attention, block_size):
+    rollout = sampled(attention, block_size)
+    plain, weighted = (config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True))
+    draw = Draw(0, keys(rollout), 1)
+    views, own = (find_masking(settings).plan(rollout, draw, settings, 0.5) for settings in (weighted, plain))
+    assert views.hidden_BVT.equal(own.hidden_BVT) and views.scored_BVT.equal(own.scored_BVT)
+    assert views.weight_BVT.dtype == torch.float32 and not views.weight_BVT[~views.scored_BVT].any()
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    for row, view, position in views.scored_BVT.nonzero().tolist():
+        there_T = group_BT[row] == group_BT[row, position]
+        rate = float(views.scored_BVT[row, view, there_T].sum() / there_T.sum())
+        assert float(views.weight_BVT[row, view, position]) == pytest.approx(1 / rate / views.count)
+
+
+class EverySet(MaskingStrategy):
+    """Each number k of hidden tokens as often as any other, and each set of k tokens as any other of k."""
+
+    def plan(self, rollout, draw, config, progress):
+        [position] = {tuple(row.nonzero().flatten().tolist()) for row in rollout.completion_BT}
+        times = math.lcm(*(math.comb(len(position), count) for count in range(1, len(position) + 1)))
+        sets = []
+        for count in range(1, len(position) + 1):
+            sets += list(combinations(position, count)) * (times // math.comb(len(position), count))
+        hidden_VT = torch.zeros(len(sets), rollout.ids_BT.shape[1], dtype=torch.bool)
+        for view, chosen in enumerate(sets):
+            hidden_VT[view, list(chosen)] = True
+        return weighed(rollout, hidden_VT.expand(len(rollout.ids_BT), -1, -1), config)
+
+
+def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
+    """Against the mean over all orders of the sum of log-probabilities, each given what comes later in the order hidden."""
+    rollout = sampled().rows(slice(0, 1))
+    length = 4
+    completion_BT = torch.zeros_like(rollout.completion_BT)
+    completion_BT[:, -length:] = True
+    rollout = replace(rollout, completion_BT=completion_BT, group_BT=torch.zeros_like(rollout.group_BT))
+    position = completion_BT[0].nonzero().flatten().tolist()
+    rng = random.Random(0)
+    sets = [chosen for count in range(1, length + 1) for chosen in combinations(position, count)]
+    log_probs = {(one, chosen): rng.uniform(-9, 0) for chosen in sets for one in chosen}
+    orders = list(permutations(position))
+    elbo = sum(log_probs[one, tuple(sorted(order[at:]))] for order in orders for at, one in enumerate(order)) / len(orders)
+    sums = {}
+    for adaptive_loss in (False, True):
+        views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(rollout, Draw(0, keys(rollout)), config(method="wd1"), 0.5)
+        sums[adaptive_loss] = sum(
+            float(views.weight_BVT[0, view, one]) * log_probs[one, tuple(views.scored_BVT[0, view].nonzero().flatten().tolist())]
+            for _, view, one in views.scored_BVT.nonzero().tolist()
+        )
+    assert sums[True] == pytest.approx(elbo, rel=1e-5)
+    assert sums[False] != pytest.approx(elbo, rel=1e-2)
+
+
+def test_adaptive_loss_is_refused_where_the_loss_weighs_by_the_rate_itself():
+    for method in REPLACEABLE:
+        if get_method(method).weighs != "token":
+            with pytest.raises(ConfigError, match=rf"adaptive_loss: {method} weighs the tokens of a view.*Leave it out"):
+                config(method=method, masking="optimized", adaptive_loss=True)
+
+
+def test_document_a_reads_the_hit_rate_before_the_first_step_and_after_training(tmp_path):
+    made = trainer(tmp_path, masking="optimized", adaptive_loss=True, max_steps=2, num_iterations=2, method="coupled-grpo")
+    cache_stats = made.masking_strategy.get_cache_stats()
+    assert f"Cache hit rate: {cache_stats['hit_rate']:.2f}" == "Cache hit rate: 0.00"
+    made.train()
+    cache_stats = made.masking_strategy.get_cache_stats()
+    assert cache_stats == made.get_cache_stats() and cache_stats["misses"] > 0
+    assert cache_stats["hit_rate"] == cache_stats["hits"] / (cache_stats["hits"] + cache_stats["misses"])
+    assert isinstance(made.masking_strategy, Optimized) and made.masking_strategy.adaptive_loss
 
 
 def test_optimized_wraps_other_strategies():
@@ -151,7 +226,7 @@ def test_the_table_is_bounded(monkeypatch):
     rollout, strategy = sampled(), Optimized(Diffusion())
     for iteration in range(5):
         strategy.plan(rollout, Draw(0, keys(rollout), iteration), config(), 0.0)
-    assert strategy.get_cache_stats() == {"hits": 0, "misses": 10, "rate": 0.0, "size": 3}
+    assert strategy.get_cache_stats() == {"hits": 0, "misses": 10, "rate": 0.0, "hit_rate": 0.0, "size": 3}
 
 
 @every_strategy
@@ -173,7 +248,8 @@ def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name)
         ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: 1 rates"),
         ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: rates of 0.0 and 0.5"),
         ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: needs masking=adaptive"),
-        ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive"),
+        ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
+        ({"masking": "diffusion", "adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(given, message):
@@ -288,7 +364,7 @@ def test_what_is_no_strategy_is_refused(strategy, tmp_path):
 def test_without_a_strategy_nothing_is_kept(tmp_path):
     made = trainer(tmp_path, max_steps=1)
     made.train()
-    assert made.get_cache_stats() == {"hits": 0, "misses": 0, "rate": 0.0, "size": 0}
+    assert made.get_cache_stats() == {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
     assert "masks/reuse_rate" not in made.state.log_history[0]
 
 

@@ -13,7 +13,7 @@ Shapes: B completions, V views, T positions, N patterns; L tokens of a group, k 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -54,9 +54,9 @@ class MaskingStrategy:
         raise NotImplementedError
 
     def get_cache_stats(self) -> dict[str, float]:
-        """Of the patterns looked up: those that were known (hits), those that were not (misses), the share of hits (rate); and how many
-        are kept (size)."""
-        return {"hits": 0, "misses": 0, "rate": 0.0, "size": 0}
+        """Of the patterns looked up: those that were known (hits), those that were not (misses), the share of hits (hit_rate, also called
+        rate; 0 before the first look-up); and how many are kept (size)."""
+        return {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
 
 
 def weighed(rollout: Rollout, scored_BVT: Tensor, config: Any, weighing: Weighing | None = None) -> Views:
@@ -72,13 +72,18 @@ def weighed(rollout: Rollout, scored_BVT: Tensor, config: Any, weighing: Weighin
     """
     weighing = weighing or get_method(config.method).weighs
     if weighing == "bound":
-        group_BT = rollout.groups_of(rollout.completion_BT)
-        hidden_RT = torch.where(scored_BVT, group_BT[:, None], -1).flatten(0, 1)
-        count_BVT = group_sizes(hidden_RT).view_as(scored_BVT)
-        weight_BVT = scored_BVT * group_sizes(group_BT)[:, None] / count_BVT / scored_BVT.shape[1]
+        weight_BVT = weights_by_rate(rollout, scored_BVT)
     else:
         weight_BVT = scored_BVT / scored_BVT.sum(1 if weighing == "token" else 2, keepdim=True).clamp_min(1)
     return rollout.hiding(scored_BVT, weight_BVT)
+
+
+def weights_by_rate(rollout: Rollout, scored_BVT: Tensor) -> Tensor:
+    """L/k over the number of views for each hidden token [B, V, T]: one over the mask rate of its group in that view."""
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    hidden_RT = torch.where(scored_BVT, group_BT[:, None], -1).flatten(0, 1)
+    count_BVT = group_sizes(hidden_RT).view_as(scored_BVT)
+    return scored_BVT * group_sizes(group_BT)[:, None] / count_BVT / scored_BVT.shape[1]
 
 
 class Diffusion(MaskingStrategy):
@@ -158,12 +163,15 @@ class Optimized(MaskingStrategy):
     Args:
         inner: the strategy; None: the method's own plan. What is random in it comes from `draw.uniform`, at positions below T.
         patterns: N.
+        adaptive_loss: whether hidden tokens weigh L/k over the number of views, as of `Adaptive`, whatever the plan weighs them. If k is
+            uniform from 1 to L, and each set of k tokens is as likely as any other, the weighted sum is an unbiased estimate of the ELBO.
+            A plan that hides the completion whole keeps its weights: the rate is 1.
     """
 
-    def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64):
+    def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False):
         if patterns < 1:
             raise ConfigError(f"{patterns} patterns", where="patterns", remedy="Use 1 or more")
-        self.inner, self.patterns = inner, patterns
+        self.inner, self.patterns, self.adaptive_loss = inner, patterns, adaptive_loss
         self.serves = MaskingStrategy.serves if inner is None else inner.serves
         self.uses = None if inner is None else inner.uses
         self.numbers = lru_cache(maxsize=TABLES)(partial(drawn, patterns))
@@ -171,12 +179,15 @@ class Optimized(MaskingStrategy):
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         known = Known(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.order_B, numbers=self.numbers)
         if self.inner is None:
-            return get_method(config.method).plan(rollout, known, config)
-        return self.inner.plan(rollout, known, config, progress)
+            views = get_method(config.method).plan(rollout, known, config)
+        else:
+            views = self.inner.plan(rollout, known, config, progress)
+        return replace(views, weight_BVT=weights_by_rate(rollout, views.scored_BVT)) if self.adaptive_loss else views
 
     def get_cache_stats(self) -> dict[str, float]:
         info = self.numbers.cache_info()
-        return {"hits": info.hits, "misses": info.misses, "rate": info.hits / max(info.hits + info.misses, 1), "size": info.currsize}
+        rate = info.hits / max(info.hits + info.misses, 1)
+        return {"hits": info.hits, "misses": info.misses, "rate": rate, "hit_rate": rate, "size": info.currsize}
 
 
 def drawn(patterns: int, seed: int, iteration: int, stream: Stream, views: int, length: int, device: torch.device) -> Tensor:
@@ -217,6 +228,9 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     if method.separable:  # its loss takes each token to be scored in one view only
         what = f"the views of {config.method} are the steps of its rollouts"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
+    if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.weighs != "token":
+        what = f"{config.method} weighs the tokens of a view by how many it hides, without this setting too"
+        raise ConfigError(what, where="adaptive_loss", remedy="Leave it out, or use a method whose loss is of single tokens")
     if method.weighs not in strategy.serves:
         fitting = [name for name, kind in STRATEGIES.items() if method.weighs in kind.serves]
         what = f"{config.method} compares bounds on the likelihood, which the views of {type(strategy).__name__} do not estimate"
@@ -232,4 +246,6 @@ def _named(config: Any) -> MaskingStrategy | None:
         if rates is not None and len(rates) != 2:
             raise ConfigError(f"{len(rates)} rates", where="mask_rate", remedy="Give two: at the first step, and towards the last")
         return Adaptive(*rates or (), adaptive_loss=config.adaptive_loss)
+    if name == "optimized":
+        return Optimized(adaptive_loss=config.adaptive_loss)
     return STRATEGIES[name]() if name else None

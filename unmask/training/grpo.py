@@ -264,9 +264,14 @@ class GRPOTrainer(CollectingTrainer):
         check_views(views, rollout, f"plan of {planner}")
         return views
 
+    @property
+    def masking_strategy(self) -> MaskingStrategy:
+        """What plans the views in the method's place; without one, a strategy that keeps nothing."""
+        return self.masking or MaskingStrategy()
+
     def get_cache_stats(self) -> dict[str, float]:
         """How often the masking strategy reuses what it made: see there."""
-        return (self.masking or MaskingStrategy()).get_cache_stats()
+        return self.masking_strategy.get_cache_stats()
 
     def _score_rollout(self, judged: Judged, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
         device = self.lm.device

@@ -66,7 +66,7 @@ class GRPOConfig(StageConfig):
     mask_rate: list[float] | None = setting(
         None, "The mask rate at the first step and towards the last; unset: 0.3 and 0.9", needs=["masking=adaptive"]
     )
-    adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive"])
+    adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
     samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (of espo: pairs of views)", low=1)
     prompt_mask_rate: float = setting(0.15, "diffu-grpo, wd1: share of the prompt's tokens that are hidden", low=0, high=1)
     segments: int = setting(4, "step-merge: views into which the steps are merged", low=1)
