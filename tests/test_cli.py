@@ -381,12 +381,13 @@ def test_inspect_refuses_what_it_cannot_plan(options: list[str], message: str, f
 def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = []
 
-    def evaluate_task(lm: str, task: Any, rows: list[Any], sampler: SamplerConfig) -> SimpleNamespace:
+    def evaluate_task(lm: str, task: Any, rows: list[Any], sampler: SamplerConfig, metrics: list[str]) -> SimpleNamespace:
+        assert metrics == []
         calls.append((lm, task.name, rows, sampler))
-        metrics = {"solved": 0.123456, "rows": len(rows)}
-        return SimpleNamespace(metrics=metrics, statuses={"timeout": 3}, to_json=lambda: '{"solved": 0.123456}')
+        figures = {"solved": 0.123456, "rows": len(rows)}
+        return SimpleNamespace(metrics=figures, statuses={"timeout": 3}, to_json=lambda: '{"solved": 0.123456}')
 
-    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task)
+    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task, check_metrics=lambda task, metrics: None)
     output = tmp_path / "out.json"
     command = ["evaluate", "m", "--task", "sudoku", "--rows", "5", "--steps", "4", "--output", str(output)]
     result = run(*command)

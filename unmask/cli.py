@@ -270,6 +270,10 @@ def evaluate(
         Literal["plain", "chat"], typer.Option(metavar="NAME", help="How a task's problems are put: plain or chat.")
     ] = "plain",
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each problem: the first rows of the file, then left out.")] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Also compare with the reference texts of --task text: rouge or bleu; repeatable."),
+    ] = None,
     accept_unsandboxed: Unsandboxed = False,
     likelihood: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of a task: score the documents of a file.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The task's rows; unset: generated, held out.")] = None,
@@ -293,7 +297,9 @@ def evaluate(
     if task:
         accept_unsandboxed_code(accept_unsandboxed)
         source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
-        metrics, report = _evaluate_task(model, sampler, source, shots)
+        metrics, report = _evaluate_task(model, sampler, source, shots, metric or [])
+    elif metric:
+        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text.")
     else:
         from unmask.evaluation.likelihood import likelihood_of_file
 
@@ -306,14 +312,17 @@ def evaluate(
         write_atomic(output, report + "\n")
 
 
-def _evaluate_task(model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int) -> tuple[dict[str, Any], str]:
+def _evaluate_task(
+    model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int, compared: list[str]
+) -> tuple[dict[str, Any], str]:
     from unmask.data.problems import pose, read_problems
-    from unmask.evaluation.tasks import evaluate_task
+    from unmask.evaluation.tasks import check_metrics, evaluate_task
     from unmask.tasks import get_task
 
     task = get_task(str(data.task))
+    check_metrics(task, compared)
     problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
-    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler)
+    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler, compared)
     return {**result.metrics, **result.statuses}, result.to_json()
 
 

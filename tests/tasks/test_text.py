@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
+
+from unmask.data.problems import read_problems
+from unmask.errors import DataError
 from unmask.tasks import get_task
 
 
@@ -22,3 +28,31 @@ def test_hub_layouts_of_multiple_choice():
         "ran.": "malformed",
     }.items():
         assert task.verify(text, row).status == status
+
+
+PASSAGE, QUESTION, OPTIONS = "Some birds fly.", "Which follows?", ["All fly.", "One flies.", "None flies.", "All are birds."]
+LOGIQA = {"context": PASSAGE, "query": QUESTION, "options": OPTIONS, "correct_option": 1}
+LOGIQA_2 = {"id": 7, "text": PASSAGE, "question": QUESTION, "options": OPTIONS, "answer": 1, "type": {"Categorical Reasoning": True}}
+
+
+@pytest.mark.parametrize("record", [LOGIQA, LOGIQA | {"correct_option": "B"}, LOGIQA_2], ids=["logiqa", "letter", "logiqa 2"])
+def test_logiqa_is_read_with_its_passage(record, tmp_path):
+    path = tmp_path / "logiqa.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    [row] = read_problems(get_task("multiple_choice"), str(path), None, split="test")
+    listed = "\nA. All fly.\nB. One flies.\nC. None flies.\nD. All are birds."
+    assert (
+        row["prompt"] == f"{PASSAGE}\n{QUESTION}{listed}\nAnswer:" and row["question"] == row["group"] == f"{PASSAGE}\n{QUESTION}{listed}"
+    )
+    assert (row["completion"], row["letter"], row["choices"]) == (" B", "B", OPTIONS)
+
+
+def test_a_passage_may_be_absent_but_is_a_text():
+    task = get_task("multiple_choice")
+    for nothing in ({"context": None}, {"context": " "}, {}):
+        [row] = task.rows([("row 1", {key: value for key, value in LOGIQA.items() if key != "context"} | nothing)])
+        assert row["prompt"].startswith("Which follows?\nA. All fly.")
+    with pytest.raises(DataError, match=r"row 1: the passage is no text: \['a'\]"):
+        list(task.rows([("row 1", LOGIQA | {"context": ["a"]})]))
+    with pytest.raises(DataError, match="row 1: 4 is none of the 4 choices"):
+        list(task.rows([("row 1", LOGIQA | {"correct_option": 4})]))

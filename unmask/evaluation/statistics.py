@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -71,24 +71,49 @@ def cluster_bootstrap_mean(
         raise DataError(
             f"value {int(np.argmin(np.isfinite(row_values)))} to average is not finite", remedy="Drop the row or mend its score"
         )
+    values_N2 = np.stack([row_values, np.ones_like(row_values)], axis=1)
+    return cluster_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups, confidence, samples, seed)
+
+
+def cluster_bootstrap(
+    values_NC: np.ndarray,
+    statistic: Callable[[np.ndarray], np.ndarray],
+    groups: Sequence[int] | Sequence[str],
+    confidence: float = 0.95,
+    samples: int = 10_000,
+    seed: int = 0,
+) -> Interval:
+    """As `cluster_bootstrap_mean`, of a function of the sums of the columns over the rows.
+
+    Args:
+        values_NC: what is added up of each row.
+        statistic: its values [R] at sums [R, C].
+    """
     names, cluster_of_row = np.unique(np.asarray(groups), return_inverse=True)
-    if cluster_of_row.shape != row_values.shape:
+    if cluster_of_row.shape != values_NC.shape[:1]:
         raise DataError(
-            f"{cluster_of_row.size} groups for {row_values.size} values", remedy="Name one group (a number or a string) per value"
+            f"{cluster_of_row.size} groups for {len(values_NC)} values", remedy="Name one group (a number or a string) per value"
         )
-    mean, clusters = float(row_values.mean()), len(names)
+    value, clusters = float(statistic(values_NC.sum(axis=0, keepdims=True))[0]), len(names)
     if clusters == 1:
-        return Interval(mean, -math.inf, math.inf)
-    sums = np.bincount(cluster_of_row, weights=row_values)
-    counts = np.bincount(cluster_of_row)
+        return Interval(value, -math.inf, math.inf)
+    sums_CG = [np.bincount(cluster_of_row, weights=values_N) for values_N in values_NC.T]
     rng = np.random.default_rng(seed)
     rows_at_once = max(1, RESAMPLED_AT_ONCE // clusters)
-    means = []
+    drawn = []
     for start in range(0, samples, rows_at_once):
         draws = rng.integers(clusters, size=(min(rows_at_once, samples - start), clusters))
-        means.append(sums[draws].sum(axis=1) / counts[draws].sum(axis=1))
-    low, high = np.quantile(np.concatenate(means), [0.5 - confidence / 2, 0.5 + confidence / 2])
-    return Interval(mean, float(low), float(high))
+        drawn.append(statistic(np.stack([sums_G[draws].sum(axis=1) for sums_G in sums_CG], axis=1)))
+    low, high = np.quantile(np.concatenate(drawn), [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return Interval(value, float(low), float(high))
+
+
+def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
+    """A mean with its interval over groups; where all rows agree there is nothing to resample, and Wilson's interval tells."""
+    if set(values) in ({0.0}, {1.0}):
+        count = len(set(groups))
+        return wilson_interval(int(values[0]) * count, count)
+    return cluster_bootstrap_mean(values, groups)
 
 
 def paired_difference(

@@ -74,6 +74,8 @@ class Task(abc.ABC):
     """What the chat format asks for, before the problem."""
     published: ClassVar[Mapping[str, Component]] = {}
     """The components of the published reward (of d1, Zhao et al. 2025, unless the task says otherwise), by name."""
+    reference: ClassVar[str | None] = None
+    """The column with the text that a completion should resemble, for ROUGE and BLEU; None: likeness means nothing here."""
     max_completion: int | None = None
     """Tokens (for a character tokenizer) of the longest right completion, and one for the end of sequence; None: the sampler says."""
 

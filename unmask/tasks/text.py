@@ -13,8 +13,9 @@ from unmask.tasks.base import Row, Task
 from unmask.tasks.files import require_names
 
 QUESTIONS = ("query", "question", "ctx")
-CHOICES = ("choices", "endings")
-GOLD = ("gold", "label", "answerKey", "answer")
+CHOICES = ("choices", "endings", "options")
+GOLD = ("gold", "label", "answerKey", "answer", "correct_option")
+PASSAGES = ("context", "text")
 PROMPTS = ("prompt", "context", "question")
 ANSWERS = ("completion", "continuation", "answer")
 
@@ -22,8 +23,9 @@ ANSWERS = ("completion", "continuation", "answer")
 class MultipleChoice(Task):
     """A question with lettered choices; the answer is the letter.
 
-    Records have the question (`query`, `question` or `ctx`), a list of choices (`choices` or `endings`), and the number of the right
-    one, from 0, or its letter (`gold`, `label`, `answerKey` or `answer`): PIQA, ARC, HellaSwag and the like.
+    Records have the question (`query`, `question` or `ctx`), a list of choices (`choices`, `endings` or `options`), and the number of
+    the right one, from 0, or its letter (`gold`, `label`, `answerKey`, `answer` or `correct_option`): PIQA, ARC, HellaSwag, LogiQA and
+    the like. A passage that the question is about (`context`, or `text` as in LogiQA 2) stands before it.
     """
 
     name = "multiple_choice"
@@ -41,6 +43,10 @@ class MultipleChoice(Task):
         if not (isinstance(question, str) and question.strip() and texts and 2 <= len(choices) <= len(ascii_uppercase)):
             what = f"not a question with 2 to {len(ascii_uppercase)} choices: {question!r:.40}, {choices!r:.40}"
             raise DataError(what, where=where, remedy="Write the question as text and the choices as a list of texts.")
+        passage = next((record[name] for name in PASSAGES if record.get(name) is not None), "")
+        if not isinstance(passage, str):
+            raise DataError(f"the passage is no text: {passage!r:.40}", where=where, remedy="Write it as a string, or leave it out.")
+        question = f"{passage.strip()}\n{question.strip()}".strip()
         letters = ascii_uppercase[: len(choices)]
         position = letters.index(gold) if gold in list(letters) else _index(gold)
         if not 0 <= position < len(choices):
@@ -48,10 +54,10 @@ class MultipleChoice(Task):
             raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter.")
         listed = "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
         return {
-            "prompt": f"{question.strip()}{listed}\nAnswer:",
+            "prompt": f"{question}{listed}\nAnswer:",
             "completion": f" {letters[position]}",
-            "group": question.strip() + listed,
-            "question": question.strip() + listed,
+            "group": question + listed,
+            "question": question + listed,
             "letter": letters[position],
             "choices": list(choices),
         }
@@ -76,6 +82,7 @@ class Text(Task):
     name = "text"
     fields = ()
     columns = ("answer",)
+    reference = "answer"
     instructions = "Go on with the text. Give what comes next, and nothing else, between <answer> and </answer>."
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
