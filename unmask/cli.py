@@ -369,11 +369,11 @@ def inspect(
 @spread_configs
 def export(
     model: ModelConfig,
-    layout: Annotated[str, typer.Option(metavar="NAME", help="llada, dream or sdar.")],
+    layout: Annotated[str, typer.Option(metavar="NAME", help="llada, dream, sdar, or hf: a causal model as a stock one.")],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
-    """Write a model in the layout of a released family, for engines that serve it."""
+    """Write a model in the layout of a released family, or a causal one as a stock model, for engines that serve it."""
     claim_output(output, overwrite=overwrite)
 
     from unmask.models.families import export as write

@@ -8,10 +8,25 @@ from typing import Literal
 from pydantic import Field
 
 from unmask.config_base import Config
+from unmask.config_sampler import SamplerConfig
 from unmask.errors import ConfigError
 
 SERVED = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
 MEANT = {"local": {"backend"}, "server": SERVED, "vllm": SERVED | {"model", "sync"}}
+VLLM_READS = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
+VLLM_READS |= {"seed", "batch_size"}
+"""The settings of a sampler that mean something to a vLLM server."""
+
+
+def unread_by_vllm(sampler: SamplerConfig) -> str | None:
+    """The first setting, other than by default, that means nothing to a vLLM server, as it decodes token by token; None: all mean
+    something. The policy left_to_right is what it does."""
+    default = SamplerConfig()
+    for name in sorted(SamplerConfig.model_fields.keys() - VLLM_READS):
+        value = getattr(sampler, name)
+        if value != getattr(default, name) and (name, value) != ("policy", "left_to_right"):
+            return name
+    return None
 
 
 class RolloutConfig(Config):

@@ -25,6 +25,13 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
+FOR_ROLLOUTS = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
+"""What a vLLM is started with to sample for reinforcement learning (docs/generation.md has the whole command)."""
+FOR_ADAPTERS = ["--enable-lora", "--max-lora-rank", "8"]
+FOR_WEIGHTS_IN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+FOR_ADAPTERS_IN_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+MODULE = "vllm.entrypoints.openai.api_server"
+
 VLLM_PYTHON = os.environ.get("UNMASK_VLLM_PYTHON")  # read before a test forgets such variables
 
 
@@ -128,11 +135,11 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        settings = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **self.environment}
+        settings = {**FOR_WEIGHTS_IN_ENVIRONMENT, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **self.environment}
         options = ["--model", str(self.model), "--port", str(self.port), "--max-model-len", "256", "--enforce-eager", "--dtype", "float32"]
         options += ["--weight-transfer-config", '{"backend": "nccl"}'] if torch.cuda.device_count() > 1 else []
         with self.log.open("a") as out:
-            command = [str(self.python), "-m", "vllm.entrypoints.openai.api_server", *options, *self.options]
+            command = [str(self.python), "-m", MODULE, *options, *self.options]
             self.process = subprocess.Popen(command, env=os.environ | settings, stdout=out, stderr=out, start_new_session=True)
 
     def kill(self) -> None:

@@ -15,10 +15,20 @@ from typing import Any
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig
 
 import unmask
 from tests.generation.conftest import every_pattern, tiny
-from tests.generation.servers import FakeVLLM, Server, free_port, serving, write_model
+from tests.generation.servers import (
+    FOR_ADAPTERS,
+    FOR_ADAPTERS_IN_ENVIRONMENT,
+    FOR_ROLLOUTS,
+    FakeVLLM,
+    Server,
+    free_port,
+    serving,
+    write_model,
+)
 from tests.helpers import REPOSITORY
 from tests.serving.servers import copied, served
 from unmask.config import LoraSettings, RolloutConfig, SamplerConfig
@@ -26,6 +36,7 @@ from unmask.errors import GenerationError
 from unmask.generation.backends import LocalBackend, ServerBackend, VLLMBackend, make_backend
 from unmask.generation.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.families import export
 from unmask.training.adapters import merged, with_adapters
 from unmask.training.grpo import make_rollout
 
@@ -206,6 +217,32 @@ def test_a_vllm_without_the_mask_token_is_refused_at_the_start(tmp_path):
         make_backend(to_vllm(url), tiny(), tmp_path)
 
 
+ADAPTERS_ELSEWHERE = [
+    (LoraConfig(target_modules=["q_proj"], use_dora=True), "use_dora"),
+    (LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"]), "modules_to_save"),
+    (LoraConfig(target_modules=["q_proj"], rank_pattern={"q_proj": 2}), "rank_pattern"),
+    (LoraConfig(target_modules=["q_proj"], alpha_pattern={"q_proj": 2}), "alpha_pattern"),
+    (LoraConfig(target_modules=["q_proj"], bias="lora_only"), "bias"),
+    (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "peft_type IA3"),
+]
+
+
+@pytest.mark.parametrize(("peft_config", "words"), ADAPTERS_ELSEWHERE, ids=[words for _, words in ADAPTERS_ELSEWHERE])
+def test_adapters_that_vllm_does_not_compute_are_refused_before_it_is_asked(peft_config, words, tmp_path):
+    error = rf"sync: vLLM does not compute adapters with {words} as they are trained\. Train plain LoRA adapters, or set sync to disk"
+    with pytest.raises(GenerationError, match=error):
+        make_backend(to_vllm("http://127.0.0.1:9", sync="lora"), with_adapters(tiny().frozen_copy(), peft_config), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sync", "words"), [("lora", "sync: a PhiForCausalLM has no adapters to send.*Train with lora"), ("nccl", "NCCL needs a GPU")]
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL finds a GPU here")
+def test_weights_that_cannot_be_sent_are_refused_before_vllm_is_asked(sync, words, tmp_path):
+    with pytest.raises(GenerationError, match=words):
+        make_backend(to_vllm("http://127.0.0.1:9", sync=sync), tiny(), tmp_path)
+
+
 def test_vllm_reads_whole_weights_from_a_folder(fake, tmp_path):
     lm = tiny()
     vllm, url = fake(lm)
@@ -223,9 +260,7 @@ def test_vllm_reads_whole_weights_from_a_folder(fake, tmp_path):
 def test_vllm_serves_adapters_under_a_name_of_their_own(fake, tmp_path):
     lm = tiny()
     vllm, url = fake(lm)
-    backend = make_backend(to_vllm(url, sync="lora"), lm, tmp_path)
-    with pytest.raises(GenerationError, match=r"sync: a PhiForCausalLM has no adapters to send"):
-        backend.sync(lm, 0)
+    backend = make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path)
     vllm.version = "/run/rollout_weights/step-9"
     with pytest.raises(GenerationError, match=r"the server's own weights are from /run/rollout_weights/step-9\. Start the server again"):
         backend.sync(adapted(lm), 0)
@@ -243,7 +278,7 @@ def test_vllm_serves_adapters_under_a_name_of_their_own(fake, tmp_path):
 def test_every_process_asks_vllm_for_the_adapters_that_the_first_one_sent(fake, tmp_path, monkeypatch):
     lm = tiny()
     vllm, url = fake(lm)
-    first, second = (make_backend(to_vllm(url, sync="lora"), lm, tmp_path) for _ in range(2))
+    first, second = (make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path) for _ in range(2))
     first.sync(adapted(lm), 0)
     monkeypatch.setenv("RANK", "1")
     second.sync(adapted(lm), 0)
@@ -257,7 +292,7 @@ def test_every_process_asks_vllm_for_the_adapters_that_the_first_one_sent(fake, 
 def test_a_vllm_that_lost_the_weights_is_given_them_again_and_samples_all_anew(fake, tmp_path, sync):
     lm = tiny()
     vllm, url = fake(lm)
-    backend = make_backend(to_vllm(url, sync=sync), lm, tmp_path)
+    backend = make_backend(to_vllm(url, sync=sync), lm if sync == "disk" else adapted(lm), tmp_path)
     backend.sync(changed(lm) if sync == "disk" else adapted(lm), 0)
     done = len(vllm.asked)
     vllm.restarts = 1
@@ -321,9 +356,9 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """With the mask token, adapters, and the log-probabilities that are sampled with."""
     stock, model = tmp_path_factory.mktemp("stock"), tmp_path_factory.mktemp("model")
     write_model(stock, seed=0)
-    unmask.load(stock).save(model)
-    options = ["--enable-lora", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-    with Server(model, tmp_path_factory.mktemp("vllm") / "log.txt", options, VLLM_ALLOW_RUNTIME_LORA_UPDATING="True") as server:
+    export(unmask.load(stock), model, "hf")
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    with Server(model, log, [*FOR_ROLLOUTS, *FOR_ADAPTERS], **FOR_ADAPTERS_IN_ENVIRONMENT) as server:
         yield server
 
 
@@ -335,7 +370,7 @@ def test_vllm_samples_from_the_weights_that_are_trained(vllm, tmp_path, sync):
     prompts = [lm.tokenizer(text).input_ids for text in ("Once upon a time", "The dog", "Lily and her mom went to the")]
     greedy = SamplerConfig(max_new_tokens=24, trace=True)
     drawn = greedy.model_copy(update={"temperature": 0.7})
-    backend = make_backend(to_vllm(vllm.url, sync=sync), lm, tmp_path)
+    backend = make_backend(to_vllm(vllm.url, sync=sync), lm if sync == "disk" else adapted(lm), tmp_path)
     assert isinstance(backend, VLLMBackend) and backend.processed
     for step in range(2):
         trained = changed(lm, step) if sync == "disk" else adapted(lm, step)

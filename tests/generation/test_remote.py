@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
 
 import unmask
-from tests.generation.servers import Server, echo, free_port, serving, write_model
+from tests.generation.servers import (
+    FOR_ADAPTERS,
+    FOR_ADAPTERS_IN_ENVIRONMENT,
+    FOR_ROLLOUTS,
+    FOR_WEIGHTS_IN_ENVIRONMENT,
+    MODULE,
+    Server,
+    echo,
+    free_port,
+    serving,
+    write_model,
+)
+from tests.helpers import REPOSITORY
 from unmask.config import SamplerConfig
+from unmask.config_files import read_recipe, recipe_names
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation.remote import RemoteError, RemoteLM
 
 TOKENIZER = character_tokenizer("abcdef")
+
+
+def test_the_command_of_the_docs_starts_a_server_as_the_tests_do():
+    text = (REPOSITORY / "docs/generation.md").read_text(encoding="utf-8")
+    [block] = [part for part in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if MODULE in part]
+    export, start = (shlex.split(line) for line in block.replace("\\\n", " ").strip().splitlines())
+    at = start.index("python")
+    environment = dict(setting.split("=") for setting in start[:at])
+    assert environment == FOR_WEIGHTS_IN_ENVIRONMENT | FOR_ADAPTERS_IN_ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert start[at : at + 3] == ["python", "-m", MODULE]
+    flags = read_flags(start[at + 3 :])
+    assert flags.keys() == read_flags([*FOR_ROLLOUTS, *FOR_ADAPTERS]).keys() | {"--model", "--port", "--tensor-parallel-size"}
+    assert flags.items() >= read_flags(FOR_ROLLOUTS).items()
+    assert flags["--tensor-parallel-size"] == "2" and flags["--model"] == read_flags(export[3:])["--output"]
+    recipes = [read_recipe(name) for name in recipe_names()]
+    assert int(flags["--max-lora-rank"]) == max(recipe["lora"]["r"] for recipe in recipes if "lora" in recipe)
+    assert export[:2] == ["unmask", "export"] and read_flags(export[3:])["--layout"] == "hf"
+
+
+def read_flags(words: list[str]) -> dict[str, str]:
+    """By the name of each flag, its value; empty for one without."""
+    return {word: "" if following.startswith("--") else following for word, following in pairwise([*words, "--"]) if word.startswith("--")}
 
 
 def test_an_absent_server_is_waited_for_no_longer_than_told():

@@ -365,7 +365,7 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
             lambda: make_diffusion(*stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"),
             "rope_par",
         ),
-        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar"),
+        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar, hf"),
     ],
 )
 def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, words):

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 import unmask
-from tests.generation.servers import FakeVLLM, Server, serving, write_model
+from tests.generation.servers import FOR_ADAPTERS, FOR_ADAPTERS_IN_ENVIRONMENT, FOR_ROLLOUTS, FakeVLLM, Server, serving, write_model
 from tests.serving.servers import copied, served
 from tests.training.conftest import PAIRS, equal, make, share_of_a, tiny, weights
 from unmask.config import LoraSettings
@@ -164,6 +164,40 @@ def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path)
         GRPOConfig(output_dir=str(tmp_path), method=rollout.pop("method", "diffu-grpo"), rollout=rollout)
 
 
+VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (VLLM | {"block_size": 32}, r"^block_size: means nothing to rollout\.backend 'vllm'.*Leave it out, or sample a diffusion model"),
+        (VLLM | {"steps": 64}, r"^steps: means nothing to rollout\.backend 'vllm'"),
+        (VLLM | {"policy": "entropy"}, r"^policy: means nothing to rollout\.backend 'vllm'"),
+        (
+            {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
+            r"^rollout\.sync: NCCL needs a GPU.*Use disk or lora",
+        ),
+        (VLLM | {"masking": "diffusion"}, r"^masking: a causal model's likelihood is exact.*Leave it out"),
+        (VLLM | {"prompt_mask_rate": 0.3}, r"^prompt_mask_rate: diffu-grpo does not read it of a causal model.*Leave it out"),
+        (VLLM | {"method": "spg", "importance_cap": None, "samples": 3}, r"^samples: spg does not read it of a causal model"),
+        (
+            {"importance_cap": 3.0},
+            r"^importance_cap: rollout\.backend 'local' draws from the trained model itself.*set rollout.backend to vllm",
+        ),
+        ({"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}}, r"^importance_cap: rollout\.backend 'server'"),
+    ],
+)
+def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), **given)
+
+
+def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
+    made = GRPOConfig(output_dir=str(tmp_path), **VLLM, importance_cap=3.0, policy="left_to_right", rollout_batch_size=4, stop_at_eos=False)
+    assert made.corrected and made.importance_cap == 3.0
+    assert GRPOConfig(output_dir=str(tmp_path), **VLLM, method="just-grpo", importance_cap=None).policy == "left_to_right"
+
+
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
     with pytest.raises(ConfigError, match=r"rollout\.backend: weights that are shared out cannot be sent to a server\. Use local"):
@@ -314,11 +348,7 @@ def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
     """Log-probabilities of server and trainer agree in every rollout, also after updates: the server has the new weights."""
     write_model(tmp_path / "stock", seed=0)
     load(tmp_path / "stock").save(tmp_path / "model")
-    options = ["--logprobs-mode", "processed_logprobs"]
-    environment = {}
-    if adapters:
-        options += ["--enable-lora", "--max-lora-rank", "8"]
-        environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    options, environment = (FOR_ROLLOUTS + FOR_ADAPTERS, FOR_ADAPTERS_IN_ENVIRONMENT) if adapters else (FOR_ROLLOUTS, {})
     with Server(tmp_path / "model", tmp_path / "log.txt", options, **environment) as server:
         args = GRPOConfig(
             output_dir=str(tmp_path / "run"),

@@ -27,6 +27,7 @@ from unmask.generation.remote import RemoteLM
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.generation.sampler import generate
 from unmask.generation.trace import Generation, Trace
+from unmask.generation.weights import check_nccl
 from unmask.generation.wire import OTHER_WEIGHTS, GenerateRequest, UpdateRequest, differences, model_facts, read_generation
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import first_line
@@ -140,15 +141,32 @@ class RemoteBackend:
 
     def check_weights(self, lm: DiffusionLM) -> None:
         """Raise GenerationError for a model whose weights do not stand alone, or has no adapters where these are asked for."""
+        if self.config.sync == "lora":
+            check_adapters(lm)
+            return
         kind = type(lm.model).__name__
-        if self.config.sync == "lora" and not hasattr(lm.model, "peft_config"):
-            raise GenerationError(f"a {kind} has no adapters to send", where="sync", remedy="Train with lora, or set sync to disk")
-        if self.config.sync != "lora" and not isinstance(lm.model, PreTrainedModel):
+        if not isinstance(lm.model, PreTrainedModel):
             raise GenerationError(f"the weights of a {kind} do not stand alone", where="sync", remedy="Merge its adapters before")
 
     def send(self) -> None:
         """Have the server take the weights."""
         raise NotImplementedError
+
+
+def check_adapters(lm: DiffusionLM) -> None:
+    """Raise GenerationError for a model without adapters, or with some that vLLM does not compute as they are trained."""
+    adapters = getattr(lm.model, "peft_config", None)
+    if adapters is None:
+        what = f"a {type(lm.model).__name__} has no adapters to send"
+        raise GenerationError(what, where="sync", remedy="Train with lora, or set sync to disk")
+    for config in adapters.values():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        foreign = [] if kind == "LORA" else [f"peft_type {kind}"]
+        foreign += [name for name in ("use_dora", "modules_to_save", "rank_pattern", "alpha_pattern") if getattr(config, name, None)]
+        foreign += ["bias"] if getattr(config, "bias", "none") != "none" else []
+        if foreign:
+            what = f"vLLM does not compute adapters with {', '.join(foreign)} as they are trained"
+            raise GenerationError(what, where="sync", remedy="Train plain LoRA adapters, or set sync to disk, which sends them merged")
 
 
 class ServerBackend(RemoteBackend):
@@ -194,9 +212,7 @@ class ServerBackend(RemoteBackend):
 class VLLMBackend(RemoteBackend):
     """A vLLM server, for causal models. Its tokens are drawn with noise of its own; those of temperature 0 are the same as in process.
 
-    Start it from a model that Unmask saved, whose vocabulary has the mask token:
-        VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --logprobs-mode processed_logprobs --generation-config vllm
-    and for sync "lora" with VLLM_ALLOW_RUNTIME_LORA_UPDATING=True and --enable-lora, for "nccl" as `RemoteLM.update_weights` says.
+    Start it from a model that Unmask saved or exported, whose vocabulary has the mask token; docs/generation.md has the command.
 
     Of the traces, `sampled_log_probs` are those that tokens were drawn with if the server computes "processed_logprobs". In its default
     mode they are known at temperature 0 and, but for the share of the mask token, at temperature 1 without filters; else they are
@@ -204,7 +220,8 @@ class VLLMBackend(RemoteBackend):
     `entropies` are empty.
 
     Raises:
-        GenerationError: the model is not causal, or the server is absent or holds one without the mask token.
+        GenerationError: the model is not causal, the weights cannot be sent as `sync` says, or the server is absent or holds a model
+            without the mask token.
     """
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
@@ -212,6 +229,10 @@ class VLLMBackend(RemoteBackend):
             shift = "" if lm.logit_shift else " without logit shift"
             what = f"vLLM decodes token by token, and this model is {lm.attention}{shift}"
             raise GenerationError(what, where="backend", remedy="Use backend 'server' or 'local'")
+        if config.sync == "lora":
+            check_adapters(lm)
+        if config.sync == "nccl":
+            check_nccl()
         super().__init__(config, lm, folder)
         self.adapter = f"unmask-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"  # runs with adapters may share a server
         options: dict[str, Any] = {"timeout": config.timeout, "patience": config.patience, "api_key": self.api_key}
@@ -282,6 +303,6 @@ class VLLMBackend(RemoteBackend):
                 if error.status != BAD_REQUEST:
                     raise
                 what = f"the server does not know the mask token ({error.what})"
-                remedy = "Start it from a model that Unmask saved"
+                remedy = "Start it from a model that Unmask saved, or exported with --layout hf"
                 raise GenerationError(what, where=str(self.config.url), remedy=remedy) from error
         return max(map(abs, log_probs)) < 0.1

@@ -1,6 +1,6 @@
 """A causal model on a vLLM server, by the interface of `unmask.generate`: completions with log-probabilities, and new weights.
 
-The server is started by its own means (`vllm serve MODEL`, with VLLM_SERVER_DEV_MODE=1 for new weights); docs/generation.md tells how.
+The server is started by its own means; docs/generation.md has the command.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
+from unmask.config_rollout import unread_by_vllm
 from unmask.diffusion.noise import sequence_key
 from unmask.errors import GenerationError
 from unmask.generation.http import HttpClient
@@ -22,8 +23,6 @@ from unmask.generation.requests import checked_keys, encode_all
 from unmask.generation.trace import Generation
 from unmask.generation.weights import nccl_sender
 
-MEANT = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
-MEANT |= {"seed", "batch_size"}
 BANNED = -100.0  # the least bias that a server accepts
 
 
@@ -69,10 +68,8 @@ class RemoteLM:
             RemoteError: it stays away or silent; what was completed before is kept there.
         """
         config = config or SamplerConfig()
-        default = SamplerConfig()
-        for name in sorted(SamplerConfig.model_fields.keys() - MEANT):
-            if getattr(config, name) != getattr(default, name):
-                raise GenerationError("means nothing to a causal server", where=name, remedy="Leave it out")
+        if (name := unread_by_vllm(config)) is not None:
+            raise GenerationError("means nothing to a causal server", where=name, remedy="Leave it out")
         encoded = encode_all(self.tokenizer, prompts, "prompts")
         bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
         done: dict[int, tuple[list[int], list[float]]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,15 @@ class ControlPlane:
         self._call("POST", "/shutdown_weight_transfer_engine")
 
 
+def check_nccl() -> None:
+    """Raise GenerationError without a GPU, or without vLLM beside this package."""
+    where, remedy = "update_weights", "Give a folder that the server can read instead (sync disk)"
+    if not torch.cuda.is_available():
+        raise GenerationError("NCCL needs a GPU on either side", where=where, remedy=remedy)
+    if importlib.util.find_spec("vllm") is None:
+        raise GenerationError("NCCL needs vLLM's sending side, which is not installed", where=where, remedy=f"Install vllm, or {remedy}")
+
+
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
     """What sends this model's weights, as they are at the time, with `send_weights()`.
 
@@ -47,14 +57,16 @@ def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
     Raises:
         GenerationError: no GPU, or no vLLM beside this package.
     """
-    where, remedy = "update_weights", "Give a folder that the server can read instead"
-    if not torch.cuda.is_available():
-        raise GenerationError("NCCL needs a GPU on either side", where=where, remedy=remedy)
+    check_nccl()
     try:
         from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
-        raise GenerationError(f"NCCL needs vLLM's sending side ({error})", where=where, remedy=f"Install vllm, or {remedy}") from error
+        what, remedy = (
+            f"NCCL needs vLLM's sending side ({error})",
+            "Install another vllm, or give a folder that the server can read instead",
+        )
+        raise GenerationError(what, where="update_weights", remedy=remedy) from error
     workers = call("GET", "/get_world_size")["world_size"]
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]

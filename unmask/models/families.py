@@ -33,6 +33,7 @@ from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import Pattern
 from unmask.models.card import write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.stock import export_stock, save_tokenizer
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
 QWEN_FIELDS = {
@@ -254,25 +255,31 @@ SDAR = Family(
     code={"configuration_sdar.py": SDAR_CONFIG_CODE},
 )
 FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR)}
+STOCK_LAYOUT = "hf"
 BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
 """Tokenizer classes that come as code with a model, and the model type whose class in transformers does the same."""
 
 
 def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
-    """Write a model in the layout of a released family: config.json, weights, tokenizer, model card.
+    """Write a model in the layout of a released family, or a causal one as stock: config.json, weights, tokenizer, model card.
 
     Args:
         lm: the model, with its adapters merged in.
         path: the folder, made if need be.
-        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift) or "sdar" (block-causal Qwen3).
+        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3) or "hf"
+            (a causal model of any architecture, `export_stock`).
 
     Raises:
         ConfigError: an unknown layout.
         ModelError: a model that the layout cannot express; nothing is written.
     """
+    if layout == STOCK_LAYOUT:
+        export_stock(lm, path)
+        return
     if layout not in FAMILIES:
-        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join(FAMILIES)}")
+        remedy = f"Use one of {', '.join([*FAMILIES, STOCK_LAYOUT])}"
+        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=remedy)
     family, folder = FAMILIES[layout], pathlib.Path(path)
     family.check(lm)
     if lm.mask_token_id != family.mask_token_id:
@@ -284,7 +291,7 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
         del state["lm_head.weight"]
     save_torch_state_dict({family.published_name(name): weight for name, weight in state.items()}, folder)
     lm.model.generation_config.save_pretrained(folder)
-    _save_tokenizer(lm.tokenizer, folder)
+    save_tokenizer(lm.tokenizer, folder)
     for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():
         (folder / name).write_text(text, encoding="utf-8")
     write_card(lm, folder)
@@ -309,18 +316,6 @@ def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, wher
         raise ModelError(f"the tokenizer has no mask token {mask_token_id}", where=where, remedy="Use the tokenizer of the released model")
     tokenizer.add_special_tokens({"mask_token": token})
     tokenizer.init_kwargs.pop("auto_map", None)  # to code that will not be saved beside it
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> None:
-    """As transformers 4 also reads it, which engines still use."""
-    tokenizer.save_pretrained(folder)
-    file = folder / "tokenizer_config.json"
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    if settings["tokenizer_class"] == "TokenizersBackend":
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(settings.get("extra_special_tokens"), list):
-        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
-    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _pattern(name: str) -> str:

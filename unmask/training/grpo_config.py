@@ -9,6 +9,7 @@ from typing import Any, Literal, Self, get_args
 
 from unmask.config import RolloutConfig, SamplerConfig, build_training_args
 from unmask.config_files import did_you_mean, read_recipe, recipe_names
+from unmask.config_rollout import unread_by_vllm
 from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method
 from unmask.methods.masking import MaskingStrategy, find_masking
@@ -131,7 +132,8 @@ class GRPOConfig(StageConfig):
         if self.corrected and "importance_cap" not in method.uses:
             what = f"the loss of {self.method} does not weigh tokens by how likely the server drew them"
             raise ConfigError(what, where="importance_cap", remedy="Set it to null, or use another method")
-        self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
+        sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
+        self._check_rollouts(sampler.model_copy(update={"trace": False}))
 
     def _unless_given(self, each: Field[Any]) -> Any:
         """What a setting is by itself."""
@@ -188,6 +190,20 @@ class GRPOConfig(StageConfig):
             raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
         if self.reference_sync_steps is not None and self.reference_model is not None:
             raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
+
+    def _check_rollouts(self, sampler: SamplerConfig) -> None:
+        """Refuse settings that the backend of the rollouts has no use for."""
+        if self.rollouts.backend == "vllm":  # of a causal model, so that nothing is denoised and its likelihood is exact
+            if (name := unread_by_vllm(sampler)) is not None:
+                what = "means nothing to rollout.backend 'vllm', which decodes a causal model token by token"
+                raise ConfigError(what, where=name, remedy="Leave it out, or sample a diffusion model with rollout.backend local or server")
+            find_masking(self, exact=True)
+            self.refuse_unread(None, exact=True)
+            if self.rollouts.sync == "nccl" and self.use_cpu:
+                raise ConfigError("NCCL needs a GPU on either side", where="rollout.sync", remedy="Use disk or lora, or leave use_cpu out")
+        elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
+            what = f"rollout.backend {self.rollouts.backend!r} draws from the trained model itself, so that nothing is corrected"
+            raise ConfigError(what, where="importance_cap", remedy="Leave it out, or set rollout.backend to vllm")
 
     @property
     def corrected(self) -> bool:

@@ -1,0 +1,76 @@
+"""Export of a causal model as a stock one, for transformers and for servers that know nothing of Unmask."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from unmask.errors import ModelError
+from unmask.models.card import HISTORY_KEY, write_card
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+
+
+def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
+    """Write a causal model as its architecture in transformers is saved: config.json without Unmask's own keys, weights, tokenizer, card.
+
+    The mask token stays in the vocabulary, which rollouts from a vLLM server need; generation_config.json has transformers never
+    produce it.
+
+    Raises:
+        ModelError: a model that is not causal, or that is no plain class of transformers; nothing is written.
+    """
+    _check(lm)
+    folder = pathlib.Path(path)
+    config, own = lm.model.config, {}
+    for name in (SETTINGS_KEY, HISTORY_KEY):
+        if hasattr(config, name):
+            own[name] = getattr(config, name)
+            delattr(config, name)
+    try:
+        lm.model.save_pretrained(folder)
+    finally:
+        for name, value in own.items():
+            setattr(config, name, value)
+    generation = copy.deepcopy(lm.model.generation_config)
+    generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), lm.mask_token_id})
+    generation.save_pretrained(folder)
+    _name_rotary_base(folder / "config.json")
+    save_tokenizer(lm.tokenizer, folder)
+    write_card(lm, folder)
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> None:
+    """As transformers 4 also reads it, which engines still use."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check(lm: DiffusionLM) -> None:
+    if not lm.autoregressive or lm.causal_context or lm.has_time_embedding:
+        shift = "" if lm.logit_shift else " without logit shift"
+        remedy = "Use --layout llada, dream or sdar, or serve it with `unmask serve`"
+        raise ModelError(f"a stock model is causal, and this one is {lm.attention}{shift}", where="layout", remedy=remedy)
+    kind = type(lm.model)
+    if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
+        remedy = "Merge its adapters before, or use an architecture that comes with transformers"
+        raise ModelError(f"{kind.__name__} is no plain class of transformers", where="layout", remedy=remedy)
+    if getattr(lm.model, "is_quantized", False):
+        raise ModelError("its weights are quantised", where="layout", remedy="Load it without model.quantization")
+
+
+def _name_rotary_base(file: pathlib.Path) -> None:
+    """Say the rotary embedding's base by its name in transformers 4 too, which would take the default in its place."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    rotary = settings.get("rope_parameters") or {}
+    if "rope_theta" in rotary and "rope_theta" not in settings:
+        settings["rope_theta"] = rotary["rope_theta"]
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
