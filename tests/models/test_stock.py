@@ -52,6 +52,7 @@ def test_transformers_never_generates_the_mask_token(tmp_path):
         lm.model.get_output_embeddings().weight[lm.mask_token_id] = 100 * lm.model.get_output_embeddings().weight[5]
     export(lm, tmp_path, "hf")
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert plain.generation_config.suppress_tokens == [lm.mask_token_id] and not plain.generation_config._from_model_config
     ids = random_ids(4, 3)
     assert (plain(ids).logits.argmax(-1) == lm.mask_token_id).any()
     made = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)

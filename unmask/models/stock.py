@@ -36,6 +36,7 @@ def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
             setattr(config, name, value)
     generation = copy.deepcopy(lm.model.generation_config)
     generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), lm.mask_token_id})
+    generation._from_model_config = False  # else transformers may make it again, without these tokens
     generation.save_pretrained(folder)
     _name_rotary_base(folder / "config.json")
     save_tokenizer(lm.tokenizer, folder)
