@@ -15,6 +15,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+from torch._dynamo.backends import registry
 from transformers import training_args
 
 from tests.models.test_flash import by_definition
@@ -280,6 +281,47 @@ def dynamo_as_it_was():
 )
 def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_size, tmp_path):
     assert 1 <= compiled_run(tmp_path, verb, attention, block_size, "eager") <= 3  # one, and one for sizes that vary
+
+
+@pytest.mark.usefixtures("dynamo_as_it_was")
+@pytest.mark.parametrize(
+    ("verb", "attention", "block_size"),
+    [
+        *[(verb, "bidirectional", None) for verb in ("sft", "dpo")],
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in (("pretrain", "causal", None), ("sft", "block_causal", 2))],
+        *[pytest.param("grpo", *pattern, marks=pytest.mark.slow) for pattern in (ATTENTIONS[0], ("causal", None))],
+    ],
+)
+def test_every_pass_of_the_policy_runs_compiled_and_in_few_graphs(verb, attention, block_size, tmp_path, monkeypatch):
+    """Training, rollouts, scoring and evaluation alike."""
+    ran: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        number = len(compiled)
+        compiled.append(graph)
+        return lambda *args: (ran.append(number), graph.forward(*args))[1]
+
+    compiled: list[Any] = []
+    monkeypatch.setitem(registry._COMPILER_FNS, "eager", backend)
+    rows = {"eval_dataset": PAIRS[:3]} if verb in ("sft", "grpo") else {}
+    trainer = prepared(verb, tmp_path, tiny(attention, block_size), max_steps=4, torch_compile=True, torch_compile_backend="eager", **rows)
+    passes: list[bool] = []
+    run = DiffusionLM._run
+
+    def counting(lm: DiffusionLM, *args: Any) -> Any:
+        if getattr(lm.model, "module", lm.model) is not trainer.lm.model:
+            return run(lm, *args)  # a reference
+        before = len(ran)
+        out = run(lm, *args)
+        passes.append(len(ran) > before)
+        return out
+
+    monkeypatch.setattr(DiffusionLM, "_run", counting)
+    trainer.train()
+    if rows:
+        trainer.evaluate()
+    assert len(passes) >= 4 and all(passes), passes
+    assert len(compiled) <= 8
 
 
 @pytest.mark.slow

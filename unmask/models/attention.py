@@ -256,7 +256,8 @@ def unmask_attention(
     if s_aux is not None or position_bias is not None:
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
     mask = unmask_mask.within(sliding_window)
-    groups = query_BHQD.shape[1] // key_BHKD.shape[1]
+    groups = getattr(module, "num_key_value_groups", None)  # to a compiler the shape of what a cache holds is no constant
+    groups = query_BHQD.shape[1] // key_BHKD.shape[1] if groups is None else groups
     if mask.documents is not None and flash.usable(query_BHQD) and dropout == 0 and softcap is None:
         return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
     if flex.usable(query_BHQD) and dropout == 0:

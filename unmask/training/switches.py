@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DistributedType
+from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations import HfTrainerDeepSpeedConfig
@@ -153,6 +154,12 @@ def check_sharding(args: Any, lm: DiffusionLM) -> None:
     sharded = args.fsdp or (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3
     if sharded and hasattr(lm.model, "merge_and_unload"):
         raise ConfigError("adapters cannot be merged into sharded weights", where="lora", remedy="Use zero1 or zero2, or no sharding")
+
+
+def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
+    """Compile the model itself. Accelerate would compile a wrapper, which rollouts, scoring and evaluation do not go through."""
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+    lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
 
 def with_own_state(args: Any) -> Any:

@@ -39,7 +39,7 @@ from unmask.training.means import Means
 from unmask.training.memory import memory_metrics
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
-from unmask.training.switches import check_flash_attention, check_sharding
+from unmask.training.switches import check_flash_attention, check_sharding, compile_in_place
 from unmask.training.trackers import direct
 
 if TYPE_CHECKING:
@@ -112,8 +112,6 @@ class DiffusionTrainer(EvaluatingTrainer):
         check_sharding(args, self.lm)
         check_flash_attention(args, self.lm)
         self.lm.flash_attention = args.flash_attention
-        if args.torch_compile:  # the rows asked for hang on the head, and their number is another at each step
-            torch._dynamo.config.force_nn_module_property_static_shapes = False
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self.means = Means()
         self.metrics = log or RunLog(folder=Path(str(args.output_dir)))
@@ -130,6 +128,8 @@ class DiffusionTrainer(EvaluatingTrainer):
             callbacks=[*(callbacks or []), self._run_callback],
             **trainer_arguments,
         )
+        if args.torch_compile:
+            compile_in_place(self.lm, args, self.accelerator)
         direct(self.callback_handler.callbacks, args.logging_dir)
         for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(other)
