@@ -21,7 +21,7 @@ from unmask.config import ModelConfig, RunConfig, SamplerConfig
 from unmask.config_files import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "serve", "demo"]
+ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
 REQUIRED = ["--model", "m", "--output"]
 
 
@@ -410,6 +410,38 @@ def test_evaluate_measures_one_thing(what: list[str], model: dict[str, Any]) -> 
     result = run("evaluate", "m", *what)
     assert result.exit_code == 2
     assert "either --task or --likelihood" in result.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        (["--learning_rate", "1e-6"], "training.learning_rate=1e-6"),
+        (["--learning-rate=1e-6", "--model", "m"], "training.learning_rate=1e-6"),
+        (["--model", "m", "--max-rows", "-1"], "data.max_rows=-1"),
+        (["--bf16", "--model", "m"], "training.bf16=VALUE"),
+        (["training.beta=1", "--seed"], "training.seed=VALUE"),
+        (["--temperature", "0.5"], "temperature=0.5"),
+    ],
+)
+def test_a_bare_flag_that_is_a_setting_shows_the_form_that_works(verb: str, flags: list[str], form: str) -> None:
+    result = run(verb, *flags)
+    assert result.exit_code == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: --")]
+    assert len(errors) == 1 and "is a setting, not an option" in errors[0] and errors[0].endswith(form), result.stderr
+
+
+def test_a_column_of_text_and_a_setting_of_one_verb_are_found_where_they_are() -> None:
+    for verb, flag, form in [
+        ("dpo", "--beta", "training.beta=3"),
+        ("grpo", "--beta", "training.beta=3"),
+        ("sft", "--text_column", "data.text_column=3"),
+        ("sft", "--lora", None),
+        ("sft", "--beta", None),
+        ("sft", "--nonsense", None),
+    ]:
+        error = run(verb, flag, "3").stderr
+        assert (f"Write {form}" in error) if form else ("No such option" in error and "Write" not in error)
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

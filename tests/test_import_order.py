@@ -13,7 +13,7 @@ from tests.helpers import REPOSITORY
 
 ORDER = [
     *["errors", "config", "monitor", "tables", "sandbox", "rewards", "tasks", "data"],
-    *["models", "diffusion", "generation", "objectives", "methods", "evaluation", "training", "serving"],
+    *["models", "diffusion", "generation", "objectives", "methods", "evaluation", "training", "serving", "migration"],
     *["unmask", "demo", "cli", "__main__"],
 ]
 WITHOUT_TORCH = {"rewards", "sandbox", "tasks"}

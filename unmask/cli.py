@@ -42,13 +42,21 @@ class Commands(TyperGroup):
 
 
 class TrainingCommand(TyperCommand):
-    """`--resume` takes a path or nothing: what follows it is one unless it is an option or a setting."""
+    """`--resume` takes a path or nothing: what follows it is one unless it is an option or a setting. Of an option that is a setting, the
+    error shows the form that works."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         following = [*args[1:], "-"]
         bare = [arg == "--resume" and (after.startswith("-") or "=" in after) for arg, after in zip(args, following, strict=False)]
         given = ["--resume=" if empty else arg for arg, empty in zip(args, bare, strict=True)]
-        return super().parse_args(ctx, given)
+        try:
+            return super().parse_args(ctx, list(given))
+        except Exception as error:
+            if option := getattr(error, "option_name", None):  # of an exception that typer does not export
+                from unmask.training.flags import refuse_bare_flag
+
+                refuse_bare_flag(str(ctx.info_name), option, given)
+            raise
 
 
 app = typer.Typer(
@@ -137,9 +145,11 @@ def train(
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:
     """Body of every training verb; the options are short for overrides."""
+    from unmask.migration.formats import refuse_old
     from unmask.training.variables import older_layers
 
     verb = str(ctx.info_name)
+    refuse_old(config or [])
     accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
@@ -393,6 +403,30 @@ def serve(
 
     with open_port(host, port) as listener:
         run(load_model(model), listener)
+
+
+@app.command(epilog="Example: unmask migrate train.yaml gsm_base.sbatch --output gsm.yaml")
+def migrate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configurations that belong together; later ones win.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the config goes; unset: to stdout.")] = None,
+    form: Annotated[str | None, typer.Option("--format", metavar="NAME", help="The format, where the keys do not tell it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it is there.")] = False,
+) -> None:
+    """Turn configurations of d1, dLLM, TRL and others into one of ours; a table on stderr says what changed and why."""
+    if output and output.exists() and not overwrite:
+        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
+    from unmask.migration.migrate import migrate as read
+    from unmask.monitor import write_atomic
+
+    found = read(files, form)
+    with contextlib.redirect_stdout(sys.stderr):
+        show_table(found.table(), title=found.titles, head=["old", "", "new", "why"])
+    command = f"unmask {found.verb or 'VERB'} --config {output or 'FILE'}"
+    typer.echo(f"for: {' '.join([command, *found.missing])}", err=True)
+    if output:
+        write_atomic(output, found.to_yaml())
+    else:
+        typer.echo(found.to_yaml(), nl=False)
 
 
 @app.command()

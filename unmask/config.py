@@ -9,7 +9,7 @@ import dataclasses
 import os
 import re
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -258,14 +258,7 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
     Raises:
         ConfigError: an unknown key, a wrong type, or a value that `cls` refuses.
     """
-    known = {field.name for field in dataclasses.fields(cls) if field.init} - fixed.keys()  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls, include_extras=True)
-    for key in mapping:
-        if key in fixed:
-            raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section.")
-        if key not in known:
-            raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
-    values = {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
+    values = checked_fields(cls, mapping, where, fixed)
     try:
         return cls(**values, **fixed)
     except UnmaskError as error:
@@ -276,6 +269,26 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
         ]
         key = f"{where}.{named[0]}" if len(named) == 1 else where
         raise ConfigError(str(error).rstrip("."), where=key, remedy="Change it in this section.") from error
+
+
+def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed: Collection[str] = ()) -> dict[str, Any]:
+    """The values of a section, each a field of a dataclass and of its type.
+
+    Args:
+        cls, mapping, where: as of `build_training_args`.
+        fixed: names of fields that the section may not set.
+
+    Raises:
+        ConfigError: an unknown key, or a wrong type.
+    """
+    known = {field.name for field in dataclasses.fields(cls) if field.init} - set(fixed)
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for key in mapping:
+        if key in fixed:
+            raise ConfigError("is set by the run itself", where=f"{where}.{key}", remedy="Remove it from this section.")
+        if key not in known:
+            raise ConfigError("is not a known key", where=f"{where}.{key}", remedy=did_you_mean(key, known))
+    return {key: checked(value, hints[key], f"{where}.{key}") for key, value in mapping.items()}
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:

@@ -223,18 +223,26 @@ def read_settings(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it is missing or malformed.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file.") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file.") from error
-    values = parse_yaml(text, str(path))
+    values = parse_yaml(read_text(path), str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`.")
     return values
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of settings.
+
+    Raises:
+        ConfigError: it is missing, or no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file.") from error
 
 
 def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:

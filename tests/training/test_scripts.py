@@ -1,4 +1,4 @@
-"""scripts/run.sh: a task and a mode become a run of reinforcement learning."""
+"""scripts/: thin callers of the command line, and a configuration of accelerate."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.utils import DistributedType
 
 from tests.helpers import REPOSITORY
 from tests.training.conftest import QUICK, SMALL
 from unmask.config_files import parse_yaml
 
-SCRIPT = REPOSITORY / "scripts" / "run.sh"
+SCRIPTS = REPOSITORY / "scripts"
 TOOLS = "/usr/bin:/bin"
 
 
-def run(*arguments: str | Path, path: str = TOOLS, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(SCRIPT), *map(str, arguments)]
+def run(*arguments: str | Path, script: str = "run.sh", path: str = TOOLS, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(SCRIPTS / script), *map(str, arguments)]
     return subprocess.run(command, env={"PATH": path, **environment}, capture_output=True, text=True, check=False, timeout=300)
 
 
@@ -43,11 +45,69 @@ def test_a_task_and_a_mode_are_words_of_the_command(recorder):
     assert run("gsm8k", "speed", "--config", "run.yaml", path=recorder).stdout.splitlines()[0] == ""
 
 
-@pytest.mark.parametrize("arguments", [[], ["sudoku"], ["--model", "m"], ["sudoku", "--model", "m"]])
-def test_without_a_task_and_a_mode_it_says_what_it_takes(arguments, recorder):
-    called = run(*arguments, path=recorder)
-    assert called.returncode == 2 and called.stderr.startswith("Usage: ") and called.stderr.endswith("error: give a task and a mode\n")
-    assert run("--help", path=recorder).stdout == called.stderr[: called.stderr.index("error: ")]
+def called_with(*arguments: str, script: str = "run.sh", path: str, **environment: str) -> list[str]:
+    """What the script hands to `unmask`."""
+    called = run(*arguments, script=script, path=path, **environment)
+    assert called.returncode == 0, called.stderr
+    return called.stdout.splitlines()[1:]
+
+
+def test_a_task_that_is_left_out_is_that_of_the_variable_and_a_mode_is_balanced(recorder):
+    model = {"DIFFU_MODEL_PATH": "m"}
+    balanced = ["grpo", "--recipe", "grpo-gsm8k", "--mode", "balanced"]
+    assert called_with(path=recorder, DIFFU_DATASET="gsm8k", **model) == balanced
+    assert called_with("gsm8k", path=recorder, **model) == balanced
+    assert called_with("lora.r=2", path=recorder, DIFFU_DATASET="gsm8k", **model) == [*balanced, "lora.r=2"]
+    assert called_with("--model", "n", path=recorder, DIFFU_DATASET="gsm8k") == [*balanced, "--model", "n"]
+    for arguments in ([], ["--model", "m"]):
+        called = run(*arguments, path=recorder)
+        assert called.returncode == 2 and called.stderr.startswith("Usage: ")
+        assert called.stderr.endswith("error: give a task, or set DIFFU_DATASET\n")
+        assert run("--help", path=recorder).stdout == called.stderr[: called.stderr.index("error: ")]
+
+
+def test_the_variable_does_not_stand_against_the_task_that_is_typed(tmp_path):
+    program = tmp_path / "unmask"
+    program.write_text('#!/bin/sh\necho "$DIFFU_DATASET"\n')
+    program.chmod(0o755)
+    path = f"{tmp_path}:{TOOLS}"
+    for dataset, words in [("gsm8k", "the task is sudoku; DIFFU_DATASET, gsm8k, is passed over"), ("sudoku", "")]:
+        called = run("sudoku", "balanced", "--model", "m", path=path, DIFFU_DATASET=dataset)
+        assert (called.returncode, called.stdout, called.stderr.strip()) == (0, "\n", words)
+    called = run("sudoku", "balanced", "--model", "m", path=path, DIFFU_DATASET="data/rows.jsonl")
+    assert called.stdout == "data/rows.jsonl\n" and "the data are those of DIFFU_DATASET" in called.stderr
+
+
+def test_conversion_takes_the_configurations_and_options_of_its_forerunner(recorder):
+    def handed(*arguments: str) -> list[str]:
+        return called_with(*arguments, script="convert.sh", path=recorder)
+
+    assert handed("--model", "m", "--data", "d", "--dry_run") == ["convert", "--recipe", "full", "--model", "m", "--data", "d", "--dry-run"]
+    files = ["--model_config", "m.yaml", "--training_config=t.yaml", "--hardware_config", "h.yaml", "--debug"]
+    assert handed(*files) == ["convert", "--config", "m.yaml", "--config", "t.yaml", "--config", "h.yaml", "--debug"]
+    resumed = ["convert", "--config", "c.yaml", "--resume", "runs/c/stage-2/checkpoint-10"]
+    assert handed("--config", "c.yaml", "--checkpoint", "runs/c/stage-2/checkpoint-10") == resumed
+    for arguments, words in [([], "give a model and data"), (["--checkpoint"], "--checkpoint needs a value")]:
+        refused = run(*arguments, script="convert.sh", path=recorder)
+        assert refused.returncode == 2 and words in refused.stderr
+    assert run("--help", script="convert.sh", path=recorder).stdout.startswith("Usage: ")
+
+
+def test_flags_of_preference_optimisation_become_settings(recorder):
+    flags = ["--model_name_or_path", "m", "--preference_data_path", "p.jsonl", "--output_dir", "o", "--learning_rate", "1e-6"]
+    settings = ["--diffusion_steps=4", "--gradient_checkpointing", "true", "training.beta=0.3", "--resume", "--config_file", "c.yaml"]
+    command = ["dpo", "--model", "m", "--data", "p.jsonl", "--output", "o", "training.learning_rate=1e-6"]
+    command += ["training.samples=4", "training.activation_checkpointing=true", "training.beta=0.3", "--resume", "--config", "c.yaml"]
+    assert called_with(*flags, *settings, script="dpo.sh", path=recorder) == command
+    for arguments, words in [([], "give a model and preferences"), (["--beta"], "--beta needs a value"), (["-x", "1"], "-x is no option")]:
+        refused = run(*arguments, script="dpo.sh", path=recorder)
+        assert refused.returncode == 2 and words in refused.stderr
+    assert run("--help", script="dpo.sh", path=recorder).stdout.startswith("Usage: ")
+
+
+def test_the_launcher_of_three_gpus_is_read_by_accelerate():
+    config = load_config_from_file(str(SCRIPTS / "accelerate-a40-x3.yaml"))
+    assert (config.distributed_type, config.mixed_precision, config.num_processes) == (DistributedType.MULTI_GPU, "bf16", 3)
 
 
 def test_what_is_missing_is_told(recorder):

@@ -25,6 +25,9 @@ def read(verb: str = "grpo", **environ: str) -> dict[str, Any]:
         ("DIFFU_MIXED_PRECISION", "bf16", {"training": {"bf16": True, "fp16": False}}),
         ("DIFFU_MIXED_PRECISION", "fp16", {"training": {"bf16": False, "fp16": True}}),
         ("DIFFU_MIXED_PRECISION", "no", {"training": {"bf16": False, "fp16": False}}),
+        ("DIFFU_MIXED_PRECISION", "0", {"training": {"bf16": False, "fp16": False}}),
+        ("DIFFU_MIXED_PRECISION", "False", {"training": {"bf16": False, "fp16": False}}),
+        ("DIFFU_MIXED_PRECISION", "OFF", {"training": {"bf16": False, "fp16": False}}),
         ("DIFFU_BATCH_SIZE", "12", {"training": {"per_device_train_batch_size": 12}}),
         ("GRPO_USE_VLLM", "1", {"training": {"rollout": {"backend": "vllm"}}}),
         ("GRPO_USE_VLLM", "False", {"training": {"rollout": {"backend": "local"}}}),
@@ -56,6 +59,20 @@ def test_a_variable_is_read_as_the_setting_that_took_its_place(name, text, setti
 def test_a_value_that_means_nothing_is_refused_by_the_name_of_its_variable(name, text):
     with pytest.raises(ConfigError, match=rf"environment variable {name}: '{text}' is refused\. It should be "):
         read(**{name: text})
+
+
+@pytest.mark.parametrize("text", ["true", "1", "Yes", "on"])
+def test_mixed_precision_that_is_on_is_bfloat16_wherever_there_is_any(text, monkeypatch):
+    def meant() -> str:
+        training = read(DIFFU_MIXED_PRECISION=text)["training"]
+        return " ".join(name for name, on in training.items() if on)
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert meant() == "bf16"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for supported, name in ((True, "bf16"), (False, "fp16")):
+        monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda including_emulation=True, found=supported: found)
+        assert meant() == name
 
 
 def test_each_has_its_rank():

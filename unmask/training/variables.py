@@ -63,9 +63,18 @@ def _switch(key: str, values: tuple[Any, Any] = (False, True)) -> Variable:
 
 
 def _precision(text: str) -> Settings:
+    """A switch that is on means bfloat16, but on a GPU without it float16."""
+    if text.lower() in SWITCH:
+        text = _fast_type() if SWITCH[text.lower()] else "no"
     if text not in ("bf16", "fp16", "no"):
         raise ValueError
     return {f"training.{name}": text == name for name in ("bf16", "fp16")}
+
+
+def _fast_type() -> str:
+    import torch
+
+    return "fp16" if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
 
 
 def _data(text: str) -> Settings:
@@ -86,7 +95,7 @@ def _address(text: str) -> Settings:
 OLDER = {
     "DIFFU_MODEL_PATH": Variable(lambda text: {"model.path": text}, "a folder or a hub name"),
     "DIFFU_DATASET": Variable(_data, "a built-in task, a file or a hub name"),
-    "DIFFU_MIXED_PRECISION": Variable(_precision, "bf16, fp16 or no"),
+    "DIFFU_MIXED_PRECISION": Variable(_precision, "bf16, fp16, or a switch, of which true is bf16 (on a GPU without it fp16)"),
     "DIFFU_BATCH_SIZE": _number("training.per_device_train_batch_size"),
 }
 OLDER_OF_GRPO = {

@@ -1,0 +1,258 @@
+"""`unmask migrate`: old configurations become ones that our own strict config accepts, and nothing is lost without a word."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.migration.examples import ACCELERATE, C_HARDWARE, C_MODEL, D1_YAML, EXAMPLES, Example
+from tests.training.conftest import unmask
+from unmask.config import RunConfig
+from unmask.config_files import parse_yaml
+from unmask.demo import DemoSettings, small_model
+from unmask.errors import ConfigError
+from unmask.migration.formats import FORMATS, candidates
+from unmask.migration.migrate import OWN_NAME, migrate
+from unmask.migration.rules import DroppedError
+from unmask.tasks import get_task
+from unmask.training.run import VERBS
+
+SAMPLES = (True, False, "true", "false", 1, 3, 0.5, "fp16", "bfloat16", "no", "1", "a/b", "sigmoid", "dapo", "linear", "sudoku", ["a"], {})
+
+
+def write(folder: Path, files: dict[str, str]) -> list[Path]:
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    return [folder / name for name in files]
+
+
+def value_of(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = config[part]
+    return config
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=EXAMPLES)
+def test_an_old_configuration_becomes_one_that_the_verb_accepts(example: Example, tmp_path):
+    out = tmp_path / "new.yaml"
+    files = write(tmp_path, example.files)
+    found = migrate(files)
+    assert (found.verb or "sft") == example.verb
+    called = unmask("migrate", *files, "--output", out)
+    assert called.exit_code == 0 and called.stdout == "", called.output
+    assert parse_yaml(out.read_text(), "new") == found.config
+    verb = [example.verb, "--config", out, "--print-config"]
+    options = [word for option in found.missing for word in option.partition(" or ")[0].split()]
+    printed = unmask(*verb, *options, "training.report_to=none")  # trackers that are absent are refused
+    assert printed.exit_code == 0, printed.output
+    config = parse_yaml(printed.stdout, "stdout")
+    config["training"]["report_to"] = found.config["training"].get("report_to")
+    assert {key: value_of(config, key) for key in example.settings} == example.settings
+    told = {change.old: change.why for change in found.changes if change.what == "dropped"}
+    assert set(example.dropped) <= told.keys() and all(told.values())
+
+
+def test_each_key_is_told_once_and_only_those_that_stay_as_they_are_go_without_a_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    (path,) = write(tmp_path, {"train.yaml": D1_YAML})
+    found = migrate([path])
+    told = [change for change in found.changes if change.what != "added"]
+    assert [change.old for change in told] == list(parse_yaml(D1_YAML, "d1"))
+    kept = {change.old for change in told if change.what == "kept"}
+    assert {"bf16", "adam_beta2", "beta", "num_generations"} <= kept
+    assert len(found.table()) == len(found.changes) - len(kept)
+    assert [row[0] for row in found.table() if row[1] == "added"] == [""] * sum(change.what == "added" for change in found.changes)
+    called = unmask("migrate", path)
+    assert parse_yaml(called.stdout, "stdout") == found.config
+    for words in ("model_path = my-llada", "random_masking", "for: unmask grpo --config FILE"):
+        assert words in called.stderr
+
+
+def test_what_several_keys_say_together_is_told_once(tmp_path):
+    (path,) = write(tmp_path, {"c.yaml": C_MODEL + "eval_steps: 10\n"})
+    rows = {row[0].partition(" = ")[0]: row for row in migrate([path]).table()}
+    assert "'rate': 0.5" in rows["stage1_epochs"][2]
+    assert rows["stage2_epochs"][2] == rows["stage3_epochs"][2] == "training.num_train_epochs, training.stages, as above"
+    assert rows["eval_steps"][1] == "kept" and "training.eval_strategy=steps" in rows["eval_steps"][3]
+
+
+def test_the_later_file_wins_and_the_row_says_so(tmp_path):
+    files = write(tmp_path, {"a.yaml": D1_YAML, "b.yaml": "generation_batch_size: 7\nblock_length: 16\n"})
+    assert migrate(files).config["training"]["rollout_batch_size"] == 7
+    files = write(
+        tmp_path, {"m.yaml": C_MODEL, "h.yaml": C_HARDWARE.replace("gradient_checkpointing: true", "gradient_checkpointing: false")}
+    )
+    found = migrate(files)
+    assert found.config["training"]["activation_checkpointing"] is False
+    assert "wins over an earlier key" in next(change.why for change in found.changes if change.old == "gradient_checkpointing")
+
+
+def test_weights_stay_in_float32_where_the_converter_had_them_in_float16(tmp_path):
+    (path,) = write(tmp_path, {"h.yaml": C_HARDWARE.replace("bfloat16", "float16")})
+    found = migrate([path]).config
+    assert found["model"]["dtype"] == "float32" and found["training"]["fp16"] is True and found["training"]["bf16"] is False
+
+
+@pytest.mark.parametrize(
+    ("text", "form", "steps"),
+    [
+        ("sync_ref_model: true\np_mask_prompt: 0.1\n", "diffu-grpo", 512),
+        ("sync_ref_model: true\nref_model_sync_steps: 9\n", "diffu-grpo", 9),
+        ("sync_ref_model: true\nref_model_sync_steps: 9\nbeta: 0\n", "diffu-grpo", None),
+        ("sync_ref_model: false\nref_model_sync_steps: 9\n", "diffu-grpo", None),
+        ("sync_ref_model: true\nref_model_sync_steps: 9\n", "trl-grpo", None),
+        ("sync_ref_model: true\nbeta: 0.1\n", "trl-grpo", 512),
+    ],
+)
+def test_a_reference_moves_where_it_did(text, form, steps, tmp_path):
+    (path,) = write(tmp_path, {"old.yaml": text})
+    assert migrate([path], form).config["training"].get("reference_sync_steps") == steps
+
+
+def test_what_is_still_to_be_given_is_told(tmp_path):
+    (path,) = write(tmp_path, {"run.env": "DIFFU_BATCH_SIZE=2\n"})
+    assert migrate([path]).missing == ["--model PATH", "--output DIR", "--data FILE or --task NAME"]
+    assert "unmask grpo --config FILE --model PATH --output DIR" in unmask("migrate", path).stderr
+
+
+def test_nothing_is_overwritten_unless_asked_for(tmp_path):
+    (path,) = write(tmp_path, {"train.yaml": D1_YAML})
+    out = tmp_path / "new.yaml"
+    out.write_text("mine")
+    called = unmask("migrate", path, "--output", out)
+    assert called.exit_code == 2 and "the file exists" in called.stderr and out.read_text() == "mine"
+    assert unmask("migrate", path, "--output", out, "--overwrite").exit_code == 0 and out.read_text() != "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            "beta: 0.1\nlearning_rate: 1e-6\n",
+            "may be trl-grpo (TRL's GRPOConfig) or trl-dpo (TRL's DPOConfig). Say which: --format trl-grpo.",
+        ),
+        ("colour: red\n", "is of no known format. Known: diffu-GRPO"),
+        ("model: {path: m}\noutput_dir: o\n", "is a config of Unmask already"),
+        ("- 1\n", "holds no keys and values"),
+        ("num_generations: many\n", "training.num_generations"),
+        ("preference_data_path: p\nuse_mixed_precision: maybe\n", "use_mixed_precision: 'maybe' means nothing in the config.yaml"),
+    ],
+)
+def test_a_file_that_cannot_be_read_gets_one_clear_line(text, words, tmp_path):
+    (path,) = write(tmp_path, {"old.yaml": text})
+    called = unmask("migrate", path)
+    errors = [line for line in called.stderr.splitlines() if line.startswith("error: ")]
+    assert called.exit_code == 2 and len(errors) == 1 and words in errors[0], called.stderr
+
+
+def test_the_format_can_be_said(tmp_path):
+    (path,) = write(tmp_path, {"old.yaml": "beta: 0.3\nlearning_rate: 1e-6\n"})
+    assert migrate([path], "trl-dpo").verb == "dpo" and migrate([path], "trl-grpo").verb == "grpo"
+    with pytest.raises(ConfigError, match="Did you mean 'trl-dpo'"):
+        migrate([path], "trl-dop")
+
+
+def test_a_script_with_two_trainings_is_refused(tmp_path):
+    (path,) = write(tmp_path, {"both.sh": "python sft_train.py --num_epochs 1\ntrl dpo --beta 0.1\n"})
+    with pytest.raises(ConfigError, match=r"starts 2 trainings \(sft_train.py, trl dpo\)"):
+        migrate([path])
+
+
+def test_a_training_verb_that_is_given_an_old_file_names_the_command(tmp_path):
+    paths = write(tmp_path, {"train.yaml": D1_YAML, "model.yaml": C_MODEL, "a.yaml": ACCELERATE, "run.sh": "trl dpo --beta 0.1\n"})
+    for path in paths:
+        for verb in VERBS:
+            refused = unmask(verb, "--config", path, "--print-config")
+            assert refused.exit_code == 2 and f"unmask migrate {path}" in refused.stderr, refused.output
+    own = write(tmp_path, {"own.yaml": "model: {path: m}\noutput_dir: o\nbeta: 1\n", "broken.yaml": "a: [", "odd.yaml": "colour: red\n"})
+    for path, words in zip(own, ("is not a known key", "Mend the YAML", "is not a known key"), strict=True):
+        refused = unmask("sft", "--config", path, "--print-config")
+        assert refused.exit_code == 2 and words in refused.stderr and "migrate" not in refused.stderr
+
+
+def test_deepspeed_and_shards_of_accelerate_become_settings(tmp_path):
+    base = ACCELERATE.replace("MULTI_GPU", "{kind}")
+    deep = base.format(kind="DEEPSPEED") + "deepspeed_config: {zero_stage: 2, offload_optimizer_device: none}\n"
+    offload = deep.replace("optimizer_device: none", "optimizer_device: cpu")
+    fsdp = base.format(kind="FSDP") + "fsdp_config: {fsdp_offload_params: false, fsdp_transformer_layer_cls_to_wrap: 'A,B'}\n"
+    plain, offloaded, sharded = (
+        migrate([path]).config["training"] for path in write(tmp_path, {"1.yaml": deep, "2.yaml": offload, "3.yaml": fsdp})
+    )
+    assert plain["deepspeed"] == "zero2"
+    assert offloaded["deepspeed"]["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert sharded["fsdp"] is True and sharded["fsdp_config"]["transformer_layer_cls_to_wrap"] == ["A", "B"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tables_name_only_settings_that_there_are(name):
+    """Each rule is tried with values of every kind; what it makes of those that it takes are settings of the verb."""
+    form = FORMATS[name]
+    fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config)}
+    others = {key: True for key in form.table} | {"dataset_name": "d", "loss_type": "sigmoid", "masking.strategy_type": "adaptive"}
+    settled = 0
+    for key, rule in form.table.items():
+        for old in ({}, others):
+            for sample in SAMPLES:
+                try:
+                    found = rule.read(sample, {**old, key: sample})
+                except (DroppedError, KeyError, ValueError, TypeError, AttributeError):
+                    continue
+                for setting in found | dict(form.defaults({}, None)):
+                    section, _, rest = setting.partition(".")
+                    assert section in RunConfig.model_fields, (key, setting)
+                    known = fields if section == "training" else {*RunConfig.model_fields, *sections(section)}
+                    assert not rest or rest.partition(".")[0] in known, (key, setting)
+                    settled += 1
+    assert settled > 10
+
+
+def sections(name: str) -> set[str]:
+    import unmask.config as config
+
+    classes = {"model": config.ModelConfig, "data": config.DataConfig, "lora": config.LoraSettings, "hardware": config.HardwareConfig}
+    return set(classes[name].model_fields) if name in classes else set()
+
+
+def test_marks_are_keys_of_their_table():
+    for name, form in FORMATS.items():
+        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | OWN_NAME, name
+
+
+def test_recognition_is_by_what_only_one_format_knows():
+    assert candidates({"p_mask_prompt": 0.1, "block_length": 32}, None) == ["diffu-grpo"]
+    assert candidates({"beta": 0.1, "loss_type": "dapo"}, None) == ["trl-grpo"]
+    assert candidates({"beta": 0.1, "loss_type": "sigmoid"}, None) == ["trl-dpo"]
+    assert candidates({"beta": 0.1}, "trl dpo") == ["trl-dpo"]
+    assert candidates({"learning_rate": 0.1}, None) == []
+
+
+def test_a_mixture_of_dllm_keeps_its_sources_and_shares(tmp_path):
+    script = "python examples/llada/sft.py --output_dir o --dataset_args '{}'\n"
+    texts = {"even.sh": "a/b + c", "counted.sh": "a/b[train:3000,test:9]|c[name:x,train:1_000]", "unknown.sh": "a/b[lang:python]"}
+    even, counted, unknown = (migrate([path]) for path in write(tmp_path, {name: script.format(text) for name, text in texts.items()}))
+    assert even.config["data"] == {"train": [{"path": "a/b"}, {"path": "c"}]}
+    shares = [{"path": "a/b", "weight": 3000.0}, {"path": "c:x", "weight": 1000.0}]
+    assert counted.config["data"] == {"train": shares, "max_rows": 4000}
+    assert "data" not in unknown.config and "lang" in next(change.why for change in unknown.changes if change.old == "dataset_args")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["C's three files", "dLLM's text, from a cluster"])
+def test_a_migrated_conversion_trains(name: str, tmp_path):
+    """What the machine of the test lacks is set back; everything else is as it was migrated."""
+    found = migrate(write(tmp_path, EXAMPLES[name].files))
+    (tmp_path / "new.yaml").write_text(found.to_yaml())
+    model = tmp_path / "causal"
+    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(model)
+    (tmp_path / "rows.jsonl").write_text('{"content": "12341234", "Text": "43214321"}\n' * 64)
+    given = ["--config", tmp_path / "new.yaml", "--model", model, "--data", tmp_path / "rows.jsonl", "--output", tmp_path / "out"]
+    machine = ["model.device=cpu", "training.use_cpu=true", "training.torch_compile=false", "training.flash_attention=false"]
+    machine += ["training.optim=adamw_torch", "training.report_to=none", "training.max_steps=8", "training.gradient_accumulation_steps=1"]
+    called = unmask("convert", *given, *machine)
+    assert called.exit_code == 0, called.output
+    trained = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config")["training"]
+    assert [stage["share"] for stage in trained["stages"]] == ([2.0, 4.0, 2.0] if name.startswith("C") else [1.0])
+    assert (tmp_path / "out" / "model").is_dir()

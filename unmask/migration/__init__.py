@@ -1,0 +1,1 @@
+"""Configurations of other trainers turned into ours: tables of old keys, and what reads them."""

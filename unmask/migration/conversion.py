@@ -1,0 +1,122 @@
+"""Old keys of the three-stage converter (document C): its model, training and hardware configurations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, dropped, lora_if, same, switch, to, truth, words
+
+STAGES: tuple[dict[str, Any], ...] = (
+    {"rate": 0.5, "train": ["attention", "time_embedding", "mask_token"]},
+    {"rate": 1.0},
+    {"rate": 0.3, "lm_loss": 0.1},
+)
+"""Of the document: attention at half the rate, then everything, then slowly with a next-token loss."""
+EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(STAGES) + 1))
+
+
+def stages(value: Any, old: Old) -> Settings:
+    """Epochs of the stages: their sum, and each stage's share of it."""
+    given = [old.get(name) or 0 for name in EPOCHS]
+    parts = [{"share": float(epochs), **stage} for epochs, stage in zip(given, STAGES, strict=True) if epochs]
+    if not parts:
+        raise DroppedError("no stage has an epoch")
+    return {"training.num_train_epochs": sum(given), "training.stages": parts}
+
+
+def optimizer(value: Any, old: Old) -> Settings:
+    """8-bit Adam, and its state in the host's memory where the GPU is short of it."""
+    eight, paged = truth(old.get("use_8bit_adam", False)), truth(old.get("cpu_offload", False))
+    if paged:
+        return {"training.optim": "paged_adamw_8bit" if eight else "paged_adamw_32bit"}
+    return {"training.optim": "adamw_bnb_8bit" if eight else "adamw_torch_fused"}
+
+
+def data(value: Any, old: Old) -> Settings:
+    config = old.get("dataset_config") or old.get("dataset_config_name")
+    return {"data.train": f"{old['dataset_name']}:{config}" if config else old["dataset_name"]}
+
+
+def precision(value: Any, old: Old) -> Settings:
+    """Weights stay in float32: in 16 bits small updates are lost."""
+    name = str(value).removeprefix("torch.")
+    known = {"float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "", "fp32": ""}[name]
+    return {"model.dtype": "float32", "training.fp16": known == "fp16", "training.bf16": known == "bf16"}
+
+
+def hardware(value: Any, old: Old) -> Settings:
+    """A machine to plan for: the device, with as much memory as may be taken."""
+    device = old.get("device")
+    if not device:
+        raise DroppedError("no device is named that it would bound: give --recipe a6000-48gb, or a section `hardware`")
+    devices = [{"name": str(device), "memory_gb": float(value)}]
+    return {"hardware.name": str(device), "hardware.devices": devices, "hardware.max_memory_gb": float(value)}
+
+
+def deepspeed(value: Any, old: Old) -> Settings:
+    if not truth(old.get("use_deepspeed", old.get("deepspeed_config") is not None)):
+        raise DroppedError("use_deepspeed is off")
+    return {"training.deepspeed": old.get("deepspeed_config") or "zero2"}
+
+
+def output(value: Any, old: Old) -> Settings:
+    return {"output_dir": str(old.get("output_dir") or f"outputs/{value}")}
+
+
+EIGHT_BIT = Rule(optimizer, "optimizers are one setting; paged ones move their state to the host's memory")
+STAGE = Rule(stages, "stages are data: shares of the steps, rates, what is trained")
+BATCHES = {"batch_size": to("training.per_device_train_batch_size"), "eval_batch_size": to("training.per_device_eval_batch_size")}
+CONVERTER: Table = {
+    # model
+    "model_name": to("model.path", str),
+    "model_name_or_path": to("model.path", str),
+    **dropped(
+        "model_type", "hidden_size", "num_layers", "num_attention_heads", "vocab_size", "intermediate_size", why="read from the model"
+    ),
+    **dropped("mask_token_id", why="found in the tokenizer, or added to it"),
+    "num_timesteps": Rule(
+        lambda value, old: {"training.num_timesteps": value, "training.time_embedding": True}, "the model is told the time, as there"
+    ),
+    "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
+    "use_bidirectional_attention": to("training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"),
+    **dict.fromkeys(EPOCHS, STAGE),
+    **dict.fromkeys(("use_gradient_checkpointing", "gradient_checkpointing"), switch("training.activation_checkpointing")),
+    **lora_if("use_lora", {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules"}),
+    # training
+    **BATCHES,
+    **same("weight_decay", "max_grad_norm"),
+    "num_epochs": to("training.num_train_epochs"),
+    "use_8bit_adam": EIGHT_BIT,
+    "dataset_name": Rule(data, "a data set with configurations is NAME:CONFIGURATION"),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), Rule(data, "stands behind the name, with a colon")),
+    "max_seq_length": to("training.max_length"),
+    "max_train_samples": to("data.max_rows"),
+    "max_eval_samples": to("data.eval_rows"),
+    "text_column": to("data.text_column"),
+    "cache_dir": drop("downloads go where HF_HOME says; training.token_cache=FOLDER keeps tokens"),
+    "use_wandb": to("training.report_to", lambda value: "wandb" if truth(value) else "none"),
+    **dropped("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
+    "experiment_name": Rule(output, "runs are told apart by their folder"),
+    "eval_steps": to("training.eval_steps", why="acts with training.eval_strategy=steps and data.eval"),
+    # hardware
+    "device": to("model.device", str),
+    "max_memory_gb": Rule(hardware, "in 1e9 bytes; what the run is planned for"),
+    "dtype": Rule(precision, "mixed precision: weights in 16 bits lose small updates"),
+    "mixed_precision": Rule(precision, "one switch for each type"),
+    "compile_model": switch("training.torch_compile"),
+    "use_flash_attention": switch("training.flash_attention"),
+    "cpu_offload": EIGHT_BIT,
+    **dict.fromkeys(("use_deepspeed", "deepspeed_config"), Rule(deepspeed, "zero1, zero2, zero3 or a file; start it with a launcher")),
+    "pin_memory": switch("training.dataloader_pin_memory"),
+    "non_blocking": drop("copies do not block wherever memory is pinned"),
+    "num_workers": to("training.dataloader_num_workers"),
+    # the command line of its program
+    "checkpoint": drop("give --resume PATH on the command line"),
+    "dry_run": drop("give --dry-run on the command line"),
+    "debug": drop("give --debug on the command line"),
+}
+
+
+def converter_defaults(old: Old, program: str | None) -> Settings:
+    """It has full attention, and keeps no shift."""
+    return {"training.attention": "bidirectional"}

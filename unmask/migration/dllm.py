@@ -1,0 +1,154 @@
+"""Old keys of dLLM: the flags of its scripts for text, supervised fine-tuning and reinforcement learning."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from unmask.migration.reinforcement import D1, LORA_LEFT, LORA_OF_TRL
+from unmask.migration.rules import (
+    SETTINGS_OF_MODEL,
+    DroppedError,
+    Old,
+    Rule,
+    Settings,
+    Table,
+    drop,
+    dropped,
+    lora_if,
+    switch,
+    to,
+    truth,
+    words,
+)
+from unmask.migration.trl import TRL_GRPO, trl_defaults
+
+SPEC = re.compile(r"(?P<name>[^\[]+?)\s*(\[(?P<parts>.*)\])?")
+
+
+def data(value: str, old: Old) -> Settings:
+    """Data sets as `NAME[train:5000,test:100,name:CONFIG] + NAME`."""
+    sources, rows = [], []
+    for spec in filter(None, map(str.strip, re.split(r"[|+]", value))):
+        found = SPEC.fullmatch(spec)
+        if found is None:
+            raise ValueError
+        parts = dict(part.strip().split(":", 1) for part in (found["parts"] or "").split(",") if part.strip())
+        sources.append(found["name"] + (f":{parts['name']}" if "name" in parts else ""))
+        rows.append({split: int(parts[split].replace("_", "")) for split in ("train", "test") if split in parts})
+        if unknown := parts.keys() - {"name", "train", "test"}:
+            raise DroppedError(f"{', '.join(sorted(unknown))} of {spec!r} has no counterpart: write the rows to a file")
+    if len(sources) > 1:
+        shares = [{"weight": float(counts["train"])} if all("train" in each for each in rows) else {} for counts in rows]
+        total = sum(counts["train"] for counts in rows) if all(shares) else 0
+        mixture = [{"path": source, **share} for source, share in zip(sources, shares, strict=True)]
+        return {"data.train": mixture} | ({"data.max_rows": total} if total else {})
+    settings: Settings = {"data.train": sources[0]}
+    settings |= {"data.max_rows": rows[0]["train"]} if "train" in rows[0] else {}
+    if "test" in rows[0] and str(old.get("eval_strategy", "steps")) != "no":
+        settings |= {"data.eval": [{"path": sources[0], "split": "test"}], "data.eval_rows": rows[0]["test"]}
+    return settings
+
+
+def too_long(value: Any, old: Old) -> Settings:
+    """Rows beyond max_length."""
+    return {"training.bad_rows": "skip"} if value == "filter" else {"training.truncate_completion": True}
+
+
+def weighting(value: Any, old: Old) -> Settings:
+    if cart := re.fullmatch(r"cart\[geo_p:([\d.]+)\]", str(value)):
+        return {"training.weighting": "cart", "training.cart_p": float(cart[1])}
+    return {"training.weighting": words(scheduler="elbo", uniform="uniform")(value)}
+
+
+SHARED: Table = {
+    **SETTINGS_OF_MODEL,
+    **lora_if("lora", {"r": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "target_modules"}),
+    **LORA_LEFT,
+    "dataset_args": Rule(data, "rows and splits are settings of data; mixtures are lists"),
+    "max_length": to("training.max_length"),
+    "time_epsilon": to("training.min_time"),
+    "loss_weight_type": Rule(weighting, "the ELBO's weights by another name"),
+    "loss_norm_type": drop("losses are divided by the tokens that count"),
+    "evaluation": drop("set data.eval and training.eval_strategy"),
+    "eval_strategy": Rule(
+        lambda value, old: {"training.eval_strategy": value if value == "no" or "test" in str(old.get("dataset_args")) else "no"},
+        "acts where held-out rows are given",
+    ),
+    **dropped("num_proc", "disable_caching", why="rows are read in one process"),
+    **dropped("load_preprocessed_data", why="rows are made when a run begins; training.token_cache keeps those of text"),
+}
+SFT: Table = {
+    **SHARED,
+    "truncation": Rule(too_long, "rows too long are cut, or left out and counted"),
+    "right_shift_logits": switch("model.logit_shift"),
+    "block_size": Rule(lambda value, old: {"model.attention": "block_causal", "model.block_size": value}, "the block of the attention"),
+    "mask_prompt_loss": Rule(lambda value, old: prompt_kept(value), "the prompt is never hidden"),
+}
+TEXT: Table = {
+    **SHARED,
+    "text_field": to("data.text_column"),
+    "streaming": switch("data.streaming"),
+    "right_shift_logits": switch("training.logit_shift"),
+    "block_size": Rule(lambda value, old: {"training.attention": "block_causal", "training.block_size": value}),
+    **dropped("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are laid end to end"),
+    "random_length_ratio": drop("rows are as long as they are"),
+}
+GRPO_FLAGS: Table = {
+    **TRL_GRPO,
+    **{key: D1[key] for key in ("p_mask_prompt", "remasking", "cfg_scale", "dataset")},
+    **lora_if(None, LORA_OF_TRL),
+    "use_peft": drop("lora_r above 0 says it"),
+    "steps": to("training.steps"),
+    "block_size": to("training.block_size"),
+    "verbose_reward": drop("training.log_completions_steps shows completions with their rewards"),
+}
+
+
+def prompt_kept(value: Any) -> Settings:
+    if not truth(value):
+        raise DroppedError("prompts are not learnt in sft; give them as part of the completion, or use convert")
+    return {}
+
+
+SCRIPTS: dict[str, Settings] = {
+    r"llada/\w+\.py$": {"model.path": "GSAI-ML/LLaDA-8B-Base"},
+    r"llada/sft\.py$": {"training.num_train_epochs": 5, "training.max_length": 1024},
+    r"llada/pt\.py$": {"training.learning_rate": 1e-4, "training.gradient_accumulation_steps": 4, "training.max_length": 1024},
+    r"a2d/\w+/\w+\.py$": {"training.learning_rate": 1e-4, "training.per_device_train_batch_size": 16, "training.num_train_epochs": 20},
+    r"a2d/\w+/sft\.py$": {"training.max_length": 512},
+    r"a2d/\w+/pt\.py$": {"training.max_length": 128},
+    r"a2d/bd3lm/sft\.py$": {"model.attention": "block_causal", "model.block_size": 32},
+    r"a2d/bd3lm/pt\.py$": {"training.attention": "block_causal", "training.block_size": 32},
+}
+"""What scripts set by themselves, where it is not what all of them set; later ones win."""
+
+
+def defaults(old: Old, program: str | None) -> Settings:
+    """Of its training arguments, where ours are others."""
+    settings: Settings = {"training.learning_rate": 2e-5, "training.lr_scheduler_type": "cosine", "training.warmup_steps": 0.1}
+    settings |= {"training.per_device_train_batch_size": 4, "training.bf16": True, "training.report_to": "wandb", "training.seed": 42}
+    settings |= {"model.dtype": "bfloat16", "training.max_length": 1024}
+    settings |= {} if "max_steps" in old else {"training.num_train_epochs": 10}
+    for pattern, own in SCRIPTS.items():
+        if re.search(pattern, program or ""):
+            settings |= own
+    if "max_steps" in old:
+        settings.pop("training.num_train_epochs", None)
+    return settings
+
+
+def sft_defaults(old: Old, program: str | None) -> Settings:
+    return defaults(old, program) | {"training.truncate_completion": True}
+
+
+def text_defaults(old: Old, program: str | None) -> Settings:
+    """One stage that trains everything, under full attention or that of the blocks."""
+    return {"training.attention": "bidirectional", "training.stages": [{"share": 1.0}]} | defaults(old, program)
+
+
+def grpo_defaults(old: Old, program: str | None) -> Settings:
+    """Of its DiffuGRPOConfig, which extends TRL's."""
+    settings = trl_defaults(old, program) | {"training.advantage": "r-mean", "training.prompt_mask_rate": 0.3}
+    adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
+    return settings | adapters | {"training.steps": 64, "training.block_size": 64, "model.dtype": "bfloat16"}

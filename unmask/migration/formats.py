@@ -1,0 +1,201 @@
+"""The formats that are read, and how a file's is recognised."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unmask.config import RunConfig
+from unmask.config_files import did_you_mean
+from unmask.errors import ConfigError
+from unmask.migration import dllm
+from unmask.migration.conversion import BATCHES, CONVERTER, EPOCHS, converter_defaults
+from unmask.migration.files import MAPPINGS, OldFile, read_old
+from unmask.migration.launchers import ACCELERATE, no_defaults
+from unmask.migration.preferences import DIFFUSION_DPO, TRL_DPO, dpo_defaults, trl_dpo_defaults
+from unmask.migration.reinforcement import D1, DIFFU_VARIABLES, DIFFUSION, IMPROVED, d1_defaults
+from unmask.migration.rules import Old, Settings, Table, drop, to
+from unmask.migration.trl import ROLLOUT_VARIABLES, TRL_GRPO, trl_defaults, variables_defaults
+
+
+class Format(NamedTuple):
+    """A format of old configurations."""
+
+    title: str
+    """What errors and reports call it."""
+    verb: str | None
+    """What its configurations are for; None: any training."""
+    table: Table
+    marks: frozenset[str]
+    """Keys, or `key=value`, of which it takes one to be of this format."""
+    defaults: Callable[[Old, str | None], Settings]
+    """What it sets by itself where ours is another, by our dotted key; of the old values and the script."""
+    program: str = r"(?!)"
+    """Names of its scripts, as a regular expression."""
+
+
+def d1_sft_defaults(old: Old, program: str | None) -> Settings:
+    """What sft_train.py of d1 fixes; the recipe sft-s1k says more."""
+    adapters: Settings = {"lora.r": 128, "lora.alpha": 256, "lora.dropout": 0.05, "lora.target_modules": ["q_proj", "k_proj", "v_proj"]}
+    rows: Settings = {"data.train": "simplescaling/s1K", "training.max_length": 4096, "training.truncate_completion": True}
+    steps: Settings = {
+        "training.num_train_epochs": 20,
+        "training.gradient_accumulation_steps": 4,
+        "training.per_device_train_batch_size": 1,
+    }
+    rest: Settings = {"training.learning_rate": 1e-5, "training.weight_decay": 0.1, "training.bf16": True, "training.seed": 42}
+    return adapters | rows | steps | rest | {"model.path": "GSAI-ML/LLaDA-8B-Instruct", "model.dtype": "bfloat16"}
+
+
+D1_SFT: Table = {
+    **BATCHES,
+    "model_name": to("model.path", str),
+    "max_length": to("training.max_length"),
+    "num_epochs": to("training.num_train_epochs"),
+    "grad_accum_steps": to("training.gradient_accumulation_steps"),
+    "job_name": to("training.run_name", str),
+    "train_data": to("data.train", str),
+    "debugging": drop("give --debug on the command line"),
+}
+GRPO_MARKS = {
+    "num_generations",
+    "num_iterations",
+    "max_completion_length",
+    "reward_funcs",
+    "scale_rewards",
+    "loss_type=dapo",
+    "loss_type=grpo",
+}
+GRPO_MARKS |= {"loss_type=dr_grpo", "loss_type=bnpo", "mask_truncated_completions", "vllm_mode", "use_vllm", "steps_per_generation", "beta"}
+DPO_MARKS = {"loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "rpo_alpha", "precompute_ref_log_probs", "f_divergence_type", "beta"}
+C_MARKS = {"num_timesteps", "noise_schedule", "use_bidirectional_attention", *EPOCHS, "use_8bit_adam", "max_memory_gb", "compile_model"}
+C_MARKS |= {"cpu_offload", "use_flash_attention", "use_deepspeed", "max_train_samples", "use_wandb", "use_gradient_checkpointing"}
+DLLM_MARKS = {"dataset_args", "load_preprocessed_data", "loss_weight_type", "loss_norm_type", "time_epsilon"}
+ACCELERATE_MARKS = {"compute_environment", "distributed_type", "main_training_function"}
+E_MARKS = {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))}
+D1_MARKS = {*DIFFUSION, *IMPROVED, *DIFFU_VARIABLES, "model_path", "block_length", "diffusion_steps", "random_masking"}
+
+FORMATS = {
+    "diffu-grpo": Format(
+        "diffu-GRPO (d1's train.yaml and scripts, ImprovedDiffuGRPOConfig, DIFFU_* variables)",
+        *("grpo", D1, frozenset(D1_MARKS - {"log_memory_usage", "mode"}), d1_defaults, r"diffu_grpo_train\.py$|run\.sh$"),
+    ),
+    "d1-sft": Format(
+        "d1's sft_train.py",
+        *("sft", D1_SFT, frozenset({"grad_accum_steps", "train_data", "debugging"}), d1_sft_defaults, r"sft_train\.py$"),
+    ),
+    "diffusion-dpo": Format(
+        "the config.yaml of Diffusion-DPO",
+        *("dpo", DIFFUSION_DPO, frozenset({"preference_data_path", "use_mixed_precision"}), dpo_defaults),
+        r"diffusion_dpo_train\w*\.py$|run_training\.sh$",
+    ),
+    "converter": Format(
+        "the Diffusion LLM Converter (model, training and hardware configurations)",
+        *("convert", CONVERTER, frozenset(C_MARKS), converter_defaults, r"train_diffusion\.py$|run_conversion\.sh$"),
+    ),
+    "grpo-variables": Format("GRPO_* and VLLM_* variables", "grpo", ROLLOUT_VARIABLES, frozenset(E_MARKS), variables_defaults),
+    "dllm-sft": Format("dLLM's sft.py", *("sft", dllm.SFT, frozenset({*DLLM_MARKS, "mask_prompt_loss"}), dllm.sft_defaults, r"/sft\.py$")),
+    "dllm-text": Format(
+        "dLLM's pt.py",
+        *("convert", dllm.TEXT, frozenset({*DLLM_MARKS, "text_field", "insert_eos", "drop_tail", "random_length_ratio"})),
+        *(dllm.text_defaults, r"/pt\.py$"),
+    ),
+    "dllm-grpo": Format(
+        "dLLM's GRPO",
+        *(
+            "grpo",
+            dllm.GRPO_FLAGS,
+            frozenset({"p_mask_prompt", "remasking", "cfg_scale", "dataset", "steps", "block_size", "verbose_reward"}),
+            dllm.grpo_defaults,
+        ),
+        r"/rl/grpo/.*train\.py$|llada/grpo\.py$",
+    ),
+    "trl-grpo": Format(
+        "TRL's GRPOConfig", "grpo", TRL_GRPO, frozenset(GRPO_MARKS), trl_defaults, r"^trl grpo$|^(trl/)?(scripts/)?grpo\.py$"
+    ),
+    "trl-dpo": Format("TRL's DPOConfig", "dpo", TRL_DPO, frozenset(DPO_MARKS), trl_dpo_defaults, r"^trl dpo$|^(trl/)?(scripts/)?dpo\.py$"),
+    "accelerate": Format("accelerate", None, ACCELERATE, frozenset(ACCELERATE_MARKS), no_defaults),
+}
+
+
+def flat(values: Old) -> dict[str, Any]:
+    """Values by key, those of a section that a table knows by `section.key`; what is unset is left out."""
+    sections = {key.partition(".")[0] for form in FORMATS.values() for key in form.table if "." in key}
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        parts = {f"{key}.{name}": part for name, part in value.items()} if key in sections and isinstance(value, dict) else {key: value}
+        found |= {name: part for name, part in parts.items() if part is not None}
+    return found
+
+
+def is_ours(values: Old) -> bool:
+    """Whether a file of settings is a config of Unmask, perhaps with a misspelt key."""
+    fields = RunConfig.model_fields
+    return values.keys() <= fields.keys() or any(key in fields and isinstance(value, dict) for key, value in values.items())
+
+
+def candidates(values: Old, program: str | None) -> list[str]:
+    """The formats that a configuration may be of, as names; of those that have a mark in it the ones that know most of its keys."""
+    by_program = [name for name, form in FORMATS.items() if program and re.search(form.program, program)]
+    keys = set(values) | {f"{key}={value}" for key, value in values.items() if isinstance(value, str)}
+    marked = [name for name in by_program or FORMATS if by_program or keys & FORMATS[name].marks]
+    known = {name: len(values.keys() & FORMATS[name].table.keys()) + len(keys & FORMATS[name].marks) for name in marked}
+    return [name for name in marked if known[name] == max(known.values())]
+
+
+def recognise(values: Old, program: str | None, where: str) -> str:
+    """The name of the format.
+
+    Raises:
+        ConfigError: it is ours, none that is known, or may be one of several.
+    """
+    found = candidates(values, program)
+    if not found and is_ours(values):
+        raise ConfigError("is a config of Unmask already", where=where, remedy="Use it as it is: unmask VERB --config FILE.")
+    if not found:
+        titles = "; ".join(form.title for form in FORMATS.values())
+        raise ConfigError("is of no known format", where=where, remedy=f"Known: {titles}.")
+    if len(found) > 1:
+        named = " or ".join(f"{name} ({FORMATS[name].title})" for name in found)
+        raise ConfigError(f"may be {named}", where=where, remedy=f"Say which: --format {found[0]}.")
+    return found[0]
+
+
+def format_named(name: str) -> Format:
+    """A format by its name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in FORMATS:
+        raise ConfigError(f"there is no format {name!r}", where="--format", remedy=did_you_mean(name, FORMATS))
+    return FORMATS[name]
+
+
+def merged(files: Iterable[OldFile]) -> dict[str, Any]:
+    """What several files say together; later ones win."""
+    values: dict[str, Any] = {}
+    for file in files:
+        values |= flat(file.values)
+    return values
+
+
+def refuse_old(paths: Sequence[Path]) -> None:
+    """Refuse a file that is an old configuration, where one of ours is wanted.
+
+    Raises:
+        ConfigError: names the command that converts it.
+    """
+    for path in paths:
+        try:
+            old = read_old(path)
+        except ConfigError:  # those who read it as ours say what is wrong
+            continue
+        values = flat(old.values)
+        found = candidates(values, old.program) if path.suffix not in MAPPINGS or not is_ours(old.values) else []
+        if found:
+            titles = " or ".join(FORMATS[name].title.split(" (")[0] for name in found)
+            remedy = f"Convert it first: unmask migrate {path} --output NEW.yaml"
+            raise ConfigError(f"is a configuration of {titles}, not of Unmask", where=str(path), remedy=remedy)

@@ -1,0 +1,153 @@
+"""From old configurations to one of ours, and what became of each key."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import TrainingArguments
+
+from unmask.config import RunConfig, checked_fields
+from unmask.config_files import Layer, Layers, dump_yaml, nested
+from unmask.errors import ConfigError
+from unmask.migration.files import read_old
+from unmask.migration.formats import FORMATS, Format, format_named, merged, recognise
+from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
+from unmask.training.run import VERBS
+
+NEEDED = {"model.path": "--model PATH", "output_dir": "--output DIR"}
+"""Settings that every run needs, and the options that give them."""
+OWN_NAME = frozenset(field.name for field in dataclasses.fields(TrainingArguments) if field.init)
+
+
+class Change(NamedTuple):
+    """What became of an old key."""
+
+    old: str
+    """The key; empty for what the old trainer sets by itself."""
+    value: Any
+    what: str
+    """kept, renamed, changed, added or dropped."""
+    new: str
+    """The settings in its place."""
+    why: str
+
+
+class Migration(NamedTuple):
+    """A config of ours from old ones."""
+
+    titles: str
+    """The formats."""
+    verb: str | None
+    """What the config is for; None: any training."""
+    config: dict[str, Any]
+    """Nested, as YAML has it."""
+    changes: list[Change]
+    missing: list[str]
+    """Options that the old configuration leaves to be given."""
+
+    def to_yaml(self) -> str:
+        return dump_yaml(self.config)
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """Rows of key, what became of it, settings, reason; those that stay as they are are left out, unless there is more to say."""
+        return [
+            (f"{change.old} = {change.value}" if change.old else "", change.what, change.new, change.why)
+            for change in self.changes
+            if change.what != "kept" or change.why
+        ]
+
+
+def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
+    """Read old configurations that belong together, and turn them into one of ours.
+
+    Args:
+        paths: files; where two say different things the later one wins.
+        form: the name of their format; None: it is recognised by its keys. A file of accelerate may stand beside any.
+
+    Raises:
+        ConfigError: a file cannot be read, its format is unknown or ambiguous, or a value means nothing.
+    """
+    files = [read_old(path) for path in paths]
+    launchers = [file for file in files if FORMATS["accelerate"].marks & file.values.keys()]
+    others = [file for file in files if file not in launchers]
+    program = next((file.program for file in reversed(others) if file.program), None)
+    where = " and ".join(map(str, paths))
+    parts: list[tuple[Format, Mapping[str, Any]]] = [(FORMATS["accelerate"], merged(launchers))] if launchers else []
+    if others:
+        said = merged(others)
+        parts.append((format_named(form or recognise(said, program, where)), said))
+    verb = parts[-1][0].verb
+    settings: Settings = {}
+    changes: list[Change] = []
+    for each, values in parts:
+        for change, found in _read(each, values):
+            clashes = [key for key in found if key in settings and settings[key] != found[key]]
+            if clashes:
+                change = change._replace(why=f"{change.why}; wins over an earlier key".lstrip("; "))
+            elif found and all(key in settings for key in found):
+                change = change._replace(new=f"{', '.join(found)}, as above")
+            settings |= found
+            changes.append(change)
+        for key, value in each.defaults(values, program).items():
+            if not _is_set(key, settings):
+                settings[key] = value
+                changes.append(Change("", value, "added", f"{key} = {value}", f"the default of {each.title.split(' (')[0]}"))
+    for file in files:
+        changes += [Change(name, value, "dropped", "", why) for name, value, why in file.notes]
+    config = _checked(verb, settings, where)
+    missing = [option for key, option in NEEDED.items() if key not in settings]
+    if verb is not None and "data.train" not in settings and "data.task" not in settings:
+        missing.append("--data FILE or --task NAME")
+    return Migration(" and ".join(each.title for each, _ in parts), verb, config, changes, missing)
+
+
+def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Settings]]:
+    """What becomes of every key, and the settings that it means."""
+    table = TRANSFORMERS | {name: to(f"training.{name}") for name in OWN_NAME - TRANSFORMERS.keys()} | form.table
+    for key, value in values.items():
+        rule = table.get(key)
+        if rule is None:
+            yield Change(key, value, "dropped", "", "is not known here"), {}
+            continue
+        try:
+            found = rule.read(value, values)
+        except DroppedError as error:
+            yield Change(key, value, "dropped", "", str(error)), {}
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            what = f"{value!r} means nothing in {form.title}"
+            raise ConfigError(what, where=key, remedy="Correct it there, or take it out.") from error
+        else:
+            yield _change(key, value, found, rule), found
+
+
+def _change(key: str, value: Any, found: Settings, rule: Rule) -> Change:
+    if not found:
+        return Change(key, value, "dropped", "", rule.why or "is so by itself")
+    new = ", ".join(name if part == value else f"{name} = {part}" for name, part in found.items())
+    if list(found.values()) != [value]:
+        return Change(key, value, "changed", new, rule.why)
+    return Change(key, value, "kept" if new in (key, f"training.{key}") else "renamed", new, rule.why)
+
+
+def _is_set(key: str, settings: Settings) -> bool:
+    """Whether a setting is given, its section is turned off, or one that it would contradict is given."""
+    section = key.partition(".")[0]
+    if section in settings:
+        return True
+    if key == "training.num_train_epochs" and "training.max_steps" in settings:
+        return True
+    return any(name == key or name.startswith(f"{key}.") for name in settings)
+
+
+def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]:
+    """The config, nested: of known keys and of values of the right types."""
+    layers = Layers(Layer(where, nested(key.split("."), value)) for key, value in settings.items())
+    config = layers.merged()
+    placeholders = Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"})
+    with layers.naming_sources():
+        run = RunConfig(**Layers([placeholders, *layers]).merged())
+        checked_fields(VERBS[verb or "sft"].config, run.training, "training")
+    return config

@@ -1,0 +1,241 @@
+"""Old keys of reinforcement learning: what all trainers share, and d1 with its successors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unmask.config_files import read_recipe
+from unmask.migration.rules import (
+    SETTINGS_OF_MODEL,
+    DroppedError,
+    Old,
+    Rule,
+    Settings,
+    Table,
+    drop,
+    dropped,
+    lora_if,
+    same,
+    switch,
+    to,
+    truth,
+    words,
+)
+from unmask.training.variables import OLDER, Variable
+
+TASKS = {"gsm8k": "gsm8k", "countdown": "countdown", "sudoku": "sudoku", "math": "math500", "math500": "math500"}
+"""What d1 and its successors call a data set, and the recipe that has its problems and rewards."""
+
+
+def task(value: Any, old: Old) -> Settings:
+    """A data set of d1: the problems, their style and the published rewards, as the recipe has them."""
+    if value not in TASKS:
+        raise DroppedError(f"{value!r} is not built in: give --data and --task or rewards")
+    recipe = read_recipe(f"grpo-{TASKS[value]}")
+    return {**{f"data.{key}": part for key, part in recipe["data"].items()}, "rewards": recipe["rewards"]}
+
+
+def temperature(value: Any, old: Old) -> Settings:
+    """Above 0: completions of a group must differ."""
+    if value == 0:
+        raise DroppedError("at 0 the completions of a group are all alike")
+    return {"training.temperature": value}
+
+
+def reference(beta: float) -> Table:
+    """A reference that follows the policy, of a trainer with this beta by default."""
+
+    def moves(old: Old) -> None:
+        if not truth(old.get("sync_ref_model", False)):
+            raise DroppedError("sync_ref_model is off: the reference stays")
+        if not old.get("beta", beta):
+            raise DroppedError("beta is 0: there is no reference")
+
+    def steps(value: Any, old: Old) -> Settings:
+        moves(old)
+        return {"training.reference_sync_steps": old.get("ref_model_sync_steps", 512)}
+
+    def share(value: Any, old: Old) -> Settings:
+        moves(old)
+        return {"training.reference_sync_share": value}
+
+    rule = Rule(steps, "the reference moves where its steps are set")
+    return {"sync_ref_model": rule, "ref_model_sync_steps": rule, "ref_model_mixup_alpha": Rule(share)}
+
+
+def masked_rate(value: Any, old: Old) -> Settings:
+    """The range of an adaptive mask rate, told by two keys."""
+    ends = [old.get(f"masking.{end}_p_mask") for end in ("initial", "final")]
+    if old.get("masking.strategy_type") != "adaptive" or None in ends:
+        raise DroppedError("only adaptive masking has a rate that moves, from one end to another")
+    return {"training.masking": "adaptive", "training.mask_rate": ends}
+
+
+def prompts_masked(value: Any, old: Old) -> Settings:
+    """The share of the prompt that is hidden; the strategies that plan in the method's place hide none of it."""
+    if old.get("masking.strategy_type", "diffusion") != "diffusion":
+        raise DroppedError("a masking strategy hides nothing of the prompt")
+    return {"training.prompt_mask_rate": value}
+
+
+def strategy(value: Any, old: Old) -> Settings:
+    """A masking strategy. The published one is what diffu-grpo itself does."""
+    if value == "diffusion":
+        return {}
+    return {"training.masking": words(optimized="optimized", adaptive="adaptive")(value)}
+
+
+def batch_size(value: Any, old: Old) -> Settings:
+    """DIFFU_BATCH_SIZE is that of generation where the one of training is given too."""
+    if old.get("DIFFU_TRAIN_BATCH_SIZE"):
+        return {"training.rollout_batch_size": int(value)}
+    return OLDER["DIFFU_BATCH_SIZE"].read(str(value))
+
+
+def variable(known: Variable) -> Rule:
+    """A variable that a run reads too."""
+    return Rule(lambda value, old: known.read(str(value)))
+
+
+def number(key: str) -> Rule:
+    """A variable that holds a number."""
+    return to(key, lambda text: float(text) if set(str(text).lower()) & set(".e") else int(text))
+
+
+def performance(old: Old) -> Settings:
+    """How often times are logged, which two keys say."""
+    interval = old.get("performance_log_interval", 100)
+    return {"training.performance_log_interval": interval if truth(old.get("enable_performance_logging", True)) else 0}
+
+
+def log_completions(value: Any, old: Old) -> Settings:
+    """Sample completions, as often as losses are logged."""
+    steps = int(old.get("logging_steps") or 10)
+    return {"training.log_completions_steps": steps if truth(value) else 0}
+
+
+WHOLE_DISTRIBUTION = "rollouts draw from the whole distribution, whose log-probabilities are trained"
+GRPO: Table = {
+    **same("num_generations", "num_iterations", "epsilon", "beta", "max_completion_length", "reward_weights"),
+    "temperature": Rule(temperature),
+    "log_completions": Rule(log_completions, "how often, in steps"),
+    **dropped("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation", why=WHOLE_DISTRIBUTION),
+    **dropped("max_prompt_length", why="prompts are not cut; training.max_length bounds a prompt with its completion"),
+    **dropped("ds3_gather_for_generation", why="shards are gathered as they are needed"),
+    **dropped("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
+}
+"""What all of them share."""
+
+DIFFUSION: Table = {
+    "p_mask_prompt": to("training.prompt_mask_rate"),
+    "remasking": to("training.policy", words(low_confidence="confidence", random="random")),
+    "cfg_scale": drop("rollouts are not guided"),
+    "mask_id": drop("found in the model"),
+    "dataset": Rule(task, "the task's problems, style and published rewards"),
+}
+
+IMPROVED: Table = {
+    "optimization.enable_mixed_precision": variable(OLDER["DIFFU_MIXED_PRECISION"]),
+    "optimization.enable_gradient_checkpointing": switch("training.activation_checkpointing"),
+    "optimization.generation_batch_size": to("training.rollout_batch_size"),
+    "optimization.per_device_train_batch_size": to("training.per_device_train_batch_size"),
+    "optimization.enable_profiling": drop("use `unmask profile grpo`"),
+    "optimization.memory_efficient_attention": drop("the fastest exact kernel is taken"),
+    **dropped("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
+    "optimization.tensor_batch_size": drop("training.score_chunk says how many rows a pass takes"),
+    "masking.strategy_type": Rule(strategy, "diffusion is the method's own"),
+    "masking.p_mask_prompt": Rule(prompts_masked),
+    "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
+    "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
+    **dropped("masking.num_precomputed", "masking.total_steps", "loss.total_steps", why="follows from the steps of the run"),
+    "generation.steps": to("training.steps"),
+    "generation.gen_length": to("training.max_completion_length"),
+    "generation.block_length": to("training.block_size"),
+    "generation.temperature": Rule(temperature),
+    "generation.cfg_scale": DIFFUSION["cfg_scale"],
+    "generation.remasking": DIFFUSION["remasking"],
+    "generation.mask_id": DIFFUSION["mask_id"],
+    "loss.epsilon": to("training.epsilon"),
+    "loss.beta": to("training.beta"),
+    "loss.adaptive_loss": Rule(
+        lambda value, old: {"training.adaptive_loss": True} if truth(value) and old.get("masking.strategy_type") == "adaptive" else {},
+        "acts with adaptive masking",
+    ),
+    **dropped("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta stay"),
+    "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
+    "reward.reward_weights": to("training.reward_weights"),
+    **dropped("reward.use_new_rewards", "reward.correct_reward", "reward.format_reward", why="rewards are the task's published ones"),
+    **dropped("reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"),
+    "log_memory_usage": switch("training.log_memory_usage"),
+    **dict.fromkeys(("performance_log_interval", "enable_performance_logging"), Rule(lambda value, old: performance(old), "0 is never")),
+    "save_performance_stats": drop("they are in the logs"),
+    "_metadata": drop("a manifest is written with every run"),
+}
+"""Of A's ImprovedDiffuGRPOConfig, whose keys stand in sections."""
+
+DIFFU_VARIABLES: Table = {
+    **{name: variable(known) for name, known in OLDER.items()},
+    "DIFFU_DATASET": Rule(lambda value, old: task(value, old) if value in TASKS else OLDER["DIFFU_DATASET"].read(value)),
+    "DIFFU_BATCH_SIZE": Rule(batch_size, "of generation where DIFFU_TRAIN_BATCH_SIZE is set"),
+    "DIFFU_TRAIN_BATCH_SIZE": number("training.per_device_train_batch_size"),
+    "DIFFU_NUM_ITERATIONS": number("training.num_iterations"),
+    "DIFFU_P_MASK_PROMPT": number("training.prompt_mask_rate"),
+    "DIFFU_GENERATION_STEPS": number("training.steps"),
+    "DIFFU_EPSILON": number("training.epsilon"),
+    "DIFFU_BETA": number("training.beta"),
+    "DIFFU_ENABLE_GRADIENT_CHECKPOINTING": switch("training.activation_checkpointing"),
+    "DIFFU_TENSOR_BATCH_SIZE": IMPROVED["optimization.tensor_batch_size"],
+    "DIFFU_ENABLE_PROFILING": IMPROVED["optimization.enable_profiling"],
+    "mode": drop("give --mode on the command line: it depends on the machine"),
+}
+
+LORA_OF_TRL = {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules"}
+LORA_LEFT = dropped(
+    *[
+        "lora_task_type",
+        "peft_task_type",
+        "lora_modules_to_save",
+        "lora_target_parameters",
+        "use_rslora",
+        "use_dora",
+        "bias",
+        "modules_to_save",
+    ],
+    why="adapters are plain LoRA on linear layers",
+)
+D1: Table = {
+    **SETTINGS_OF_MODEL,
+    **GRPO,
+    **reference(beta=0.04),
+    **DIFFUSION,
+    **IMPROVED,
+    **DIFFU_VARIABLES,
+    **lora_if(None, LORA_OF_TRL),
+    **LORA_LEFT,
+    "use_peft": Rule(lambda value, old: {}, "d1 always trains adapters"),
+    "model_path": to("model.path", str),
+    "block_length": to("training.block_size"),
+    "diffusion_steps": to("training.steps"),
+    "generation_batch_size": to("training.rollout_batch_size"),
+    "random_masking": drop("every update draws masks of its own"),
+    **dropped(
+        *["use_vllm", "vllm_device", "vllm_gpu_memory_utilization", "vllm_dtype", "vllm_max_model_len", "vllm_enable_prefix_caching"],
+        *["vllm_guided_decoding_regex"],
+        why="a diffusion model samples in process, or from `unmask serve`",
+    ),
+}
+
+
+def d1_defaults(old: Old, program: str | None) -> Settings:
+    """Of DiffuGRPOConfig, where ours are others."""
+    adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
+    learning: Settings = {"training.learning_rate": 1e-6, "training.lr_scheduler_type": "linear"}
+    sampling: Settings = {
+        "training.max_completion_length": 256,
+        "training.steps": 64,
+        "training.block_size": 64,
+        "training.temperature": 0.9,
+    }
+    loss: Settings = {"training.method": "diffu-grpo", "training.beta": 0.04, "training.epsilon": 0.2}
+    strategies = old.get("masking.strategy_type", "diffusion") != "diffusion"
+    return learning | adapters | sampling | loss | ({} if strategies else {"training.prompt_mask_rate": 0.3})
