@@ -13,7 +13,7 @@ help:  ## show this list
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install -e '.[train,rewards,eval,serve,cuda,deepspeed,dev,peers]' -c constraints.txt
+	$(BIN)/python -m pip install -e '.[train,rewards,eval,serve,cuda,torchao,deepspeed,dev,peers]' -c constraints.txt
 	touch $@
 
 demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)

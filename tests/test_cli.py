@@ -361,6 +361,13 @@ def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
     assert "h100-80gb" in table.stdout and "tokens/s" in table.stdout
 
 
+def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str) -> None:
+    command = ["inspect", folder, "--sequence-length", "8", "--hardware", "h100-80gb", "--batch-size", "1", "--json"]
+    mixed, half = (json.loads(run(*command, *more).stdout)["plans"]["h100-80gb"] for more in ([], ["--dtype", "bfloat16"]))
+    assert (mixed["workload"]["precision"], half["workload"]["precision"]) == ("mixed", "bfloat16")
+    assert half["memory"]["parameters"] == mixed["memory"]["parameters"] / 2
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

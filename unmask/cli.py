@@ -353,7 +353,8 @@ def inspect(
     from unmask.models.blueprint import Blueprint
     from unmask.training.presets import MEASURED_ROWS, Planner, Preset, preset_names
 
-    presets = [Preset.read(name, max_memory_gb) for name in hardware or preset_names()]
+    dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
+    presets = [Preset.read(name, max_memory_gb, dtype) for name in hardware or preset_names()]
     blueprint = Blueprint.read(model)
     planner = Planner(blueprint, blueprint.workload(model.attention, sequence_length, copies, lora_rank))
     facts, changes = blueprint.facts(), blueprint.changes()

@@ -37,6 +37,7 @@ NETWORK = Network(
     saved_fixed=10_000,
     saved_per_row=50_000_000,
 )
+BFLOAT16 = "the recipe bfloat16"
 GPU = DeviceConfig(name="GPU", memory_gb=24, tflops=100, bandwidth_gb_s=1000)
 
 workloads = st.builds(
@@ -117,12 +118,13 @@ def test_a_cap_caps_the_plan_and_a_plan_that_does_not_fit_says_what_helps(work: 
 def test_advice_is_the_least_change_that_fits() -> None:
     roomy = dataclasses.replace(NETWORK, saved_per_row=4_000_000_000)
     work = Workload(sequence_length=512, precision="mixed")
-    needed = {gb: make_plan(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 3, 2)}
+    needed = {gb: make_plan(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 4, 3, 2)}
     assert needed == {
         13: "",
         11: "checkpointing",
         9: "checkpointing and 8-bit AdamW",
-        5: "LoRA of rank 16",
+        5: BFLOAT16,
+        4: "LoRA of rank 16",
         3: "QLoRA of rank 16",
         2: "ZeRO-3 or FSDP over 16 such devices",
     }

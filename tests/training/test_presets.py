@@ -6,10 +6,11 @@ import dataclasses
 import warnings
 
 import pytest
+from transformers import PhiConfig
 
 from tests.models.configurations import ALPHABET, CONFIGURATIONS
 from unmask.config import resolve
-from unmask.config_files import read_layers
+from unmask.config_files import read_layers, read_recipe
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
@@ -28,6 +29,40 @@ def planner() -> Planner:
     settings = {"attention": "causal", "block_size": None, "logit_shift": True}
     blueprint = Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), settings)
     return Planner(blueprint, Workload(sequence_length=32))
+
+
+@pytest.fixture(scope="module")
+def three_billion() -> Planner:
+    """A conversion of a model of the size and shape of Phi-2, 2.78B parameters, in rows of 512 tokens."""
+    shape = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 32, "num_attention_heads": 32}
+    settings = {"attention": "causal", "block_size": None, "logit_shift": True}
+    config = PhiConfig(vocab_size=51_200, max_position_embeddings=2048, **shape)
+    return Planner(Blueprint("phi", config, character_tokenizer(ALPHABET), settings), Workload(sequence_length=512))
+
+
+def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(three_billion: Planner) -> None:
+    plan = three_billion.plan(Preset.read("a6000-48gb"))
+    assert plan.fits and plan.workload.batch >= 4 and plan.workload.checkpointing and plan.workload.optimiser == "adamw_8bit"
+
+
+def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(three_billion: Planner) -> None:
+    plan = three_billion.plan(Preset.read("rtx3090-24gb"))
+    assert not plan.fits and plan.advice.startswith("the recipe bfloat16")
+    recipe = read_recipe("bfloat16")
+    plan = three_billion.plan(Preset.read("rtx3090-24gb", dtype=recipe["model"]["dtype"]))
+    assert plan.fits and plan.workload.precision == "bfloat16"
+    assert plan.memory.parameters + plan.memory.optimiser == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
+
+
+def test_the_recipe_bfloat16_is_planned_as_it_trains() -> None:
+    layers = read_layers(recipes=["rtx3090-24gb", "bfloat16"], overrides=["model.path=m", "output_dir=out"])
+    work = Preset.of(resolve(layers)).workload(Workload(sequence_length=8))
+    assert (work.precision, work.optimiser, work.checkpointing) == ("bfloat16", "adamw_8bit", True)
+
+
+def test_float64_is_not_planned() -> None:
+    with pytest.raises(ConfigError, match="no plan is made of float64 weights"):
+        Preset.read("cpu", dtype="float64")
 
 
 def test_all_presets_are_there() -> None:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from tests.training.conftest import QUICK, unmask
+from tests.training.conftest import QUICK, make, tiny, unmask
 from unmask.cli import app
 from unmask.config import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
 from unmask.models.blueprint import Blueprint
+from unmask.models.load import load
+from unmask.models.planning import matmul_flops
 from unmask.monitor import MetricsLog
 from unmask.training.dpo import DPOTrainer
 from unmask.training.rehearsal import plan_run, rehearse
@@ -50,9 +56,8 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
     monkeypatch.setattr("unmask.training.rehearsal.make_trainer", lambda *_, **__: pytest.fail("a step was paid for"))
     small = HardwareConfig(name="gpu", devices=[{"name": "gpu", "memory_gb": 24, "tflops": 10, "bandwidth_gb_s": 100}], max_memory_gb=0.5)
     config = run_config(model, text, tmp_path).model_copy(update={"hardware": small})
-    with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used") as error:
+    with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used"):
         rehearse("convert", config)
-    assert "LoRA" not in str(error.value)  # which a conversion refuses
 
 
 def test_a_teacher_is_planned_for(model, text, tmp_path):
@@ -68,7 +73,62 @@ def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
     kept = {name: value for name, value in BLOCK.items() if name not in ("attention", "block_size")} | {"max_length": 64}
     task = DataConfig(task="sudoku", max_rows=16)
     (line,) = rehearse(verb, config.model_copy(update={"data": task, "training": kept | {"max_steps": 30}}))
-    assert line["steps"] == "30" and (line["predicted seconds a step"] == "-") == (verb == "dpo")
+    assert line["steps"] == "30" and float(line["predicted seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
+
+
+RESPONSE = "abcdefgh" * 7
+LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] * 8
+"""Rows of which a pair fills twice `max_length`, but for a few tokens."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "more"),
+    [
+        ("bidirectional", {"samples": 4}),
+        ("bidirectional", {"samples": 1, "reference": "frozen"}),
+        ("bidirectional", {"samples": 4, "score_chunk": 16, "loss_type": "simpo", "activation_checkpointing": True}),
+        ("causal", {}),
+    ],
+    ids=["view by view", "frozen reference", "views together", "causal"],
+)
+def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predicted(attention, more, tmp_path, monkeypatch):
+    lm = tiny(attention, hidden_size=64, num_hidden_layers=4, intermediate_size=192, num_attention_heads=4)
+    lm.save(tmp_path / "model")
+    more = {"max_length": 60, "optim": "adamw_torch_fused", "reference": "stored", "max_steps": 2} | more
+    config = run_config(tmp_path / "model", tmp_path, tmp_path).model_copy(update={"training": {"use_cpu": True, **more}})
+    config = config.model_copy(update={"training": config.training | {"per_device_train_batch_size": 4}})
+    monkeypatch.setattr("unmask.training.presets.calibrate", lambda *_: 1.0)
+    plan = plan_run("dpo", config, training_arguments("dpo", config))
+    assert plan is not None
+    made = Products()
+    trainer = make("dpo", tmp_path, lm, LONG_PAIRS, callbacks=[made], **more)
+    trainer.train()
+    planned = plan.workload.rounds * matmul_flops(Blueprint.read(config.model).network(plan.workload), plan.workload)
+    assert planned == pytest.approx(made.flops[-1], rel=0.07)  # checkpointing does not make the last product again
+    trainer = make("dpo", tmp_path / "again", load(tmp_path / "model"), LONG_PAIRS, **more)
+    weights = sum(weight.nbytes for weight in trainer.lm.model.parameters())
+    held = weights * (2 if more["reference"] == "frozen" else 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        trainer.train()
+    changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert plan.memory.total == pytest.approx(held + max(itertools.accumulate(changes)), rel=0.15)
+
+
+class Products(TrainerCallback):
+    """The FLOPs of the matrix products of every optimizer step, of its batch's scores under the reference too."""
+
+    def __init__(self) -> None:
+        self.flops: list[int] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.flops.append(self.counter.get_total_flops() - sum(self.flops))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.counter.__exit__(None, None, None)
 
 
 def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path, monkeypatch):

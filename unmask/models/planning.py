@@ -78,6 +78,7 @@ class Workload:
     Attributes:
         batch: sequences per device and step.
         sequence_length: clean tokens in a sequence.
+        documents: equal parts of a sequence that do not see one another.
         attention: the pattern; block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`.
         copies: noised copies of a sequence: 2 for complementary masks.
         precision: float32; mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too.
@@ -89,7 +90,9 @@ class Workload:
         offload: keep gradients and optimiser states in the host's memory.
         accumulate: gradients of earlier micro-batches are there during the forward pass.
         teacher: a frozen copy of the model stands beside it on every device, and reads the clean tokens.
-        adapters: whether low-rank adapters are possible at all (a conversion refuses them).
+        reference: a frozen copy of the model stands beside it on every device; its passes are among `scorings`.
+        passes: forward and backward passes of a step, one after another; their gradients add up.
+        scorings: forward passes of a step without a backward pass, each as large as one of `passes`.
     """
 
     sequence_length: int
@@ -105,7 +108,10 @@ class Workload:
     offload: bool = False
     accumulate: bool = False
     teacher: bool = False
-    adapters: bool = True
+    reference: bool = False
+    documents: int = 1
+    passes: int = 1
+    scorings: int = 0
 
     def describe(self) -> str:
         """What was asked for, in words."""
@@ -125,6 +131,17 @@ class Workload:
     def tokens(self) -> int:
         """That pass through the network."""
         return self.rows * self.row_length
+
+    @property
+    def rounds(self) -> float:
+        """The FLOPs of a step over those of one of its forward and backward passes."""
+        return self.passes + self.scorings * 2 / self.flops_per_weight
+
+    @property
+    def flops_per_weight(self) -> int:
+        """Of a forward and backward pass, for every token and weight of a matrix: 2 forward, 2 for the gradient of the input, 2 for that
+        of a weight that is trained, 2 where the forward pass is made again."""
+        return (4 if self.lora_rank else 6) + (2 if self.checkpointing else 0)
 
     @property
     def predicted(self) -> float:
@@ -214,7 +231,7 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
     # Of sharded weights the layer at work and the next one are whole.
     gathered = 2 * network.linear_weights / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
-    held = gradients if work.accumulate else 0.0
+    held = gradients if work.accumulate or work.passes > 1 else 0.0
     moments = [  # gradients, activations, logits, workspace
         (held, activations, LOGIT_COPIES * chunk, 0.0),
         (max(held, table / work.shards), activations, LOGIT_COPIES / 2 * chunk, 0.0),
@@ -238,8 +255,8 @@ def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
         if work.four_bit:
             stored -= network.linear_weights * (width - FOUR_BIT_WEIGHT)
     state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
-    teacher = network.parameters * width if work.teacher else 0.0
-    return stored / work.shards + teacher, trained * trained_width / work.shards, 0.0 if work.offload else state / work.shards
+    beside = network.parameters * width if work.teacher or work.reference else 0.0
+    return stored / work.shards + beside, trained * trained_width / work.shards, 0.0 if work.offload else state / work.shards
 
 
 def _activations(network: Network, work: Workload) -> tuple[float, float]:
@@ -252,17 +269,18 @@ def _activations(network: Network, work: Workload) -> tuple[float, float]:
 
 
 def matmul_flops(network: Network, work: Workload) -> float:
-    """Of a step's matrix products: 6 a weight and token, 8 with checkpointing, 2 fewer where the weight itself is frozen."""
-    passes = (4 if work.lora_rank else 6) + (2 if work.checkpointing else 0)
+    """Of the matrix products of a forward and backward pass: 6 a weight and token, 8 with checkpointing, 2 fewer where the weight itself is
+    frozen."""
     chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
     teacher = 2 * work.batch * work.sequence_length * (network.linear_weights + network.hidden * network.vocabulary) if work.teacher else 0
-    return work.tokens * (network.linear_weights * passes + adapters) + head + teacher
+    return work.tokens * (network.linear_weights * work.flops_per_weight + adapters) + head + teacher
 
 
 def attention_flops(network: Network, work: Workload) -> float:
-    """Of a step's attention: two products of the row's length with itself, over the whole square (masks save nothing in a dense kernel)."""
+    """Of the attention of such a pass: two products of the row's length with itself, over the whole square (masks save nothing in a
+    dense kernel)."""
     forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))
 
@@ -275,9 +293,9 @@ def step_seconds(network: Network, work: Workload, device: DeviceConfig, interco
     peak = device.tflops * 1e12
     parameters, gradients, states = _weights(network, work)
     activations, _ = _activations(network, dataclasses.replace(work, checkpointing=False))
-    traffic = activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
+    traffic = work.rounds * activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
     seconds = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
-    seconds += traffic / (device.bandwidth_gb_s * 1e9)
+    seconds = work.rounds * seconds + traffic / (device.bandwidth_gb_s * 1e9)
     if interconnect_gb_s:
         # DDP moves gradients out and back; FSDP gathers the parameters twice and scatters gradients once.
         moved = work.shards * (2 * parameters + gradients) if work.shards > 1 else 2 * gradients
@@ -339,27 +357,29 @@ def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware
 
 def remedy(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float) -> str:
     """What to switch on so that the workload fits into `limit` bytes, the least change first."""
-    tried: list[str] = []
     for name, changed in _ladder(work, hardware):
-        tried.append(name)
         if peak_memory(networks(changed.precision), changed).total <= limit:
-            return " and ".join(tried) if name in ("checkpointing", "8-bit AdamW") else name
+            return name
     return "a smaller batch, shorter sequences or a larger device"
 
 
 def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
-    """Switches in the order of what they cost in speed or quality; the first two add up."""
+    """Switches in the order of what they cost in speed or quality; checkpointing and 8-bit AdamW add up, and stay on below them."""
+    rank, switches = work.lora_rank or 16, []
     if not work.checkpointing:
         work = dataclasses.replace(work, checkpointing=True)
-        yield "checkpointing", work
+        switches.append("checkpointing")
+        yield " and ".join(switches), work
     if work.optimiser == "adamw":
         work = dataclasses.replace(work, optimiser="adamw_8bit")
-        yield "8-bit AdamW", work
-    rank = work.lora_rank or 16
-    if work.lora_rank is None and work.adapters:
+        switches.append("8-bit AdamW")
+        yield " and ".join(switches), work
+    if work.precision != "bfloat16" and work.lora_rank is None:
+        yield "the recipe bfloat16", dataclasses.replace(work, precision="bfloat16")
+    if work.lora_rank is None:
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
     if not hardware.is_cpu:
-        if not work.four_bit and work.adapters:
+        if not work.four_bit:
             yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, four_bit=True, precision="bfloat16")
         for shards in (2, 4, 8, 16, 32, 64):
             if shards > work.shards:

@@ -64,7 +64,12 @@ class Step:
         vocabulary = lm.model.get_input_embeddings().weight.shape[0]
         generator = torch.Generator().manual_seed(0)
         self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(lm.device)
+        self.documents_BT = None if work.documents == 1 else self._documents()
         self.views = self._views(generator)
+
+    def _documents(self) -> Tensor:
+        length = -(-self.work.sequence_length // self.work.documents)
+        return (torch.arange(self.work.sequence_length, device=self.lm.device) // length + 1).expand_as(self.ids_BT)
 
     def _views(self, generator: torch.Generator) -> Views:
         shape = (self.work.batch, 1, self.work.sequence_length)
@@ -79,7 +84,7 @@ class Step:
     def forward(self) -> Tensor:
         mixed = self.work.precision == "mixed"
         with torch.autocast(self.lm.device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
-            log_prob_BVT = score(self.lm, self.ids_BT, None, self.views)
+            log_prob_BVT = score(self.lm, self.ids_BT, self.documents_BT, self.views)
             return weighted_cross_entropy(log_prob_BVT, self.views) / self.ids_BT.numel()
 
     def update(self) -> None:
@@ -130,7 +135,7 @@ def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
     few = dataclasses.replace(network, layers=DEEPER, linears=network.linears[: DEEPER * len(network.linears) // network.layers])
     if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
-    small = work
+    small = dataclasses.replace(work, passes=1, scorings=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
         small = dataclasses.replace(small, batch=small.batch // 2)
     steps = [Step(built(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]
@@ -143,7 +148,7 @@ def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
 
 def flops(network: Network, work: Workload) -> float:
     """Of a step, all kinds together."""
-    return matmul_flops(network, work) + attention_flops(network, work)
+    return work.rounds * (matmul_flops(network, work) + attention_flops(network, work))
 
 
 def matmul_rate(network: Network) -> float:

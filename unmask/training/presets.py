@@ -43,8 +43,8 @@ class Preset:
     dtype: str
 
     @classmethod
-    def read(cls, name: str, max_memory_gb: float | None = None) -> Preset:
-        """Read a hardware recipe; `max_memory_gb` overrides its own cap.
+    def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None) -> Preset:
+        """Read a hardware recipe; `max_memory_gb` overrides its own cap, `dtype` the type of its weights.
 
         Raises:
             ConfigError: there is none of that name.
@@ -52,7 +52,7 @@ class Preset:
         if name not in preset_names():
             raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, preset_names()))
         values = read_layers(recipes=[name]).merged()
-        return cls._of(name, HardwareConfig(**values["hardware"]), max_memory_gb, values["training"], values["model"]["dtype"])
+        return cls._of(name, HardwareConfig(**values["hardware"]), max_memory_gb, values["training"], dtype or values["model"]["dtype"])
 
     @classmethod
     def of(cls, config: RunConfig) -> Preset:
@@ -65,6 +65,8 @@ class Preset:
 
     @classmethod
     def _of(cls, name: str, hardware: HardwareConfig, max_memory_gb: float | None, training: Mapping[str, Any], dtype: str) -> Preset:
+        if dtype == "float64":
+            raise ConfigError("no plan is made of float64 weights", where="--dtype, model.dtype", remedy="Use float32, bfloat16 or float16")
         devices = [device.model_copy(update={"memory_gb": device.memory_gb or own_memory_gb()}) for device in hardware.devices]
         changes = {"devices": devices, "max_memory_gb": max_memory_gb or hardware.max_memory_gb}
         return cls(name, hardware.model_copy(update=changes), training, dtype)
@@ -75,7 +77,7 @@ class Preset:
         whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
         return dataclasses.replace(
             work,
-            precision="bfloat16" if self.dtype == "bfloat16" else "mixed" if self.training["bf16"] else "float32",
+            precision="bfloat16" if self.dtype in ("bfloat16", "float16") else "mixed" if self.training["bf16"] else "float32",
             checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
             optimiser="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,

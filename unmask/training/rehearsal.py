@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,12 +13,13 @@ from typing import Any
 from transformers import TrainerCallback
 
 from unmask.config import RunConfig
+from unmask.diffusion.score import passes
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
-from unmask.models.planning import Plan
+from unmask.models.planning import Plan, Workload
 from unmask.training.convert import ConvertConfig
 from unmask.training.dpo import DPOTrainer, plans
-from unmask.training.dpo_config import DPOConfig
+from unmask.training.dpo_config import WIDEST_EXACT, DPOConfig
 from unmask.training.memory import memory_metrics
 from unmask.training.presets import Planner, Preset
 from unmask.training.run import make_trainer, training_arguments
@@ -25,13 +27,13 @@ from unmask.training.stage_config import StageConfig, rows_per_step, total_steps
 from unmask.training.stages import stage_ends
 
 STEPS = 2
-PLANNED = ("pretrain", "convert", "sft")
-"""The verbs whose step is one pass over a batch of rows; the others also generate, or score a reference."""
+PLANNED = ("pretrain", "convert", "sft", "dpo")
+"""The verbs whose step is made of passes over a batch of rows alone; grpo also generates."""
 
 
 def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
     """The plan of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
-    verb that has no formula.
+    verb that has no formula. Rows are taken to be `max_length` long.
 
     Raises:
         ConfigError: it does not fit that machine.
@@ -39,21 +41,44 @@ def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
     if verb not in PLANNED:
         return None
     blueprint = Blueprint.read(config.model)
-    own: Any = args
-    attention = "causal" if verb == "pretrain" else own.attention if isinstance(args, ConvertConfig) else config.model.attention
+    attention = "causal" if verb == "pretrain" else args.attention if isinstance(args, ConvertConfig) else config.model.attention
     copies = 2 if isinstance(args, ConvertConfig) and args.complementary else getattr(args, "views", 1)
     length = min(args.max_length, blueprint.context or args.max_length)
     work = blueprint.workload(attention, length, copies, config.lora.r if config.lora else None)
-    converts = isinstance(args, ConvertConfig)
     teacher = isinstance(args, ConvertConfig) and bool(args.distillation or args.alignment)
-    planner = Planner(blueprint, replace(work, four_bit=config.model.quantization == "4bit", teacher=teacher, adapters=not converts))
-    plan = planner.plan(Preset.of(config), own.per_device_train_batch_size)
+    work = replace(work, batch=args.per_device_train_batch_size, four_bit=config.model.quantization == "4bit", teacher=teacher)
+    if isinstance(args, DPOConfig):
+        work = preference_workload(work, args, blueprint)
+    plan = Planner(blueprint, work).plan(Preset.of(config), work.batch)
     if config.hardware is not None and not plan.fits:
-        what = (
-            f"a step of {own.per_device_train_batch_size} rows needs {plan.peak / 1e9:.3g} GB, but only {plan.limit / 1e9:.3g} may be used"
-        )
+        rows = args.per_device_train_batch_size
+        what = f"a step of {rows} rows needs {plan.peak / 1e9:.3g} GB, but only {plan.limit / 1e9:.3g} may be used"
         raise ConfigError(what, where="hardware", remedy=f"Use {plan.advice}")
     return plan
+
+
+def preference_workload(work: Workload, args: DPOConfig, blueprint: Blueprint) -> Workload:
+    """The largest pass of a step of `dpo`, and how many there are: chosen and rejected response stand in one row, and each view is gone
+    through by itself, once for the loss and once for its gradient. Where the reference is not stored, it scores every view too; KTO's
+    baseline scores as many other responses."""
+    block = (work.attention == "block_causal" and blueprint.pattern(work.attention)["block_size"]) or None
+    exact = args.bound == "exact" or (args.bound is None and (work.attention == "causal" or (block or math.inf) <= WIDEST_EXACT))
+    views = 1 if work.attention == "causal" else 2**block - 1 if exact and block else args.samples
+    pattern: Any = work  # of a model the passes read nothing else
+    made = list(passes(pattern, work.batch, views, args.score_chunk or work.batch))
+    rows, copies = made[0]
+    paired, compared = args.loss_type != "kto", args.needs_reference and args.reference != "stored"
+    scorings = (len(made) if len(made) > 1 else 0) + compared * len(made)
+    return replace(
+        work,
+        batch=min(work.batch, rows.stop),
+        copies=copies.stop,
+        sequence_length=work.sequence_length * (2 if paired else 1),
+        documents=2 if paired else 1,
+        reference=compared and args.reference == "frozen",
+        passes=len(made),
+        scorings=scorings if paired else scorings + (1 + compared) * len(made),
+    )
 
 
 def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
