@@ -107,6 +107,16 @@ def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = Non
     return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken)
 
 
+def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
+    """A trainer that always has something to learn."""
+    return make(verb, folder, lm, **({"reward": ranks} if verb == "grpo" else {}), **more)
+
+
+def wide() -> DiffusionLM:
+    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096 numbers in 32 bits."""
+    return tiny(hidden_size=64, intermediate_size=64)
+
+
 def batch(trainer: DiffusionTrainer, *rows: int) -> dict[str, torch.Tensor]:
     """These rows of the training data, collated."""
     return trainer.data_collator([trainer.train_dataset[row] for row in rows])

@@ -19,7 +19,7 @@ from torch._dynamo.backends import registry
 from transformers import training_args
 
 from tests.models.test_flash import by_definition
-from tests.training.conftest import PAIRS, equal, make, tiny, weights
+from tests.training.conftest import PAIRS, equal, make, prepared, tiny, weights, wide
 from unmask.config import ModelConfig
 from unmask.errors import ConfigError, ModelError
 from unmask.models import flash
@@ -27,7 +27,6 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training import switches
 from unmask.training import trainer as trainer_module
-from unmask.training.sft import SFTConfig
 from unmask.training.switches import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
@@ -51,15 +50,6 @@ def counted(trainer: DiffusionTrainer) -> list[torch.dtype]:
 def losses(trainer: DiffusionTrainer) -> list[float]:
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
-
-
-def ranks(completions: list[str], **_: Any) -> list[float]:
-    """A reward under which there is always something to learn."""
-    return [float(rank) for rank in range(len(completions))]
-
-
-def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
-    return make(verb, folder, lm, **({"reward": ranks} if verb == "grpo" else {}), **more)
 
 
 # Activation checkpointing
@@ -86,52 +76,6 @@ def test_the_old_name_of_activation_checkpointing_still_acts(tmp_path):
     calls = counted(trainer)
     trainer.train()
     assert len(calls) == 4
-
-
-# Optimizers of bitsandbytes
-
-
-def wide() -> DiffusionLM:
-    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096 numbers in 32 bits."""
-    return tiny(hidden_size=64, intermediate_size=64)
-
-
-@needs_bitsandbytes
-@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU:UserWarning")
-@pytest.mark.parametrize(
-    ("verb", "name"),
-    [*[("sft", name) for name in ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit", "lion_8bit")], ("grpo", "adamw_bnb_8bit")],
-)
-def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(verb, name, tmp_path):
-    lm = wide()
-    start = weights(lm)
-    trainer = prepared(verb, tmp_path, lm, optim=name)
-    trainer.train()
-    optimizer = trainer.optimizer.optimizer
-    assert type(optimizer).__module__.startswith("bitsandbytes")
-    assert optimizer.is_paged == name.startswith("paged")  # on a CPU the pages are plain memory
-    state = optimizer.state[lm.model.model.layers[0].mlp.up_proj.weight]
-    assert state["state1"].dtype == (torch.float32 if name.endswith("32bit") else torch.uint8)
-    assert not equal(weights(lm), start)
-
-
-def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(switches.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"):
-        make("sft", tmp_path, optim="adamw_bnb_8bit")
-    SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_torch_8bit")  # of another library
-
-
-@needs_bitsandbytes
-def test_an_optimizer_is_refused_on_a_device_that_it_cannot_work_on(tmp_path, monkeypatch):
-    import bitsandbytes
-
-    def step(self: Any) -> None:
-        raise NotImplementedError("no kernel")
-
-    monkeypatch.setattr(bitsandbytes.optim.AdamW8bit, "step", step)
-    with pytest.raises(ConfigError, match=r"optim: adamw_bnb_8bit cannot work on cpu \(no kernel\)\. Use adamw_torch"):
-        make("sft", tmp_path, optim="adamw_bnb_8bit")
 
 
 # Quantised weights

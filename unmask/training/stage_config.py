@@ -14,8 +14,9 @@ from transformers import TrainingArguments
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.optimizers import check_optimizer
 from unmask.training.settings import check_types
-from unmask.training.switches import amp_pays, amp_works, check_optimizer, deepspeed_config, set_backends
+from unmask.training.switches import amp_pays, amp_works, deepspeed_config, set_backends
 from unmask.training.trackers import check_trackers
 
 FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")

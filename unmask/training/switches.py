@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,7 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
-from torch import nn
-from transformers import TrainingArguments
 from transformers.integrations import HfTrainerDeepSpeedConfig
-from transformers.training_args import OptimizerNames
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -84,27 +80,6 @@ def require(module: str, extra: str, *, where: str) -> None:
     """Raise ConfigError unless an optional library is installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")
-
-
-def check_optimizer(args: TrainingArguments) -> None:
-    """Try an optimizer of bitsandbytes on the device; those of others are left to transformers.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed, or cannot work on the device.
-    """
-    name = OptimizerNames(args.optim).value
-    if "torch" in name or not re.search("8bit|bnb|paged|lion|ademamix", name):
-        return
-    require("bitsandbytes", "cuda", where="optim")
-    import bitsandbytes
-
-    probe = nn.Parameter(torch.zeros(4096, device=args.device))  # smaller ones are kept in 32 bits
-    probe.grad = torch.zeros_like(probe)
-    try:
-        bitsandbytes.optim.AdamW8bit([probe]).step()
-    except (RuntimeError, NotImplementedError) as error:
-        what = f"{name} cannot work on {args.device.type} ({first_line(error)})"
-        raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
 
 
 def set_backends(args: Any) -> None:

@@ -37,6 +37,7 @@ from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.means import Means
 from unmask.training.memory import memory_metrics
+from unmask.training.optimizers import check_rounding
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
 from unmask.training.switches import check_flash_attention, check_sharding, compile_in_place
@@ -111,6 +112,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         check_sharding(args, self.lm)
         check_flash_attention(args, self.lm)
+        check_rounding(args, self.lm)
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self.means = Means()
