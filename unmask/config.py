@@ -133,7 +133,8 @@ class DeviceConfig(Config):
 
 
 class HardwareConfig(Config):
-    """The machine that a run is planned for (`unmask inspect`, `--dry-run`). The run itself takes what is there."""
+    """The machine that a run is planned for (`unmask inspect`, `--dry-run`). The run itself takes the devices that are there, and of
+    a GPU's memory at most `max_memory_gb`."""
 
     name: str
     """What the plan calls it."""
@@ -146,7 +147,7 @@ class HardwareConfig(Config):
     network_gb_s: float | None = Field(default=None, gt=0)
     """Between nodes, per device, one way, in 1e9 bytes a second."""
     max_memory_gb: float | None = Field(default=None, gt=0)
-    """Plan for at most this much memory on each device, in 1e9 bytes."""
+    """The most memory to plan for and to take on each device, in 1e9 bytes. On a CPU it bounds the plan alone."""
 
     @property
     def count(self) -> int:
@@ -179,7 +180,7 @@ class RunConfig(Config):
     training: dict[str, JsonValue] = Field(default_factory=dict)
     """Any field of `transformers.TrainingArguments` by its own name, and those that the verb adds."""
     hardware: HardwareConfig | None = None
-    """What the run is planned for; recorded, and read by `--dry-run`."""
+    """What the run is planned for; recorded, and read by `--dry-run`. Its `max_memory_gb` bounds the run on a GPU."""
     rewards: list[str] = Field(default_factory=list)
     """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function, model:PATH_OR_ID (a sequence
     classifier), or the address of an HTTP judge; unset: the task's."""

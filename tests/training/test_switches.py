@@ -20,14 +20,16 @@ from transformers import training_args
 
 from tests.models.test_flash import by_definition
 from tests.training.conftest import PAIRS, equal, make, prepared, tiny, weights, wide
-from unmask.config import ModelConfig
-from unmask.errors import ConfigError, ModelError
+from unmask.config import DataConfig, HardwareConfig, ModelConfig, RunConfig
+from unmask.errors import ConfigError, ModelError, TrainingError
 from unmask.models import flash
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.training import switches
+from unmask.training import run, switches
 from unmask.training import trainer as trainer_module
-from unmask.training.switches import deepspeed_config
+from unmask.training.convert import ConvertTrainer
+from unmask.training.run import VERBS
+from unmask.training.switches import bound_memory, deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
@@ -50,6 +52,42 @@ def counted(trainer: DiffusionTrainer) -> list[torch.dtype]:
 def losses(trainer: DiffusionTrainer) -> list[float]:
     trainer.train()
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+# Memory
+
+
+def machine(**changes: Any) -> HardwareConfig:
+    return HardwareConfig(name="GPU", devices=[{"name": "GPU", "memory_gb": 48}], **changes)
+
+
+def test_a_run_takes_at_most_the_memory_that_it_may(monkeypatch):
+    bounds: list[tuple[float, torch.device]] = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=50e9))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda *bound: bounds.append(bound))
+    gpu = torch.device("cuda", 0)
+    for hardware, device in ((machine(max_memory_gb=45), gpu), (machine(max_memory_gb=60), gpu), (machine(), gpu), (None, gpu)):
+        bound_memory(hardware, device)
+    bound_memory(machine(max_memory_gb=45), torch.device("cpu"))
+    assert bounds == [(0.9, gpu), (1.0, gpu)]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, model, tmp_path, monkeypatch):
+    asked: list[HardwareConfig | None] = []
+    monkeypatch.setattr(run, "bound_memory", lambda hardware, device: asked.append(hardware))
+    for trainer in (DiffusionTrainer, ConvertTrainer):
+        monkeypatch.setattr(trainer, "train", full)
+    data = {"data": DataConfig(task="sudoku", max_rows=16), "output_dir": str(tmp_path), "hardware": machine(max_memory_gb=1)}
+    training = {"use_cpu": True, "bf16": False, "max_steps": 20, "max_length": 48, "eval_strategy": "no", "report_to": "none"}
+    config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
+    with pytest.raises(TrainingError, match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller"):
+        run.run_stage(verb, config)
+    assert asked == [config.hardware]
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory\nof which ...")
 
 
 # Activation checkpointing

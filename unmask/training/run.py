@@ -39,6 +39,7 @@ from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.samples import SAMPLES_NAME
 from unmask.training.sft import SFTConfig, SFTTrainer
 from unmask.training.stage_config import StageConfig
+from unmask.training.switches import bound_memory, naming_memory
 from unmask.training.text import TextConfig
 
 DATA_REPORT = "data_report.json"
@@ -145,7 +146,7 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     if overwrite and isinstance(args, DPOConfig) and "stale_reference" not in config.training:
         args.stale_reference = "replace"  # scores of the run that is overwritten
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display as progress, progress.stage(verb) as stage:
+    with display as progress, progress.stage(verb) as stage, naming_memory(config.hardware):
         trainer = make_trainer(verb, config, args, progress=stage)
         task, held_out = held_out_problems(config)
         if task and held_out:
@@ -197,6 +198,7 @@ def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
 def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
     """The verb's trainer, with its model and data loaded; `rest` goes to it."""
     kind = VERBS[verb]
+    bound_memory(config.hardware, args.device)
     task = get_task(config.data.task) if config.data.task else None
     train, held_out = read_data(config, kind, task, args)
     lm = load_model(config, verb)

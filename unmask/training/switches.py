@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import contextlib
 import importlib.util
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
 from transformers.integrations import HfTrainerDeepSpeedConfig
 
-from unmask.errors import ConfigError
+from unmask.config import HardwareConfig
+from unmask.errors import ConfigError, TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import first_line
 
@@ -80,6 +83,31 @@ def require(module: str, extra: str, *, where: str) -> None:
     """Raise ConfigError unless an optional library is installed."""
     if importlib.util.find_spec(module) is None:
         raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")
+
+
+def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
+    """Let this process take at most `max_memory_gb` of a GPU: torch's allocator then raises OutOfMemoryError instead. Memory that other
+    libraries take of it (contexts, NCCL) is not counted. A CPU has no such bound: one on the address space would count files that are
+    mapped, too."""
+    if hardware is not None and hardware.max_memory_gb is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.max_memory_gb * 1e9 / total), device)
+
+
+@contextlib.contextmanager
+def naming_memory(hardware: HardwareConfig | None) -> Iterator[None]:
+    """An error of the device's allocator then says what to do.
+
+    Raises:
+        TrainingError: the device's memory, or what may be taken of it, is full.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        bounded = hardware is not None and hardware.max_memory_gb is not None
+        remedy = "Use a smaller batch or activation_checkpointing; --dry-run plans a step, and says what makes it fit"
+        where = "hardware.max_memory_gb" if bounded else "training"
+        raise TrainingError(f"the device's memory is full ({first_line(error)})", where=where, remedy=remedy) from error
 
 
 def set_backends(args: Any) -> None:
