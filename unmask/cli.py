@@ -73,7 +73,9 @@ app.add_typer(sandbox, name="sandbox")
 def main() -> None:
     """The entry point. Of several processes only the first prints; errors of all are shown."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours is the only progress display
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # on a CPU it warns, in every run, of a kernel that it does without
+    # In every run bitsandbytes warns of a kernel that it does without on a CPU, torchao of those for other machines, and torch of torchao.
+    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
         if os.environ.get("RANK", "0") != "0":
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))

@@ -52,6 +52,7 @@ workloads = st.builds(
     lora_rank=st.none() | st.integers(1, 64),
     shards=st.integers(1, 8),
     offload=st.booleans(),
+    host_optimiser=st.booleans(),
     accumulate=st.booleans(),
 )
 
@@ -89,7 +90,7 @@ def test_memory_and_time_grow_with_the_length(work: Workload) -> None:
 @given(workloads)
 def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
     peak = peak_memory(NETWORK, work).total
-    savings = [{"optimiser": "adamw_8bit"}, {"shards": work.shards * 8}, {"offload": True}]
+    savings = [{"optimiser": "adamw_8bit"}, {"shards": work.shards * 8}, {"offload": True}, {"host_optimiser": True}]
     if work.batch > 8 and work.sequence_length > 64:
         # What a row keeps is given for one length here, so that only large batches gain from keeping less of it.
         roomy = dataclasses.replace(NETWORK, saved_per_row=1_000_000 * work.row_length)
@@ -118,16 +119,25 @@ def test_a_cap_caps_the_plan_and_a_plan_that_does_not_fit_says_what_helps(work: 
 def test_advice_is_the_least_change_that_fits() -> None:
     roomy = dataclasses.replace(NETWORK, saved_per_row=4_000_000_000)
     work = Workload(sequence_length=512, precision="mixed")
-    needed = {gb: make_plan(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 4, 3, 2)}
+    needed = {gb: make_plan(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)}
     assert needed == {
         13: "",
         11: "checkpointing",
         9: "checkpointing and 8-bit AdamW",
         5: BFLOAT16,
-        4: "LoRA of rank 16",
-        3: "QLoRA of rank 16",
+        4: "the recipe offload",
+        3: "LoRA of rank 16 and model.dtype bfloat16",
+        2.3: "QLoRA of rank 16",
         2: "ZeRO-3 or FSDP over 16 such devices",
     }
+
+
+def test_an_optimiser_in_host_memory_takes_16_bytes_a_parameter_there_and_time() -> None:
+    work = Workload(sequence_length=512, precision="bfloat16", host_optimiser=True, checkpointing=True)
+    there, here = plan(work, machine(), batch=1), plan(dataclasses.replace(work, host_optimiser=False), machine(), batch=1)
+    assert (there.host, here.host) == (16 * NETWORK.parameters, 0)
+    assert (there.memory.optimiser, here.memory.optimiser) == (0, 4 * NETWORK.parameters)
+    assert there.seconds > here.seconds and "9.6 GB in host memory" in there.describe("machine")["with"]
 
 
 def test_what_is_on_already_is_no_advice() -> None:

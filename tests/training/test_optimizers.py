@@ -7,6 +7,8 @@ import importlib.util
 import inspect
 import json
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.load import make_diffusion
 from unmask.training import switches
+from unmask.training.optimizers import check_offload
 from unmask.training.sft import SFTConfig
 from unmask.training.trainer import DiffusionTrainer
 
@@ -139,3 +142,68 @@ def test_rounded_bfloat16_trains_as_float32_does_and_plain_bfloat16_worse(tmp_pa
     lost = (sum(plain) - sum(exact)) / 2
     assert lost > 3 * abs(exact[0] - exact[1])
     assert abs(sum(rounded) - sum(exact)) / 2 < lost / 4
+
+
+# The optimizer in host memory
+
+
+def trained(folder: Path, steps: int, dtype: torch.dtype, resume: bool = False, **more: Any) -> DiffusionTrainer:
+    schedule = {"lr_scheduler_type": "constant", "learning_rate": 1e-4, "save_strategy": "steps", "save_steps": 2}
+    trainer = make("sft", folder, tiny(dtype=dtype), **schedule | {"max_steps": steps, "optim": "adamw_torch_fused"} | more)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+@pytest.mark.parametrize("more", [{}, {"gradient_accumulation_steps": 2, "max_grad_norm": 0.01}], ids=["plain", "accumulated and clipped"])
+def test_an_optimizer_in_host_memory_makes_the_same_updates(more, tmp_path):
+    plain, offloaded = (weights(trained(tmp_path / str(on), 4, torch.float32, optimizer_offload=on, **more).lm) for on in (False, True))
+    assert equal(plain, offloaded)
+
+
+def test_an_optimizer_in_host_memory_holds_float32_states_beside_bfloat16_weights_and_no_gradient(tmp_path):
+    trainer = trained(tmp_path, 2, torch.bfloat16, optimizer_offload=True)
+    optimizer = trainer.optimizer.optimizer
+    held = [weight for group in optimizer.param_groups for weight in group["params"]]
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    assert {(tensor.dtype, tensor.device.type) for tensor in held + states} == {(torch.float32, "cpu")} and len(states) == 2 * len(held)
+    model = list(trainer.lm.model.parameters())
+    assert not {weight.data_ptr() for weight in held} & {weight.data_ptr() for weight in model}
+    assert all(torch.equal(weight, copy.bfloat16()) for weight, copy in zip(model, sorted_as(model, held), strict=True))
+    assert all(weight.grad is None for weight in model)
+
+
+def sorted_as(model: list[Any], held: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The copies in the order of the model, whose vectors stand in a group of their own: they do not decay."""
+    vectors, tables = iter([copy for copy in held if copy.dim() == 1]), iter([copy for copy in held if copy.dim() > 1])
+    return [next(vectors if weight.dim() == 1 else tables) for weight in model]
+
+
+def test_updates_too_small_for_bfloat16_add_up_in_host_memory_and_a_resume_keeps_them(tmp_path):
+    whole = trained(tmp_path / "whole", 4, torch.bfloat16, optimizer_offload=True, learning_rate=1e-6)
+    trained(tmp_path / "parts", 2, torch.bfloat16, optimizer_offload=True, learning_rate=1e-6)
+    resumed = trained(tmp_path / "parts", 4, torch.bfloat16, resume=True, optimizer_offload=True, learning_rate=1e-6)
+    copies = [[copy for group in run.optimizer.optimizer.param_groups for copy in group["params"]] for run in (whole, resumed)]
+    assert all(torch.equal(one, other) for one, other in zip(*copies, strict=True))
+    assert equal(weights(whole.lm), weights(resumed.lm))
+    assert any(not torch.equal(copy, copy.bfloat16().float()) for copy in copies[1])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"optim": "adamw_bnb_8bit"}, "adamw_bnb_8bit does not keep its states in host memory. Use one of adamw_torch"),
+        ({"fsdp": True}, "the shards have an offload of their own"),
+        ({"fp16": True}, "the scaler of float16"),
+    ],
+)
+def test_an_optimizer_that_cannot_go_to_host_memory_is_refused(more, message):
+    args = SimpleNamespace(**{"optimizer_offload": True, "optim": "adamw_torch", "fsdp": None, "deepspeed": None, "fp16": False} | more)
+    with pytest.raises(ConfigError, match=f"optimizer_offload: {message}"):
+        check_offload(args)
+
+
+def test_a_conversion_with_the_optimizer_in_host_memory(model, text, tmp_path):
+    command = ("convert", "--model", model, "--data", text, "--output", tmp_path / "run", "--recipe", "offload", *QUICK)
+    result = unmask(*command, "training.max_length=16", "training.max_steps=10", "training.warmup_steps=0")
+    assert result.exit_code == 0, result.output
+    assert "host_weights" in torch.load(next((tmp_path / "run").rglob("optimizer.pt")), weights_only=True)

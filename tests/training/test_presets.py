@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from transformers import PhiConfig
+from transformers import LlamaConfig, PhiConfig
 
 from tests.models.configurations import ALPHABET, CONFIGURATIONS
 from unmask.config import resolve
@@ -14,7 +16,7 @@ from unmask.config_files import read_layers, read_recipe
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
-from unmask.models.planning import MARGIN, Workload
+from unmask.models.planning import MARGIN, RUNTIME_BYTES, Workload, device_limit, first_that_fits, largest_batch, peak_memory
 from unmask.training import presets
 from unmask.training.presets import Planner, Preset, preset_names
 from unmask.training.run import VERBS, training_arguments
@@ -31,13 +33,21 @@ def planner() -> Planner:
     return Planner(blueprint, Workload(sequence_length=32))
 
 
+SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
+PHI = PhiConfig(
+    vocab_size=51_200,
+    max_position_embeddings=2048,
+    hidden_size=2560,
+    intermediate_size=10_240,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+)
+
+
 @pytest.fixture(scope="module")
 def three_billion() -> Planner:
     """A conversion of a model of the size and shape of Phi-2, 2.78B parameters, in rows of 512 tokens."""
-    shape = {"hidden_size": 2560, "intermediate_size": 10_240, "num_hidden_layers": 32, "num_attention_heads": 32}
-    settings = {"attention": "causal", "block_size": None, "logit_shift": True}
-    config = PhiConfig(vocab_size=51_200, max_position_embeddings=2048, **shape)
-    return Planner(Blueprint("phi", config, character_tokenizer(ALPHABET), settings), Workload(sequence_length=512))
+    return Planner(Blueprint("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512))
 
 
 def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(three_billion: Planner) -> None:
@@ -54,6 +64,46 @@ def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weigh
     assert plan.memory.parameters + plan.memory.optimiser == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
 
 
+LLAMA = {"vocab_size": 32_000, "max_position_embeddings": 2048}
+SIZES = {
+    "1.1B (TinyLlama)": LlamaConfig(
+        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, **LLAMA
+    ),
+    "2.8B (Phi-2)": PHI,
+    "6.7B (LLaMA)": LlamaConfig(hidden_size=4096, intermediate_size=11_008, num_hidden_layers=32, num_attention_heads=32, **LLAMA),
+    "13B (LLaMA)": LlamaConfig(hidden_size=5120, intermediate_size=13_824, num_hidden_layers=40, num_attention_heads=40, **LLAMA),
+}
+CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb", "80 GB": "h100-80gb", "2 x 48 GB": "a6000-48gb"}
+
+
+def cell(planner: Planner, card: str) -> str:
+    """What the least change of a recipe is that a model of this size takes on a card, and the rows that then fit."""
+    preset = Preset.read(CARDS[card])
+    sharded = card.startswith("2 x")
+    # bitsandbytes does not know shards; every recipe of a single card computes activations again here.
+    work = replace(
+        preset.workload(planner.work), checkpointing=True, shards=2 if sharded else 1, optimiser="adamw" if sharded else "adamw_8bit"
+    )
+    limit = device_limit(preset.hardware.devices[0], preset.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
+    name, fitting = ("FSDP" if sharded else "8-bit AdamW"), work
+    if peak_memory(planner.network(work.precision), work).total > limit:
+        found = first_that_fits(planner.network, work, preset.hardware, limit)
+        assert found is not None
+        name, fitting = found
+    return f"{name}: {largest_batch(planner.network(fitting.precision), fitting, limit)}"
+
+
+@pytest.mark.slow
+def test_the_table_of_sizes_in_the_docs_is_the_planners() -> None:
+    lines = ["| | " + " | ".join(CARDS) + " |", "|---" * (len(CARDS) + 1) + "|"]
+    for size, config in SIZES.items():
+        blueprint = Blueprint(size, config, character_tokenizer(ALPHABET), SETTINGS)
+        planner = Planner(blueprint, Workload(sequence_length=512))
+        lines.append(f"| {size} | " + " | ".join(cell(planner, card) for card in CARDS) + " |")
+    table = "\n".join(lines)
+    assert table in (Path(__file__).parents[2] / "docs" / "planning.md").read_text(encoding="utf-8"), table
+
+
 def test_the_recipe_bfloat16_is_planned_as_it_trains() -> None:
     layers = read_layers(recipes=["rtx3090-24gb", "bfloat16"], overrides=["model.path=m", "output_dir=out"])
     work = Preset.of(resolve(layers)).workload(Workload(sequence_length=8))
@@ -67,6 +117,12 @@ def test_float64_is_not_planned() -> None:
 
 def test_all_presets_are_there() -> None:
     assert preset_names() == NAMES
+
+
+def test_the_recipe_offload_is_planned_as_it_trains() -> None:
+    layers = read_layers(recipes=["rtx3090-24gb", "offload"], overrides=["model.path=m", "output_dir=out"])
+    work = Preset.of(resolve(layers)).workload(Workload(sequence_length=8))
+    assert (work.precision, work.optimiser, work.host_optimiser) == ("bfloat16", "adamw", True)
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -35,6 +35,8 @@ MARGIN = 0.92  # of the memory may be planned for; the rest is lost to fragmenta
 RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU the context and its libraries' workspace
 MATMUL_EFFICIENCY = 0.5  # of the vendor's dense figure, in matrix products of a training step
 ATTENTION_EFFICIENCY = 0.25  # the same, in fused attention under a mask
+HOST_LINK = 20e9  # bytes a second between a GPU and the host, one way: PCIe 4.0 of 16 lanes
+HOST_BANDWIDTH = 40e9  # bytes a second of host memory in an update: a desktop's two channels; a server has more
 PASSES_OVER_ACTIVATIONS = 4  # times that what was saved crosses the memory bus: written, read, and the same for gradients
 
 
@@ -88,6 +90,7 @@ class Workload:
         four_bit: keep the frozen weights in 4 bits (QLoRA).
         shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
         offload: keep gradients and optimiser states in the host's memory.
+        host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and update there.
         accumulate: gradients of earlier micro-batches are there during the forward pass.
         teacher: a frozen copy of the model stands beside it on every device, and reads the clean tokens.
         reference: a frozen copy of the model stands beside it on every device; its passes are among `scorings`.
@@ -106,6 +109,7 @@ class Workload:
     four_bit: bool = False
     shards: int = 1
     offload: bool = False
+    host_optimiser: bool = False
     accumulate: bool = False
     teacher: bool = False
     reference: bool = False
@@ -176,6 +180,7 @@ class Plan:
         limit: bytes that may be planned for on each device.
         seconds: per step, for the batches of all devices; None where the device's throughput is not known.
         devices: how many share the work.
+        host: bytes in the host's memory, of an optimiser there.
         advice: what would make it fit; empty where it does.
     """
 
@@ -185,6 +190,7 @@ class Plan:
     limit: float
     seconds: float | None
     devices: int
+    host: float = 0.0
     advice: str = ""
 
     @property
@@ -204,13 +210,14 @@ class Plan:
         """A line of a table, by column."""
         work = self.workload
         switches = [work.precision, "checkpointing" * work.checkpointing, "8-bit AdamW" * (work.optimiser == "adamw_8bit")]
+        switches += [f"{work.shards} shards" * (work.shards > 1), f"{self.host / 1e9:.3g} GB in host memory" * work.host_optimiser]
         return {
             "hardware": name,
             "batch": f"{work.batch} x {self.devices}" if self.devices > 1 else str(work.batch),
             "peak GB": f"{self.peak / 1e9:.3g} of {self.limit / 1e9:.3g}",
             "seconds": "-" if self.seconds is None else f"{self.seconds:.3g}",
             "tokens/s": "-" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
-            "with": ", ".join(filter(None, [*switches, f"{work.shards} shards" * (work.shards > 1)])),
+            "with": ", ".join(filter(None, switches)),
             "fits": f"no: use {self.advice}" if self.advice else "yes",
         }
 
@@ -256,7 +263,25 @@ def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
             stored -= network.linear_weights * (width - FOUR_BIT_WEIGHT)
     state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
     beside = network.parameters * width if work.teacher or work.reference else 0.0
-    return stored / work.shards + beside, trained * trained_width / work.shards, 0.0 if work.offload else state / work.shards
+    away = work.offload or work.host_optimiser
+    return stored / work.shards + beside, trained * trained_width / work.shards, 0.0 if away else state / work.shards
+
+
+def host_bytes(network: Network, work: Workload) -> float:
+    """In the host's memory: float32 weights, gradients and two states of what is trained, where the optimiser is there."""
+    return 16.0 * trained_parameters(network, work) if work.host_optimiser else 0.0
+
+
+def host_seconds(network: Network, work: Workload) -> float:
+    """Of an update in the host's memory: gradients there and weights back over the link; weights and states read and written, gradients
+    read."""
+    _, gradients, _ = _weights(network, work)
+    return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimiser else 0.0
+
+
+def trained_parameters(network: Network, work: Workload) -> int:
+    """The weights, or those of adapters."""
+    return network.adapter_parameters(work.lora_rank) if work.lora_rank else network.parameters
 
 
 def _activations(network: Network, work: Workload) -> tuple[float, float]:
@@ -296,6 +321,7 @@ def step_seconds(network: Network, work: Workload, device: DeviceConfig, interco
     traffic = work.rounds * activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
     seconds = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
     seconds = work.rounds * seconds + traffic / (device.bandwidth_gb_s * 1e9)
+    seconds += host_seconds(network, work)
     if interconnect_gb_s:
         # DDP moves gradients out and back; FSDP gathers the parameters twice and scatters gradients once.
         moved = work.shards * (2 * parameters + gradients) if work.shards > 1 else 2 * gradients
@@ -351,16 +377,25 @@ def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware
         limit=limit,
         seconds=max(known) if len(known) == len(times) else None,
         devices=hardware.count,
+        host=host_bytes(network, work),
         advice=advice,
     )
 
 
 def remedy(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float) -> str:
     """What to switch on so that the workload fits into `limit` bytes, the least change first."""
+    fitting = first_that_fits(networks, work, hardware, limit)
+    return fitting[0] if fitting else "a smaller batch, shorter sequences or a larger device"
+
+
+def first_that_fits(
+    networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float
+) -> tuple[str, Workload] | None:
+    """The least change after which the workload fits into `limit` bytes, by name, and what it makes of the workload; None: no change does."""
     for name, changed in _ladder(work, hardware):
         if peak_memory(networks(changed.precision), changed).total <= limit:
-            return name
-    return "a smaller batch, shorter sequences or a larger device"
+            return name, changed
+    return None
 
 
 def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
@@ -376,8 +411,11 @@ def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wor
         yield " and ".join(switches), work
     if work.precision != "bfloat16" and work.lora_rank is None:
         yield "the recipe bfloat16", dataclasses.replace(work, precision="bfloat16")
+    if not hardware.is_cpu and work.lora_rank is None and not work.host_optimiser:
+        yield "the recipe offload", dataclasses.replace(work, precision="bfloat16", host_optimiser=True)
     if work.lora_rank is None:
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
+        yield f"LoRA of rank {rank} and model.dtype bfloat16", dataclasses.replace(work, lora_rank=rank, precision="bfloat16")
     if not hardware.is_cpu:
         if not work.four_bit:
             yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, four_bit=True, precision="bfloat16")

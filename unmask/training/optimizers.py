@@ -1,13 +1,13 @@
-"""What optimizers need: checked before any step is paid for."""
+"""What optimizers need, checked before any step is paid for; and one that lives in the memory of the host."""
 
 from __future__ import annotations
 
-import logging
 import re
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
@@ -17,6 +17,7 @@ from unmask.models.load import first_line
 from unmask.training.switches import require
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
+OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 STOCHASTIC_ROUNDING = "bf16_stochastic_round"
 """The entry of `optim_args` that rounds updates of bfloat16 weights up or down at random, so that they are right on average."""
 
@@ -30,8 +31,6 @@ def check_optimizer(args: TrainingArguments) -> None:
     name = OptimizerNames(args.optim).value
     if name in OF_TORCHAO:
         require("torchao", "torchao", where="optim")
-        for logger in ("torchao", "torch.utils._pytree"):  # of kernels for other machines, and of torchao's own calls of torch
-            logging.getLogger(logger).setLevel(logging.ERROR)
     if "torch" in name or not re.search("8bit|bnb|paged|lion|ademamix", name):
         return
     require("bitsandbytes", "cuda", where="optim")
@@ -60,3 +59,69 @@ def check_rounding(args: Any, lm: DiffusionLM) -> None:
         raise ConfigError(f"{name} does not know it", where=where, remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
     if not any(weight.dtype == torch.bfloat16 for weight in lm.model.parameters() if weight.requires_grad):
         raise ConfigError("no weight that is trained is in bfloat16", where=where, remedy="Set model.dtype to bfloat16, or leave it out")
+
+
+def check_offload(args: Any) -> None:
+    """Refuse `optimizer_offload` where it would not act, or not rightly.
+
+    Raises:
+        ConfigError: sharded weights, float16 with its scaler, or an optimizer that does not work on a CPU as on a GPU.
+    """
+    if not args.optimizer_offload:
+        return
+    if args.fsdp or args.deepspeed:
+        remedy = "Leave it out; FSDP has fsdp_config.cpu_offload, DeepSpeed offload_optimizer"
+        raise ConfigError("the shards have an offload of their own", where="optimizer_offload", remedy=remedy)
+    if args.fp16:
+        raise ConfigError("the scaler of float16 looks for gradients on the GPU", where="optimizer_offload", remedy="Use bf16")
+    name = OptimizerNames(args.optim).value
+    if name not in OF_TORCH:
+        remedy = f"Use one of {', '.join(OF_TORCH)}, or --recipe offload"
+        raise ConfigError(f"{name} does not keep its states in host memory", where="optimizer_offload", remedy=remedy)
+
+
+def keep_on_host(optimizer: Optimizer) -> None:
+    """Let an optimizer that has made no step work in the memory of the host: on copies of the weights there, in float32 at least.
+
+    Before a step the gradients go to the host, and those on the device are freed; after it the weights come back, rounded to the type
+    that they have there. Only the copies add up small updates, so that weights in bfloat16 lose none (ZeRO-Offload, Ren et al. 2021).
+    The copies are part of the optimizer's `state_dict`.
+    """
+    pairs: list[tuple[nn.Parameter, Tensor]] = []
+    for group in optimizer.param_groups:
+        copies = [_on_host(weight.detach()) for weight in group["params"]]
+        pairs += zip(group["params"], copies, strict=True)
+        group["params"] = copies
+
+    def fetch(*_: Any) -> None:
+        for weight, copy in pairs:
+            copy.grad = None if weight.grad is None else weight.grad.to("cpu").to(copy.dtype)
+            weight.grad = None
+
+    @torch.no_grad()
+    def send(*_: Any) -> None:
+        for weight, copy in pairs:
+            weight.copy_(copy)
+            copy.grad = None
+
+    def save(_: Optimizer, state: dict[str, Any]) -> None:
+        if state["state"]:  # before the first step they are the weights themselves
+            state["host_weights"] = [copy for _, copy in pairs]
+
+    @torch.no_grad()
+    def load(loading: Optimizer, state: dict[str, Any]) -> None:
+        for (_, copy), saved in zip(pairs, state.pop("host_weights", ()), strict=False):
+            copy.copy_(saved)
+
+    optimizer.register_step_pre_hook(fetch)
+    optimizer.register_step_post_hook(send)
+    optimizer.register_state_dict_post_hook(save)
+    optimizer.register_load_state_dict_pre_hook(load)
+
+
+def _on_host(weight: Tensor) -> Tensor:
+    """A copy for the optimizer, in memory that a GPU reads and writes without a detour."""
+    copy = torch.empty_like(
+        weight, device="cpu", dtype=torch.promote_types(weight.dtype, torch.float32), pin_memory=weight.device.type == "cuda"
+    )
+    return copy.copy_(weight)

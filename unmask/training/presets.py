@@ -82,6 +82,7 @@ class Preset:
             optimiser="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,
             offload=bool(fsdp.get("cpu_offload")),
+            host_optimiser=bool(self.training.get("optimizer_offload")),
             accumulate=self.training.get("gradient_accumulation_steps", 1) > 1,
         )
 

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.optimizers import check_optimizer
+from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.settings import check_types
 from unmask.training.switches import amp_pays, amp_works, deepspeed_config, set_backends
 from unmask.training.trackers import check_trackers
@@ -41,6 +41,10 @@ class StageConfig(TrainingArguments):
         metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on a GPU since Ampere, of float32 weights."},
     )
     flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
+    optimizer_offload: bool = field(
+        default=False,
+        metadata={"help": "Keep the states of one of torch's optimizers, and float32 copies of the weights, in host memory."},
+    )
     max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
     score_chunk: int | None = field(
         default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch, of dpo and grpo as many as it has rows."}
@@ -86,6 +90,7 @@ class StageConfig(TrainingArguments):
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
         set_backends(args)
         check_optimizer(args)
+        check_offload(args)
 
     def choose_precision(self, *, in_float32: bool) -> None:
         """Turn mixed precision on where `bf16` was left unset, it pays, and the weights are in float32; else off."""

@@ -37,7 +37,7 @@ from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
 from unmask.training.means import Means
 from unmask.training.memory import memory_metrics
-from unmask.training.optimizers import check_rounding
+from unmask.training.optimizers import check_rounding, keep_on_host
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
 from unmask.training.switches import check_flash_attention, check_sharding, compile_in_place
@@ -274,10 +274,14 @@ class DiffusionTrainer(EvaluatingTrainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def create_optimizer(self, *arguments: Any) -> Any:
+        first = self.optimizer is None
         try:
-            return super().create_optimizer(*arguments)
+            super().create_optimizer(*arguments)
         except ImportError as error:
             raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
+        if first and self.args.optimizer_offload:
+            keep_on_host(self.optimizer)
+        return self.optimizer
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
