@@ -16,7 +16,7 @@ from unmask.config_files import read_layers, read_recipe
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
-from unmask.models.planning import MARGIN, RUNTIME_BYTES, Workload, device_limit, first_that_fits, largest_batch, peak_memory
+from unmask.models.planning import MARGIN, RUNTIME_BYTES, Workload, device_limit, first_that_fits, largest_batch
 from unmask.training import presets
 from unmask.training.presets import Planner, Preset, preset_names
 from unmask.training.run import VERBS, training_arguments
@@ -77,20 +77,21 @@ CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb"
 
 
 def cell(planner: Planner, card: str) -> str:
-    """What the least change of a recipe is that a model of this size takes on a card, and the rows that then fit."""
+    """The least change of a recipe that a model of this size takes on a card, and the rows that then fit."""
     preset = Preset.read(CARDS[card])
-    sharded = card.startswith("2 x")
-    # bitsandbytes does not know shards; every recipe of a single card computes activations again here.
-    work = replace(
-        preset.workload(planner.work), checkpointing=True, shards=2 if sharded else 1, optimiser="adamw" if sharded else "adamw_8bit"
-    )
     limit = device_limit(preset.hardware.devices[0], preset.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
-    name, fitting = ("FSDP" if sharded else "8-bit AdamW"), work
-    if peak_memory(planner.network(work.precision), work).total > limit:
+    work = replace(preset.workload(planner.work), checkpointing=True, optimiser="adamw_8bit")
+    found: tuple[str, Workload] | None = ("8-bit AdamW", work)
+    if card.startswith("2 x"):  # two of them cannot become more, and bitsandbytes does not know shards
+        work = replace(work, optimiser="adamw", shards=2)
+        fits = largest_batch(planner.network("mixed"), work, limit)
+        found = ("FSDP", work) if fits else ("FSDP, cpu_offload", replace(work, offload=True))
+    elif not largest_batch(planner.network("mixed"), work, limit):
         found = first_that_fits(planner.network, work, preset.hardware, limit)
-        assert found is not None
-        name, fitting = found
-    return f"{name}: {largest_batch(planner.network(fitting.precision), fitting, limit)}"
+    assert found is not None
+    name, fitting = found
+    rows = largest_batch(planner.network(fitting.precision), fitting, limit)
+    return f"{name.removeprefix('the ')}: {rows}" if rows else "-"
 
 
 @pytest.mark.slow

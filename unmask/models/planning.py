@@ -391,7 +391,7 @@ def remedy(networks: Callable[[Precision], Network], work: Workload, hardware: H
 def first_that_fits(
     networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float
 ) -> tuple[str, Workload] | None:
-    """The least change after which the workload fits into `limit` bytes, by name, and what it makes of the workload; None: no change does."""
+    """The least change after which the workload fits into `limit` bytes, by name, and the workload after it; None: no change does."""
     for name, changed in _ladder(work, hardware):
         if peak_memory(networks(changed.precision), changed).total <= limit:
             return name, changed
@@ -399,25 +399,26 @@ def first_that_fits(
 
 
 def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
-    """Switches in the order of what they cost in speed or quality; checkpointing and 8-bit AdamW add up, and stay on below them."""
-    rank, switches = work.lora_rank or 16, []
+    """Switches in the order of what they cost in speed or quality; checkpointing and 8-bit AdamW add up, and stay on below them. Of
+    sharded weights there are no adapters, and no optimizer but torch's."""
+    rank, switches, whole = work.lora_rank or 16, [], work.shards == 1
     if not work.checkpointing:
         work = dataclasses.replace(work, checkpointing=True)
         switches.append("checkpointing")
         yield " and ".join(switches), work
-    if work.optimiser == "adamw":
+    if work.optimiser == "adamw" and whole:
         work = dataclasses.replace(work, optimiser="adamw_8bit")
         switches.append("8-bit AdamW")
         yield " and ".join(switches), work
-    if work.precision != "bfloat16" and work.lora_rank is None:
+    if work.precision != "bfloat16" and work.lora_rank is None and whole:
         yield "the recipe bfloat16", dataclasses.replace(work, precision="bfloat16")
-    if not hardware.is_cpu and work.lora_rank is None and not work.host_optimiser:
+    if not hardware.is_cpu and work.lora_rank is None and not work.host_optimiser and whole:
         yield "the recipe offload", dataclasses.replace(work, precision="bfloat16", host_optimiser=True)
-    if work.lora_rank is None:
+    if work.lora_rank is None and whole:
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
         yield f"LoRA of rank {rank} and model.dtype bfloat16", dataclasses.replace(work, lora_rank=rank, precision="bfloat16")
     if not hardware.is_cpu:
-        if not work.four_bit:
+        if not work.four_bit and whole:
             yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, four_bit=True, precision="bfloat16")
         for shards in (2, 4, 8, 16, 32, 64):
             if shards > work.shards:
