@@ -356,7 +356,7 @@ def inspect(
     from unmask.training.presets import MEASURED_ROWS, Planner, Preset, preset_names
 
     dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
-    presets = [Preset.read(name, max_memory_gb, dtype) for name in hardware or preset_names()]
+    presets = [Preset.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or preset_names()]
     blueprint = Blueprint.read(model)
     planner = Planner(blueprint, blueprint.workload(model.attention, sequence_length, copies, lora_rank))
     facts, changes = blueprint.facts(), blueprint.changes()

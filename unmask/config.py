@@ -50,6 +50,8 @@ class ModelConfig(Config):
     """Pre-training: take only the architecture and the tokenizer from there, and start with new weights."""
     trust_remote_code: bool = False
     """Whether to run Python code that a hub model brings along."""
+    device_map: Literal["balanced"] | None = None
+    """balanced: spread the layers of one model over all GPUs of one process, by their memory; needs two GPUs or more."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Hold the weights of the linear layers in 4 or 8 bits (bitsandbytes); to train such a model, set `lora` (QLoRA)."""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate import dispatch_model
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -20,12 +23,13 @@ from transformers import (
 )
 
 from tests.helpers import shared_path
-from tests.models.configurations import ALPHABET, GROUPED, HEADS, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, GROUPED, HEADS, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
 from unmask.config import ModelConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
-from unmask.models.blueprint import Blueprint
-from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, with_pattern
+from unmask.models.attention import AttentionMask, Layout, make_mask
+from unmask.models.blueprint import Blueprint, is_tied
+from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, split_layers, with_pattern
 
 SETTINGS = [
     ("causal", None, True),
@@ -308,3 +312,49 @@ def test_a_real_model_tells_its_story():
             last = torch.tensor([[*ids, lm.pad_token_id]])
             ids.append(int(lm.logits(last)[0, -1].argmax()))
     assert lm.tokenizer.decode(ids[prompt:]).startswith(", there was a little girl named Lily")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_layers_of_a_split_model_are_shared_out_in_order_by_memory(name: str) -> None:
+    places = split_layers(CONFIGURATIONS[name], torch.float32, [48, 20])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(CONFIGURATIONS[name])
+    covered = [weight for weight, _ in model.named_parameters() if any(weight.startswith(f"{part}.") for part in places)]
+    assert len(covered) == len(list(model.parameters()))
+    layers = [place for part, place in places.items() if part.split(".")[-1].isdigit()]
+    assert layers == sorted(layers) and set(places.values()) == {"cuda:0", "cuda:1"}
+    assert layers.count("cuda:0") >= layers.count("cuda:1")
+    if is_tied(model):
+        assert places["lm_head"] == "cuda:0"
+
+
+@pytest.mark.parametrize(("count", "message"), [(0, "there are none here"), (1, "there is one here")])
+def test_a_model_is_not_split_over_fewer_than_two_gpus(count: int, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_lm("llama").save(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=1))
+    with pytest.raises(ModelError, match=f"device_map: a model is spread over two GPUs or more, but {message}"):
+        load(tmp_path, device_map="balanced")
+    with pytest.raises(ModelError, match="quantised weights are not spread"):
+        load(tmp_path, device_map="balanced", quantization="4bit")
+
+
+@pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)])
+def test_masks_pass_through_the_hooks_of_a_split_model(attention: str, block_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU all parts are on one device: the hooks that would move inputs are there, and every part asks for its own."""
+    lm = tiny_lm("llama", attention, block_size)
+    ids_BT = torch.arange(1, 9).expand(2, -1)
+    plain = lm.logits(ids_BT)
+    moved: list[object] = []
+    original = AttentionMask.to
+    monkeypatch.setattr(AttentionMask, "to", lambda self, device, **rest: (moved.append(device), original(self, device, **rest))[1])
+    dispatch_model(lm.model, {"": "cpu"}, force_hooks=True)
+    assert torch.equal(lm.logits(ids_BT), plain) and moved
+
+
+def test_a_mask_is_moved_once() -> None:
+    layout = Layout.full(4, torch.device("cpu"))
+    mask = make_mask("causal", None, layout, layout)
+    there = mask.to("meta")
+    assert there.allowed_BQK.device.type == "meta" and there.positions[0].device.type == "meta" and mask.to("meta") is there
+    assert mask.to("cpu") is mask

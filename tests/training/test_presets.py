@@ -11,12 +11,12 @@ import pytest
 from transformers import LlamaConfig, PhiConfig
 
 from tests.models.configurations import ALPHABET, CONFIGURATIONS
-from unmask.config import resolve
+from unmask.config import HardwareConfig, resolve
 from unmask.config_files import read_layers, read_recipe
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
-from unmask.models.planning import MARGIN, RUNTIME_BYTES, Workload, device_limit, first_that_fits, largest_batch
+from unmask.models.planning import MARGIN, RUNTIME_BYTES, Workload, device_limit, first_that_fits, largest_batch, make_plan
 from unmask.training import presets
 from unmask.training.presets import Planner, Preset, preset_names
 from unmask.training.run import VERBS, training_arguments
@@ -161,6 +161,23 @@ def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict)
 def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:
     plan = planner().plan(Preset.read("a6000-48gb-a4500-20gb"))
     assert (plan.limit, plan.devices, plan.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
+
+
+def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: Planner) -> None:
+    name = "a6000-48gb-a4500-20gb"
+    apart, split = (three_billion.plan(Preset.read(name, device_map=how)) for how in (None, "balanced"))
+    assert not apart.fits and split.fits
+    assert split.limit == pytest.approx((48 + 20) * MARGIN * 1e9) and split.runtime == 2 * RUNTIME_BYTES["gpu"]
+    assert (split.devices, split.workload.split) == (1, 2) and "split over 2" in split.describe(name)["with"]
+    batch = split.workload.batch
+    large, small = (make_plan(three_billion.network, replace(split.workload, split=1), one, batch=batch).seconds for one in alone(name))
+    assert large < split.seconds < small
+
+
+def alone(name: str) -> list[HardwareConfig]:
+    """The devices of a machine, each in one of its own."""
+    hardware = Preset.read(name).hardware
+    return [hardware.model_copy(update={"devices": [device]}) for device in hardware.devices]
 
 
 def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from unmask.training import run, switches
 from unmask.training import trainer as trainer_module
 from unmask.training.convert import ConvertTrainer
 from unmask.training.run import VERBS
-from unmask.training.switches import bound_memory, deepspeed_config
+from unmask.training.switches import bound_memory, check_split, deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
@@ -88,6 +88,33 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
 
 def full(*_: Any, **__: Any) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory\nof which ...")
+
+
+# A model that is split over devices
+
+
+def spread(lm: DiffusionLM) -> DiffusionLM:
+    lm.model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
+    return lm
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"world_size": 2}, "several processes on a model that is split over devices"),
+        ({"fsdp": True}, "fsdp on a model"),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed on a model"),
+        ({"torch_compile": True}, "torch_compile on a model"),
+        ({"flash_attention": True}, "flash_attention on a model"),
+        ({"num_generations": 4}, "reinforcement learning on a model"),
+    ],
+)
+def test_what_cannot_work_on_a_split_model_is_refused(more, message):
+    off = {"world_size": 1, "fsdp": None, "deepspeed": None, "torch_compile": False, "flash_attention": False}
+    check_split(SimpleNamespace(**off), spread(tiny()))
+    check_split(SimpleNamespace(**off | more), tiny())
+    with pytest.raises(ConfigError, match=f"model.device_map: {message}"):
+        check_split(SimpleNamespace(**off | more), spread(tiny()))
 
 
 # Activation checkpointing

@@ -92,6 +92,7 @@ class AttentionMask:
     documents: Documents | None = None
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _added: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def within(self, window: int | None) -> AttentionMask:
         """The mask for a layer with this sliding window (None: no window)."""
@@ -102,6 +103,16 @@ class AttentionMask:
             near_BQK = query_BQ[:, :, None] - key_BK[:, None, :] < window
             self._windowed[window] = AttentionMask(self.allowed_BQK & near_BQK[:, None], None)
         return self._windowed[window]
+
+    def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
+        """The mask on another device, made once: what accelerate asks for between layers of a model that is split over devices."""
+        place = torch.device(device)
+        if place == self.allowed_BQK.device:
+            return self
+        if place not in self._moved:
+            positions = self.positions and (self.positions[0].to(place), self.positions[1].to(place))
+            self._moved[place] = AttentionMask(self.allowed_BQK.to(place), positions, self.full)
+        return self._moved[place]
 
     def annealed(self, seen: float, key: int) -> AttentionMask:
         """The mask with every key after its query left out but for a random share; `key` says which, in rows of any width."""

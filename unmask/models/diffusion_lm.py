@@ -294,7 +294,7 @@ class DiffusionLM:
             rows.check(first_V)
             log_prob_N = rows.log_prob_N
         assert log_prob_N is not None, "the output head is not the one that the rows were asked of"
-        return log_prob_N + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
+        return log_prob_N.to(first_V.device) + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
 
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:

@@ -58,7 +58,8 @@ class RowSelector:
         Raises:
             ModelError: the model does something after its head that is not known here.
         """
-        if not self._checked and self._first_V is not None and not torch.allclose(self._first_V.float(), first_V.float(), atol=1e-3):
+        own_V = None if self._checked or self._first_V is None else self._first_V.to(first_V.device)
+        if own_V is not None and not torch.allclose(own_V.float(), first_V.float(), atol=1e-3):
             what = "the model changes the logits of its head in a way that is not known"
             raise ModelError(what, where="output head", remedy="Score fewer rows at once (training.score_chunk)")
         self._checked = True
@@ -82,7 +83,8 @@ class RowSelector:
         if self.index_N is None:
             return None
         hidden_BTD = args[0]
-        hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[self.index_N]
+        index_N = self.index_N.to(hidden_BTD.device)  # the head of a split model may be elsewhere
+        hidden_ND = hidden_BTD.reshape(-1, hidden_BTD.shape[-1])[index_N]
         if self.captured is not None:
             self.captured.append(hidden_ND)
         if self.target_N is None:
@@ -97,7 +99,7 @@ class RowSelector:
         assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
         rows = max(1, LOGITS_AT_ONCE // out.shape[-1])
-        pieces = zip(self.hidden_ND.split(rows), self.target_N.split(rows), strict=True)
+        pieces = zip(self.hidden_ND.split(rows), self.target_N.to(out.device).split(rows), strict=True)
         settings = (self.forbidden, self.temperature)
         self.log_prob_N = torch.cat([checkpoint(self._chunk, head, *piece, *settings, use_reentrant=False) for piece in pieces])
 

@@ -56,7 +56,7 @@ class LastLayer:
             return None
         rows_BTD = args[0]
         self._shape = rows_BTD.shape[:-1]
-        return (rows_BTD.reshape(-1, rows_BTD.shape[-1])[self.index_N][None], *args[1:])
+        return (rows_BTD.reshape(-1, rows_BTD.shape[-1])[self.index_N.to(rows_BTD.device)][None], *args[1:])
 
     def restore(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
         """After it."""
@@ -64,5 +64,5 @@ class LastLayer:
             return None
         assert self._shape is not None
         whole = out.new_zeros(self._shape.numel(), out.shape[-1])
-        whole[self.index_N] = out[0]
+        whole[self.index_N.to(whole.device)] = out[0]
         return whole.view(*self._shape, -1)

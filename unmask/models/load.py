@@ -6,11 +6,12 @@ import contextlib
 import importlib.util
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -45,6 +46,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
+    device_map: Literal["balanced"] | None = None,
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released LLaDA, Dream or SDAR model.
 
@@ -59,6 +61,7 @@ def load(
         trust_remote_code: run modelling code that comes with the model.
         quantization: hold the weights of the linear layers in 4 bits (NF4, its scales quantised too) or 8 bits, by bitsandbytes;
             embeddings and head stay in `dtype`. Such a model is trained through adapters only.
+        device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
 
     Returns:
         The model in eval mode. The tokenizer's own mask token is used when it has one, else one is added.
@@ -74,7 +77,13 @@ def load(
     config, family = read_config(where, source)
     tokenizer = read_tokenizer(where, source, config, family)
     device = resolve_device(device)
-    if quantization is None:
+    if device_map is not None:
+        if quantization is not None:
+            remedy = "Leave one of the two out"
+            raise ModelError("quantised weights are not spread over devices", where="device_map, quantization", remedy=remedy)
+        memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+        model = _weights(where, config, dtype, source | {"device_map": split_layers(config, _dtype(dtype), memory)}, family)
+    elif quantization is None:
         model = _weights(where, config, dtype, source, family).to(device)
     else:  # in memory never whole: quantised on their way to the device
         source |= {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
@@ -88,6 +97,41 @@ def load(
     if settings["time_embedding"]:
         load_time_embedding(model, where, revision)
     return make_diffusion(model, tokenizer, **settings)
+
+
+def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
+    """The device of each part of a model, by its name: layers in their order, each device with a share by its memory.
+
+    Raises:
+        ModelError: there are fewer than two devices.
+    """
+    if len(memory) < 2:
+        what = f"a model is spread over two GPUs or more, but there {'is one' if memory else 'are none'} here"
+        raise ModelError(what, where="device_map", remedy="Leave it out")
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parts = list(_parts(model))
+    sizes = [sum(weight.nbytes for weight in part.parameters()) for _, part in parts]
+    ends = [sum(memory[: number + 1]) / sum(memory) for number in range(len(memory))]
+    places, before = dict[str, str](), 0.0
+    for (name, part), size in zip(parts, sizes, strict=True):
+        middle = (before + size / 2) / sum(sizes)
+        places[name] = f"cuda:{next(number for number, end in enumerate(ends) if middle <= end)}"
+        before += size
+        if part is model.get_output_embeddings() and part.weight is model.get_input_embeddings().weight:
+            places[name] = "cuda:0"  # where the embeddings are
+    return places
+
+
+def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What is put on a device as a whole, in the order of a forward pass: layers, and what stands beside their list."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    for name, part in module.named_children():
+        inside = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
+        if inside and not (isinstance(module, nn.ModuleList)):
+            yield from _parts(part, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", part
 
 
 def pattern_settings(

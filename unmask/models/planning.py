@@ -89,6 +89,7 @@ class Workload:
         lora_rank: train adapters of this rank; None: the weights.
         four_bit: keep the frozen weights in 4 bits (QLoRA).
         shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
+        split: devices over which the layers of one model are spread, one after another at work (device_map).
         offload: keep gradients and optimiser states in the host's memory.
         host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and update there.
         accumulate: gradients of earlier micro-batches are there during the forward pass.
@@ -108,6 +109,7 @@ class Workload:
     lora_rank: int | None = None
     four_bit: bool = False
     shards: int = 1
+    split: int = 1
     offload: bool = False
     host_optimiser: bool = False
     accumulate: bool = False
@@ -179,7 +181,7 @@ class Plan:
         runtime: bytes that the libraries take beside it.
         limit: bytes that may be planned for on each device.
         seconds: per step, for the batches of all devices; None where the device's throughput is not known.
-        devices: how many share the work.
+        devices: how many share the work; 1 of a model that is split.
         host: bytes in the host's memory, of an optimiser there.
         advice: what would make it fit; empty where it does.
     """
@@ -210,7 +212,8 @@ class Plan:
         """A line of a table, by column."""
         work = self.workload
         switches = [work.precision, "checkpointing" * work.checkpointing, "8-bit AdamW" * (work.optimiser == "adamw_8bit")]
-        switches += [f"{work.shards} shards" * (work.shards > 1), f"{self.host / 1e9:.3g} GB in host memory" * work.host_optimiser]
+        switches += [f"{work.shards} shards" * (work.shards > 1), f"split over {work.split}" * (work.split > 1)]
+        switches += [f"{self.host / 1e9:.3g} GB in host memory" * work.host_optimiser]
         return {
             "hardware": name,
             "batch": f"{work.batch} x {self.devices}" if self.devices > 1 else str(work.batch),
@@ -246,6 +249,8 @@ def peak_memory(network: Network, work: Workload) -> Memory:
         (gradients, activations / network.layers, 0.0, max(backward, table if network.tied else 0.0)),
     ]
     gradients, activations, logits, workspace = max(moments, key=sum)
+    if work.split > 1:  # each device has its own workspace, and may end half a layer early
+        workspace += (work.split - 1) * (logits + workspace + (parameters + gradients + state + activations) / network.layers)
     return Memory(
         parameters=parameters, gradients=gradients, optimiser=state, activations=activations, logits=logits, workspace=gathered + workspace
     )
@@ -353,7 +358,8 @@ def largest_batch(network: Network, work: Workload, limit: float) -> int:
 
 
 def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, *, batch: int | None = None) -> Plan:
-    """The plan of a workload on a machine. The smallest device sets the batch of all, the slowest one the time.
+    """The plan of a workload on a machine. The smallest device sets the batch of all, the slowest one the time. A model that is split over
+    devices has the memory of all, and is as fast as their mean, weighed by what each holds.
 
     Args:
         networks: the network at a precision.
@@ -362,13 +368,19 @@ def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware
         batch: use this one; None: the largest that fits.
     """
     kind = "cpu" if hardware.is_cpu else "gpu"
-    limit = min(device_limit(device, hardware.max_memory_gb) for device in hardware.devices)
-    runtime = RUNTIME_BYTES[kind]
+    limits = [device_limit(device, hardware.max_memory_gb) for device in hardware.devices]
+    limit, runtime = min(limits), RUNTIME_BYTES[kind]
+    if work.split > 1:
+        limits = [device.count * one for device, one in zip(hardware.devices, limits, strict=True)]
+        limit, runtime = sum(limits), runtime * work.split
     network = networks(work.precision)
     work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
     memory = peak_memory(network, work)
-    times = [step_seconds(network, work, device, hardware.slowest_link) for device in hardware.devices]
+    link = None if work.split > 1 else hardware.slowest_link  # between layers only hidden states are sent
+    times = [step_seconds(network, work, device, link) for device in hardware.devices]
     known = [seconds for seconds in times if seconds is not None]
+    if work.split > 1 and len(known) == len(times):
+        known = [sum(share * seconds for share, seconds in zip(limits, known, strict=True)) / limit] * len(times)
     advice = "" if memory.total + runtime <= limit else remedy(networks, work, hardware, limit - runtime)
     return Plan(
         workload=work,
@@ -376,7 +388,7 @@ def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware
         runtime=runtime,
         limit=limit,
         seconds=max(known) if len(known) == len(times) else None,
-        devices=hardware.count,
+        devices=1 if work.split > 1 else hardware.count,
         host=host_bytes(network, work),
         advice=advice,
     )

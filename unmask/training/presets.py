@@ -35,16 +35,19 @@ class Preset:
         hardware: its devices, with the memory of each.
         training: the recipe's training section.
         dtype: of the weights.
+        device_map: how the layers of one model are spread over the devices; None: each has all.
     """
 
     name: str
     hardware: HardwareConfig
     training: Mapping[str, Any]
     dtype: str
+    device_map: str | None = None
 
     @classmethod
-    def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None) -> Preset:
-        """Read a hardware recipe; `max_memory_gb` overrides its own cap, `dtype` the type of its weights.
+    def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> Preset:
+        """Read a hardware recipe; `max_memory_gb` overrides its own cap, `dtype` the type of its weights, and with a `device_map` one model
+        is split over its devices.
 
         Raises:
             ConfigError: there is none of that name.
@@ -52,7 +55,9 @@ class Preset:
         if name not in preset_names():
             raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, preset_names()))
         values = read_layers(recipes=[name]).merged()
-        return cls._of(name, HardwareConfig(**values["hardware"]), max_memory_gb, values["training"], dtype or values["model"]["dtype"])
+        hardware = HardwareConfig(**values["hardware"])
+        preset = cls._of(name, hardware, max_memory_gb, values["training"], dtype or values["model"]["dtype"])
+        return dataclasses.replace(preset, device_map=device_map)
 
     @classmethod
     def of(cls, config: RunConfig) -> Preset:
@@ -61,7 +66,8 @@ class Preset:
         training = dict(config.training)
         if training.get("bf16") is None:
             training["bf16"] = not hardware.is_cpu and not training.get("fp16") and config.model.dtype == "float32"
-        return cls._of(hardware.name, hardware, None, training, config.model.dtype)
+        preset = cls._of(hardware.name, hardware, None, training, config.model.dtype)
+        return dataclasses.replace(preset, device_map=config.model.device_map)
 
     @classmethod
     def _of(cls, name: str, hardware: HardwareConfig, max_memory_gb: float | None, training: Mapping[str, Any], dtype: str) -> Preset:
@@ -81,6 +87,7 @@ class Preset:
             checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
             optimiser="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,
+            split=self.hardware.count if self.device_map and whole and not self.hardware.is_cpu else 1,
             offload=bool(fsdp.get("cpu_offload")),
             host_optimiser=bool(self.training.get("optimizer_offload")),
             accumulate=self.training.get("gradient_accumulation_steps", 1) > 1,

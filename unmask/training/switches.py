@@ -177,6 +177,33 @@ def with_own_state(args: Any) -> Any:
     return own
 
 
+def is_split(lm: DiffusionLM) -> bool:
+    """Whether the layers of a model are on several devices (`model.device_map`)."""
+    return len(set((getattr(lm.model, "hf_device_map", None) or {}).values())) > 1
+
+
+def check_split(args: Any, lm: DiffusionLM) -> None:
+    """Refuse what cannot work on a model that is split over devices.
+
+    Raises:
+        ConfigError: several processes, shards, one graph of the whole model, FlashAttention over one device's documents, or rollouts,
+            whose caches are on one device.
+    """
+    if not is_split(lm):
+        return
+    for name, on in {
+        "world_size": args.world_size > 1,
+        "fsdp": args.fsdp,
+        "deepspeed": args.deepspeed,
+        "torch_compile": args.torch_compile,
+        "flash_attention": args.flash_attention,
+        "num_generations": hasattr(args, "num_generations"),
+    }.items():
+        if on:
+            what = "several processes" if name == "world_size" else "reinforcement learning" if name == "num_generations" else name
+            raise ConfigError(f"{what} on a model that is split over devices", where="model.device_map", remedy=f"Leave it out, or {name}")
+
+
 def watch_for_anomalies() -> None:
     """Let torch name the operation that makes a NaN, and transformers tell what it does."""
     torch.autograd.set_detect_anomaly(True)

@@ -40,7 +40,7 @@ from unmask.training.memory import memory_metrics
 from unmask.training.optimizers import check_rounding, keep_on_host
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
-from unmask.training.switches import check_flash_attention, check_sharding, compile_in_place
+from unmask.training.switches import check_flash_attention, check_sharding, check_split, compile_in_place, is_split
 from unmask.training.trackers import direct
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class DiffusionTrainer(EvaluatingTrainer):
             if trainer_arguments.get(name) is not None:
                 what = "is never called: a row has no logits of its own, they hang on what is hidden"
                 raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
-        if args.n_gpu > 1:
+        if args.n_gpu > 1 and not is_split(lm):
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
         if peft_config is None and quantised(lm):
             remedy = "Train adapters (lora), or load it without quantization"
@@ -111,6 +111,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         set_seed(args.seed)  # new adapters follow from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         check_sharding(args, self.lm)
+        check_split(args, self.lm)
         check_flash_attention(args, self.lm)
         check_rounding(args, self.lm)
         self.lm.flash_attention = args.flash_attention
