@@ -26,6 +26,8 @@ from unmask.training.convert import ConvertConfig, ConvertTrainer, StageTrainer
 from unmask.training.stages import STAGES, ConversionStage
 from unmask.training.trainer import DiffusionTrainer
 
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
+
 
 def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
     names = ("eval_dataset", "progress", "peft_config", "callbacks", "data_collator")
@@ -314,8 +316,63 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
     with pytest.raises(DataError, match="eval_dataset, row 1: no column 'completion'"):
         convert(tmp_path, eval_dataset=[PAIRS[0], {"prompt": "a"}])
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ConfigError, match="peft_config"):
-        convert(tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM"))
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"])
+    with pytest.raises(ConfigError, match=r"time_embedding: adapters cannot train a time embedding.*without lora"):
+        convert(tmp_path, peft_config=lora, time_embedding=True)
+    with pytest.raises(ConfigError, match=r"stage 1, train: names no weights that take gradients"):
+        convert(tmp_path, peft_config=lora, stages=[{"train": ["attention"]}])
+    with pytest.raises(ConfigError, match=r"peft_config: IA3Config trains no embedding row"):
+        convert(tmp_path, peft_config=peft.IA3Config(task_type="CAUSAL_LM"))
+
+
+# Adapters
+
+
+def lora() -> peft.LoraConfig:
+    return peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_conversion_with_adapters_trains_them_and_the_mask_row_and_merges_them(tied, tmp_path):
+    lm = tiny("causal", tie_word_embeddings=tied)
+    start, mask = weights(lm), lm.mask_token_id
+    trainer = convert(tmp_path / "run", lm, peft_config=lora(), weight_decay=0.1)
+    trainer.train()
+    trainer.save_model(tmp_path / "model")
+    loaded = load(tmp_path / "model")
+    assert loaded.settings == trainer.lm.settings and loaded.attention == "bidirectional"
+    end, others = weights(loaded), torch.arange(len(start["model.embed_tokens.weight"])) != mask
+    for name, before in start.items():
+        if name == "model.embed_tokens.weight" or (tied and name == "lm_head.weight"):
+            assert torch.equal(end[name][others], before[others]) and not torch.equal(end[name][mask], before[mask]), name
+        else:
+            assert torch.equal(end[name], before) == ("_proj" not in name), name
+    ids = torch.tensor([[1, 4, mask, 6]])
+    torch.testing.assert_close(loaded.logits(ids), trainer.lm.logits(ids), rtol=0, atol=1e-5)
+    losses = [line["cross_entropy"] for line in trainer.log_history if "loss" in line]
+    assert len(losses) == 10
+
+
+def test_the_first_stage_trains_the_adapters_of_attention_and_the_mask_row_alone(tmp_path):
+    trainer = convert(tmp_path, peft_config=lora(), stages=STAGES[:1])
+    before = {name: parameter.clone() for name, parameter in trainer.lm.model.named_parameters()}
+    trainer.train()
+    moved = {name for name, parameter in trainer.lm.model.named_parameters() if not torch.equal(parameter, before[name])}
+    assert moved and all(("self_attn" in name and "lora" in name) or "trainable_tokens_delta" in name for name in moved)
+    assert any("trainable_tokens_delta" in name for name in moved)
+
+
+@pytest.mark.parametrize(
+    "lost", [("stage-1/checkpoint-1", "stage-2", "stage-3"), ("stage-2/checkpoint-6", "stage-3"), ("stage-3",)], ids=str
+)
+def test_a_conversion_with_adapters_resumes_bit_for_bit(lost, tmp_path):
+    run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
+    straight = converted(tmp_path, peft_config=lora(), **run)
+    for name in lost:
+        shutil.rmtree(tmp_path / name)
+    trainer = convert(tmp_path, peft_config=lora(), **run)
+    trainer.train(resume_from_checkpoint=True)
+    assert equal(weights(trainer.lm), straight)
 
 
 # Annealing, a causal context, and the recipes.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from unmask.errors import ConfigError
@@ -27,11 +30,37 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
 
     if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
-    adapted: Any = get_peft_model(lm.model, peft_config)
+    with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
+        adapted: Any = get_peft_model(lm.model, peft_config)
     if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
         raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
     return lm.bind(adapted)
+
+
+def training_row(peft_config: peft.PeftConfig, token: int) -> peft.PeftConfig:
+    """The same adapters, beside which the embedding row of a token is trained whole.
+
+    Raises:
+        ConfigError: PEFT does not train rows beside adapters of this kind.
+    """
+    if not hasattr(peft_config, "trainable_token_indices"):
+        what = f"{type(peft_config).__name__} trains no embedding row, and the mask token needs its own"
+        raise ConfigError(what, where="peft_config", remedy="Use LoRA")
+    if peft_config.trainable_token_indices:
+        return peft_config
+    return replace(peft_config, trainable_token_indices=[token])
+
+
+@contextmanager
+def _untied(lm: DiffusionLM) -> Iterator[None]:
+    """Inside, PEFT does not take the head for tied to the embedding table: rows that are trained there leave the head as it is, which
+    computes only the rows asked for. Merged they are in both."""
+    tied, lm.model.config.tie_word_embeddings = lm.model.config.tie_word_embeddings, False
+    try:
+        yield
+    finally:
+        lm.model.config.tie_word_embeddings = tied
 
 
 def changes_nothing(lm: DiffusionLM) -> bool:

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
@@ -31,17 +31,21 @@ from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
 from unmask.models.card import HISTORY_KEY
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
+from unmask.training.adapters import training_row, with_adapters
 from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.evaluation import Batch
 from unmask.training.log import Progress, RunLog
 from unmask.training.noising import NoisingConfig
 from unmask.training.stage_config import row_length, total_steps
-from unmask.training.stages import STAGES, ConversionStage, freezing, only_mask_row, stage_ends
+from unmask.training.stages import ROW, STAGES, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.training.switches import with_own_state
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
 from unmask.training.trackers import RunTrackers
 from unmask.training.trainer import DiffusionTrainer
+
+if TYPE_CHECKING:
+    import peft
 
 
 @dataclass(kw_only=True)
@@ -206,7 +210,7 @@ class StageTrainer(DiffusionTrainer):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """Weight decay must not move the embedding rows that a stage leaves as they are."""
-        names = super().get_decay_parameter_names(model)
+        names = [name for name in super().get_decay_parameter_names(model) if ROW not in name]
         if not only_mask_row(self.lm, self.stage):
             return names
         table = model.get_input_embeddings().weight
@@ -227,10 +231,12 @@ class ConvertTrainer:
             is noised).
         eval_dataset: the same, held out; each stage ends with an evaluation.
         progress: a stage of a progress display to keep up to date.
-        rest: as in DiffusionTrainer, but for `peft_config`.
+        peft_config: train adapters, and the mask token's whole embedding row; a stage then trains the adapters of what it names. They are
+            merged when the model is saved.
+        rest: as in DiffusionTrainer.
 
     Raises:
-        ConfigError: a causal pattern, adapters, or a stage that trains nothing or has no step.
+        ConfigError: a causal pattern, adapters with a time embedding or DeepSpeed, or a stage that trains nothing or has no step.
         DataError: a row without its columns, or no text.
     """
 
@@ -243,18 +249,20 @@ class ConvertTrainer:
         *,
         progress: Progress | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
+        peft_config: peft.PeftConfig | None = None,
         **rest: Any,
     ):
-        if rest.get("peft_config") is not None:
-            remedy = "Convert the weights themselves; then train adapters with SFTTrainer"
-            raise ConfigError("conversion with adapters, which its stages would freeze", where="peft_config", remedy=remedy)
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._pattern(lm, stage) for stage in args.stages]
+        if peft_config is not None:
+            self._add_adapters(peft_config)
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
-            stage.parameters(stage_lm, where=f"stages, stage {number}, train")
+            where = f"stages, stage {number}, train"
+            if not any(parameter.requires_grad for parameter in stage.parameters(stage_lm, where=where)):
+                raise ConfigError("names no weights that take gradients", where=where, remedy="Give what it names adapters, or use all")
         self.lm = self.lms[-1]
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
@@ -322,6 +330,18 @@ class ConvertTrainer:
             shutil.rmtree(folder)
         self.lms = [self._pattern(lm, stage) for stage in self.args.stages]
         self.lm = self.lms[-1]
+
+    def _add_adapters(self, peft_config: peft.PeftConfig) -> None:
+        """The same adapters in every stage."""
+        if any(lm.has_time_embedding for lm in self.lms):
+            what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
+            raise ConfigError(what, where="time_embedding", remedy=remedy)
+        if self.args.deepspeed:
+            what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
+            raise ConfigError(what, where="deepspeed", remedy="Leave it out, or convert without lora")
+        set_seed(self.args.seed)
+        adapted = with_adapters(self.lms[-1], training_row(peft_config, self.lms[-1].mask_token_id)).model
+        self.lms = [lm.bind(adapted) for lm in self.lms]
 
     def _pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
         args, attention = self.args, stage.attention or self.args.attention

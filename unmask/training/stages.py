@@ -21,6 +21,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.time_embedding import NAME as TIME_EMBEDDING
 
 MASK_TOKEN = "mask_token"
+ROW = "trainable_tokens_delta"
+"""In the names of PEFT."""
 
 
 class ConversionStage(Config):
@@ -101,8 +103,8 @@ def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: st
         return {parameter for module in attention_modules(lm.model) for parameter in module.parameters()}
     if name == "time_embedding":
         return {parameter for key, parameter in named.items() if f"{TIME_EMBEDDING}." in key}
-    if name == MASK_TOKEN:
-        return {lm.model.get_input_embeddings().weight}
+    if name == MASK_TOKEN:  # with adapters PEFT holds its row
+        return {parameter for key, parameter in named.items() if ROW in key} or {lm.model.get_input_embeddings().weight}
     try:
         return {parameter for key, parameter in named.items() if re.search(name, key)}
     except re.error as error:
@@ -149,7 +151,7 @@ def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
 
 def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:
     """Whether the stage trains the mask token's row and no other of the embedding table."""
-    if stage.train == "all" or MASK_TOKEN not in stage.train:
+    if stage.train == "all" or MASK_TOKEN not in stage.train or hasattr(lm.model, "merge_and_unload"):
         return False
     named, table = dict(lm.model.named_parameters()), lm.model.get_input_embeddings().weight
     return not any(table in _named(lm, name, named) for name in stage.train if name != MASK_TOKEN)

@@ -105,7 +105,7 @@ class DiffusionTrainer(EvaluatingTrainer):
                 raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
         if args.n_gpu > 1 and not is_split(lm):
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
-        if peft_config is None and quantised(lm):
+        if peft_config is None and quantised(lm) and not hasattr(lm.model, "merge_and_unload"):
             remedy = "Train adapters (lora), or load it without quantization"
             raise ConfigError("quantised weights take no gradients", where="model.quantization", remedy=remedy)
         set_seed(args.seed)  # new adapters follow from it
