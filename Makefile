@@ -19,8 +19,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
 	$(BIN)/unmask demo $(ARGS)
 
-test: $(INSTALLED)  ## the fast tests, on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
 test-slow: $(INSTALLED)  ## the slow tests only
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone'
