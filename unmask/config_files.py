@@ -134,10 +134,12 @@ class Layers(tuple[Layer, ...]):
         try:
             yield
         except ConfigError as error:
-            source = self.source_of(error.where) if error.where else None
-            if source is None:
+            keys = (error.where or "").split(" and ")  # of settings that do not go together
+            sources = [self.source_of(key) if key else None for key in keys]
+            if not any(sources):
                 raise
-            raise ConfigError(error.what, where=f"{error.where} ({source})", remedy=error.remedy) from error
+            where = " and ".join(f"{key} ({source})" if source else key for key, source in zip(keys, sources, strict=True))
+            raise ConfigError(error.what, where=where, remedy=error.remedy) from error
 
 
 def read_layers(

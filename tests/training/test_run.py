@@ -284,7 +284,7 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("grpo", ["training.num_generations=3", "training.max_completion_length=17"], ["num_generations", "4 completions"]),
         ("grpo", [*GRPO, 'rewards=["nowhere:reward"]'], ["nowhere:reward: cannot be imported", "package.module:function"]),
         ("convert", ["training.attention=causal"], ["attention", "bidirectional or block_causal"]),
-        ("convert", ["lora.r=2"], ["adapters", "SFTTrainer"]),
+        ("convert", ["lora.r=2", "training.time_embedding=true"], ["time_embedding", "without lora"]),
         ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),
         ("pretrain", ["data.train=[{path: a.txt}]"], ["data.task", "no stream and no mixture"]),
         ("pretrain", ["data.shuffle_buffer=9"], ["data.shuffle_buffer", "data.streaming"]),

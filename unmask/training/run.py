@@ -28,6 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
 from unmask.tasks import Puzzle, Row, Task, as_puzzle, get_task
+from unmask.training.compatible import check_together
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import DPOConfig
@@ -197,6 +198,7 @@ def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
 
 def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
     """The verb's trainer, with its model and data loaded; `rest` goes to it."""
+    check_together(config, args)
     kind = VERBS[verb]
     bound_memory(config.hardware, args.device)
     task = get_task(config.data.task) if config.data.task else None
