@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, tiny, weights
@@ -215,6 +217,7 @@ def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
     straight = convert(tmp_path / "first", **run)
     straight.train()
+    convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first")  # its own folder: the last checkpoint
     trainer = convert(tmp_path / "second", tiny("causal"), **run)
     trainer.train(resume_from_checkpoint=tmp_path / "first" / named)
     assert equal(weights(trainer.lm), weights(straight.lm))
@@ -231,6 +234,8 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
             convert(tmp_path / "second", **run).train(resume_from_checkpoint=tmp_path / path)
     with pytest.raises(TrainingError, match=r"stage-3.*a later stage was trained already"):
         convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-2")
+    with pytest.raises(TrainingError, match="has made 6 steps of stage 2, which has 3 here"):
+        convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
     with pytest.raises(TrainingError, match="is of stage 3, of 1 here"):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
 
@@ -360,6 +365,26 @@ def test_the_first_stage_trains_the_adapters_of_attention_and_the_mask_row_alone
     moved = {name for name, parameter in trainer.lm.model.named_parameters() if not torch.equal(parameter, before[name])}
     assert moved and all(("self_attn" in name and "lora" in name) or "trainable_tokens_delta" in name for name in moved)
     assert any("trainable_tokens_delta" in name for name in moved)
+
+
+def test_a_model_with_adapters_continues_rows_itself_and_learns_from_a_teacher(tmp_path):
+    own = {"on_policy": 1.0, "rollout_tokens": 2, "distillation": 0.5, "alignment": 0.1, "packing": False}
+    stages = [{"attention": "block_causal", "block_size": 2}, {"attention": "bidirectional"}]
+    trainer = convert(tmp_path, peft_config=lora(), stages=stages, eval_dataset=TEXTS[:3], **own)
+    trainer.train()
+    assert trainer.lm.attention == "bidirectional" and len([line for line in trainer.log_history if "eval_loss" in line]) == 2
+
+
+def test_a_stage_begins_without_the_optimizer_of_the_one_before(tmp_path):
+    held: list[int] = []
+
+    class Count(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            gc.collect()
+            held.append(sum(isinstance(thing, torch.optim.AdamW) for thing in gc.get_objects()))
+
+    convert(tmp_path, callbacks=[Count()]).train()
+    assert held and max(held) <= held[0], held
 
 
 @pytest.mark.parametrize(

@@ -544,3 +544,15 @@ def test_rows_that_do_not_fill_a_batch_are_refused_where_such_batches_are_left_o
         make(verb, tmp_path, per_device_train_batch_size=8, dataloader_drop_last=True)
         with pytest.raises(ConfigError, match=r"dataloader_drop_last: 8 rows do not fill a batch of 9\. Leave it out"):
             make(verb, tmp_path, per_device_train_batch_size=9, dataloader_drop_last=True)
+
+
+def test_a_checkpoint_is_known_by_its_whole_name_and_is_of_a_run_with_or_without_adapters(tmp_path):
+    run = {"save_strategy": "steps", "save_steps": 1}
+    make("sft", tmp_path / "1", **run).train()
+    make("sft", tmp_path / "2", **run).train(resume_from_checkpoint=tmp_path / "1")  # the folder of a run, whose name is a number
+    lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2)
+    with pytest.raises(TrainingError, match=r"holds no adapters.*Leave lora out"):
+        make("sft", tmp_path / "3", peft_config=lora, **run).train(resume_from_checkpoint=tmp_path / "1")
+    make("sft", tmp_path / "4", peft_config=lora, **run).train()
+    with pytest.raises(TrainingError, match="holds adapters alone"):
+        make("sft", tmp_path / "5", **run).train(resume_from_checkpoint=tmp_path / "4")

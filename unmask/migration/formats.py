@@ -133,7 +133,9 @@ def flat(values: Old) -> dict[str, Any]:
 def is_ours(values: Old) -> bool:
     """Whether a file of settings is a config of Unmask, perhaps with a misspelt key."""
     fields = RunConfig.model_fields
-    return values.keys() <= fields.keys() or any(key in fields and isinstance(value, dict) for key, value in values.items())
+    return (bool(values) and values.keys() <= fields.keys()) or any(
+        key in fields and isinstance(value, dict) for key, value in values.items()
+    )
 
 
 def candidates(values: Old, program: str | None) -> list[str]:

@@ -47,9 +47,11 @@ def training_row(peft_config: peft.PeftConfig, token: int) -> peft.PeftConfig:
     if not hasattr(peft_config, "trainable_token_indices"):
         what = f"{type(peft_config).__name__} trains no embedding row, and the mask token needs its own"
         raise ConfigError(what, where="peft_config", remedy="Use LoRA")
-    if peft_config.trainable_token_indices:
-        return peft_config
-    return replace(peft_config, trainable_token_indices=[token])
+    own = peft_config.trainable_token_indices or []
+    if isinstance(own, dict):
+        what, remedy = "rows of the embedding table are named by module", "Give trainable_token_indices as a list of tokens"
+        raise ConfigError(what, where="peft_config, trainable_token_indices", remedy=remedy)
+    return replace(peft_config, trainable_token_indices=sorted({*own, token}))
 
 
 @contextmanager

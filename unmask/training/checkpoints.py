@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.errors import TrainingError
 
+ADAPTER_CONFIG = "adapter_config.json"
 DELETE = "Delete this checkpoint: --resume then goes on from the one before, or from the start"
 
 
@@ -44,7 +45,7 @@ def named_checkpoint(path: Path) -> Path:
     Raises:
         TrainingError: there is none.
     """
-    if re.fullmatch(r"\d+", _step(path)):
+    if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.resolve().name):
         return path
     if (checkpoint := last_checkpoint(path)) is None:
         raise TrainingError("holds no whole checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
@@ -60,7 +61,7 @@ def named_stage(path: Path) -> tuple[int, Path]:
     stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
     whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
     checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
-    stage = re.fullmatch(r"stage-(\d+)", checkpoint.absolute().parent.name)
+    stage = re.fullmatch(r"stage-(\d+)", checkpoint.resolve().parent.name)
     if stage is None:
         remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
         raise TrainingError("is no checkpoint of a conversion", where=str(path), remedy=remedy)
@@ -91,6 +92,13 @@ def check_whole(checkpoint: Path) -> None:
             raise TrainingError("is missing: the run would not be the same", where=str(path), remedy=remedy)
         if not zipfile.is_zipfile(path):
             raise TrainingError("cannot be read", where=str(path), remedy=DELETE)
+
+
+def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
+    """That a checkpoint is of a run with adapters, or without, as this one is. Raises `TrainingError`."""
+    if (checkpoint / ADAPTER_CONFIG).is_file() != adapters:
+        what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters alone", "Set lora as that run had it")
+        raise TrainingError(what, where=str(checkpoint), remedy=remedy)
 
 
 def check_weights(checkpoint: Path) -> None:

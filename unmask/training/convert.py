@@ -282,13 +282,15 @@ class ConvertTrainer:
             TrainingError: there is no such checkpoint, or later stages have been trained here already.
         """
         start, resume = 1, resume_from_checkpoint or False
-        if not isinstance(resume, bool) and Path(resume).resolve() != Path(str(self.args.output_dir)).resolve():
-            start, resume = self._from_checkpoint(Path(resume))
+        if not isinstance(resume, bool):
+            own = Path(resume).resolve() == Path(str(self.args.output_dir)).resolve()
+            start, resume = (1, True) if own else self._from_checkpoint(Path(resume))
         for number, (first, last) in enumerate(pairwise([0, *self.ends]), start=1):
             if number < start:
                 continue
             if self.trainer is not None and self.trainer.sharded:
                 self._gather(self.trainer)
+            self.trainer = None  # and with it the optimizer's states
             self.trainer = self._run(number, first, last, resume)
             resume = resume if isinstance(resume, bool) else False
         self.trackers.finish()
@@ -300,6 +302,10 @@ class ConvertTrainer:
         if number > len(self.ends):
             what = f"is of stage {number}, of {len(self.ends)} here"
             raise TrainingError(what, where=str(path), remedy="Convert with the recipe of that run")
+        length = self.ends[number - 1] - [0, *self.ends][number - 1]
+        if (done := steps_done(checkpoint) or 0) > length:
+            what = f"has made {done} steps of stage {number}, which has {length} here"
+            raise TrainingError(what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run")
         for later in range(number + 1, len(self.ends) + 1):
             if found := checkpoints(self._folder(later)):
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"

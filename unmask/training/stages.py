@@ -140,13 +140,16 @@ def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
         return torch.where((args[0] == lm.mask_token_id)[..., None], out_BTD, out_BTD.detach())
 
     hook = table.register_forward_hook(stop, prepend=True)  # what is added to the embeddings has its own gradient
+    before = head.__dict__.get("forward")  # of accelerate, where a model is split over devices
     if head.weight is table.weight:
-        head.forward = lambda hidden: functional.linear(hidden, head.weight.detach(), head.bias)
+        head.forward = lambda hidden: functional.linear(hidden.to(head.weight.device), head.weight.detach(), head.bias)
     try:
         yield
     finally:
         hook.remove()
         head.__dict__.pop("forward", None)
+        if before is not None:
+            head.forward = before
 
 
 def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:

@@ -84,6 +84,8 @@ class RunTrackers(TrainerCallback):
     def part(self, first_step: int, stage: int) -> RunTrackers:
         """Itself, for the part that begins after so many steps."""
         self.first_step, self.stage = first_step, stage
+        if self._end is not None:  # the model and the optimizer of the part before can go
+            self._end = *self._end[:2], {}
         return self
 
     def finish(self) -> None:

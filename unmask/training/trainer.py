@@ -31,7 +31,7 @@ from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
 from unmask.training.adapters import merged, quantised, with_adapters
-from unmask.training.checkpoints import check_whole, checkpoints, last_checkpoint, named_checkpoint, steps_done
+from unmask.training.checkpoints import check_adapters, check_whole, checkpoints, last_checkpoint, named_checkpoint, steps_done
 from unmask.training.evaluation import Batch, EvaluatingTrainer
 from unmask.training.history import chosen_settings, stage_entry
 from unmask.training.log import Progress, RunCallback, RunLog
@@ -205,6 +205,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         checkpoint = last_checkpoint(folder) if resume_from_checkpoint is True else named_checkpoint(Path(resume_from_checkpoint))
         if checkpoint is not None and not self.sharded:
             check_whole(checkpoint)
+            check_adapters(checkpoint, adapters=hasattr(self.lm.model, "merge_and_unload"))
         if self.is_world_process_zero():
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
