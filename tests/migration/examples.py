@@ -160,7 +160,7 @@ EXAMPLES = {
          "training.run_name": "sudoku_bs12", "training.temperature": 0.9, "training.epsilon": 0.5},
         ("--temperature", "--main_process_port", "--config_file"),
     ),
-    "A's sections as JSON": Example(
+    "sections as JSON": Example(
         "grpo",
         {"config.json": IMPROVED},
         {"model.path": "llada", "data.task": "math500", "training.bf16": True, "training.activation_checkpointing": True,
@@ -169,14 +169,14 @@ EXAMPLES = {
          "training.temperature": 0.9, "training.performance_log_interval": 100, "training.log_memory_usage": True},
         ("masking.p_mask_prompt", "generation.temperature", "optimization.cache_size", "reward.use_new_rewards"),
     ),
-    "A's variables and its script": Example(
+    "DIFFU_* variables and a script": Example(
         "grpo",
         {"run.env": "export DIFFU_MODEL_PATH=\"/path/to/model\"\nexport DIFFU_DATASET=gsm8k\nexport DIFFU_MIXED_PRECISION=true\n"
                     "export DIFFU_BATCH_SIZE=8\n./improved_run.sh sudoku balanced\n"},
         {"model.path": "/path/to/model", "data.task": "sudoku", "training.bf16": True, "training.per_device_train_batch_size": 8},
         ("mode",),
     ),
-    "B's config.yaml and its flags": Example(
+    "config.yaml of preferences and its flags": Example(
         "dpo",
         {"config.yaml": "model_name_or_path: GSAI-ML/LLaDA-1B-Base\npreference_data_path: data/prefs.jsonl\noutput_dir: out\n"
                         "learning_rate: 5.0e-6\nbeta: 0.1\ndiffusion_steps: 16\nuse_mixed_precision: bf16\ngradient_checkpointing: true\n"
@@ -192,7 +192,7 @@ EXAMPLES = {
         {"training.bf16": False, "training.fp16": False, "training.samples": 8},
         ("diffusion_steps",),
     ),
-    "C's three files": Example(
+    "model, training and hardware files": Example(
         "convert",
         {"model.yaml": C_MODEL, "training.yaml": C_TRAINING, "hardware.yaml": C_HARDWARE},
         {
@@ -207,13 +207,13 @@ EXAMPLES = {
         },
         ("model_type", "hidden_size", "cache_dir", "non_blocking", "use_deepspeed"),
     ),
-    "C's training alone, short of memory": Example(
+    "training file alone, short of memory": Example(
         "convert",
         {"t.yaml": "use_8bit_adam: true\ncpu_offload: true\nmax_memory_gb: 20\nbatch_size: 1\nstage1_epochs: 0\nstage2_epochs: 3\n"},
         {"training.optim": "paged_adamw_8bit", "training.num_train_epochs": 3, "training.per_device_train_batch_size": 1},
         ("max_memory_gb",),
     ),
-    "E's variables and accelerate's YAML": Example(
+    "GRPO_* variables and accelerate's YAML": Example(
         "grpo",
         {"run.env": "export GRPO_USE_VLLM=true\nexport VLLM_SERVER_HOST=localhost:8000  # server\nexport GRPO_USE_TORCH_COMPILE=true\n"
                     "GRPO_BATCH_SIZE=8\nGRPO_NUM_GENERATIONS=16\nGRPO_GRAD_ACCUM_STEPS=2\n"

@@ -240,7 +240,7 @@ def test_a_mixture_of_dllm_keeps_its_sources_and_shares(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["C's three files", "dLLM's text, from a cluster"])
+@pytest.mark.parametrize("name", ["model, training and hardware files", "dLLM's text, from a cluster"])
 def test_a_migrated_conversion_trains(name: str, tmp_path):
     """What the machine of the test lacks is set back; everything else is as it was migrated."""
     found = migrate(write(tmp_path, EXAMPLES[name].files))

@@ -1,4 +1,4 @@
-"""Old keys of the three-stage converter (document C): its model, training and hardware configurations."""
+"""Old keys of the three-stage converter: its model, training and hardware configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old keys of preference optimisation: document B's config.yaml, and TRL's DPOConfig."""
+"""Old keys of preference optimisation: an earlier trainer's config.yaml, and TRL's DPOConfig."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ DIFFUSION_DPO: Table = {
 
 
 def dpo_defaults(old: Old, program: str | None) -> Settings:
-    """No default of document B is known: what it leaves out is ours."""
+    """No default of that trainer is known: what it leaves out is ours."""
     return {}
 
 

@@ -171,7 +171,7 @@ IMPROVED: Table = {
     "save_performance_stats": drop("they are in the logs"),
     "_metadata": drop("a manifest is written with every run"),
 }
-"""Of A's ImprovedDiffuGRPOConfig, whose keys stand in sections."""
+"""Of ImprovedDiffuGRPOConfig, whose keys stand in sections."""
 
 DIFFU_VARIABLES: Table = {
     **{name: variable(known) for name, known in OLDER.items()},

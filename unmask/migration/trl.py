@@ -1,4 +1,4 @@
-"""Old keys of TRL's GRPOConfig and of its scripts, and the variables of document E, whose program makes one."""
+"""Old keys of TRL's GRPOConfig and of its scripts, and the GRPO_* and VLLM_* variables, of a program that makes one."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def trl_defaults(old: Old, program: str | None) -> Settings:
 
 
 def variables_defaults(old: Old, program: str | None) -> Settings:
-    """Of document E's program, and of TRL's GRPOConfig that it makes."""
+    """Of the program of the GRPO_* variables, and of TRL's GRPOConfig that it makes."""
     settings = trl_defaults({"beta": float(old.get("GRPO_BETA", 0))}, program)
     learning: Settings = {"training.learning_rate": 5e-6, "training.lr_scheduler_type": "cosine", "training.warmup_steps": 0.03}
     learning |= {"training.weight_decay": 0.01, "training.num_train_epochs": 1, "training.optim": "adamw_8bit"}
@@ -192,7 +192,7 @@ ROLLOUT_VARIABLES: Table = {
     "LORA_TARGET_MODULES": to("lora.target_modules", lambda text: [name.strip() for name in text.split(",") if name.strip()]),
     "LORA_BIAS": LORA_LEFT["bias"],
 }
-"""Of document E, and the others that its program reads."""
+"""The GRPO_* and VLLM_* variables, and the others that their program reads."""
 
 
 def server_address(value: Any, old: Old) -> Settings:
