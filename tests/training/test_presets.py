@@ -22,7 +22,7 @@ from unmask.training.presets import Planner, Preset, preset_names
 from unmask.training.run import VERBS, training_arguments
 
 NAMES = [
-    *["cpu", "a100-40gb", "a40-48gb-x3", "a6000-48gb", "a6000-48gb-a4500-20gb"],
+    *["cpu", "a100-40gb", "a40-48gb-x3", "a40-48gb-x3-ddp", "a6000-48gb", "a6000-48gb-a4500-20gb"],
     *["h100-80gb", "h200-141gb", "multi-node", "rtx3090-24gb", "rtx4080-16gb"],
 ]
 
