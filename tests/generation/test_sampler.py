@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,7 +191,7 @@ def test_prompts_are_strings_ids_or_messages(generate):
 def test_no_prompts_and_no_settings(generate):
     assert generate(tiny(), []).texts == []
     short = copy.copy(tiny("phi", eos_bias=99.0))
-    short.config = None  # does not tell its context length
+    short.config = SimpleNamespace(vocab_size=short.config.vocab_size)  # does not tell its context length
     assert generate(short, ["abc"]).forward_passes == [1]
 
 

@@ -254,5 +254,5 @@ def test_a_migrated_conversion_trains(name: str, tmp_path):
     called = unmask("convert", *given, *machine)
     assert called.exit_code == 0, called.output
     trained = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config")["training"]
-    assert [stage["share"] for stage in trained["stages"]] == ([2.0, 4.0, 2.0] if name.startswith("C") else [1.0])
+    assert [stage["share"] for stage in trained["stages"]] == ([2.0, 4.0, 2.0] if name.startswith("model") else [1.0])
     assert (tmp_path / "out" / "model").is_dir()

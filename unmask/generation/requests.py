@@ -127,7 +127,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
-    rows = len(lm.model.get_input_embeddings().weight)
+    rows = lm.config.vocab_size
     check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
     impossible = {lm.mask_token_id, *(config.forbidden_tokens or ())}
@@ -140,7 +140,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
 
 def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
     """Raise GenerationError for an id that the model has no embedding for."""
-    rows = len(lm.model.get_input_embeddings().weight)
+    rows = lm.config.vocab_size
     for token in ids:
         if not 0 <= token < rows:
             raise GenerationError(f"token id {token} is outside the vocabulary of {rows}", where=where, remedy="Use this model's tokenizer")

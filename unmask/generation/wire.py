@@ -44,7 +44,7 @@ def model_facts(lm: DiffusionLM) -> dict[str, str | int | bool | None]:
     return {
         "model_type": lm.config.model_type,
         **lm.settings,
-        "vocab_size": len(lm.model.get_input_embeddings().weight),
+        "vocab_size": lm.config.vocab_size,
         "context_length": lm.context_length,
         "eos_token_id": lm.eos_token_id,
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],

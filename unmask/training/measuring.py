@@ -61,7 +61,7 @@ class Step:
             lm.model.activation_checkpointing_enable()
         self.parameters = [weight for weight in lm.model.parameters() if weight.requires_grad]
         self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)  # as transformers.Trainer's default
-        vocabulary = lm.model.get_input_embeddings().weight.shape[0]
+        vocabulary = lm.config.vocab_size
         generator = torch.Generator().manual_seed(0)
         self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(lm.device)
         self.documents_BT = None if work.documents == 1 else self._documents()

@@ -99,7 +99,7 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     own, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
     pattern: dict[str, Any] = {} if own else {name: lm.settings[name] for name in ("attention", "block_size", "logit_shift")}
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
-    sizes = [len(each.model.get_input_embeddings().weight) for each in (other, lm)]
+    sizes = [each.config.vocab_size for each in (other, lm)]
     if sizes[0] != sizes[1]:
         what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
