@@ -212,9 +212,11 @@ def test_a_conversion_resumed_anywhere_is_the_same_bit_for_bit(lost, tmp_path):
     assert equal(weights(trainer.lm), straight)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("named", ["stage-1/checkpoint-1", "stage-2/checkpoint-2", "stage-2", ".", "stage-3/checkpoint-2"])
-def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, tmp_path):
+def test_a_conversion_goes_on_from_the_checkpoint_of_any_stage_in_another_folder(named, adapters, tmp_path):
     run = {"lr_scheduler_type": "constant", "packing": False, "save_strategy": "steps", "save_steps": 2}
+    run |= {"peft_config": lora()} if adapters else {}
     straight = convert(tmp_path / "first", **run)
     straight.train()
     convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first")  # its own folder: the last checkpoint
@@ -238,6 +240,27 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
         convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
     with pytest.raises(TrainingError, match="is of stage 3, of 1 here"):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
+
+
+OWN_CODE = """
+from transformers import LlamaForCausalLM
+
+class MineForCausalLM(LlamaForCausalLM):
+    pass
+"""
+
+
+def test_whole_weights_between_sharded_stages_keep_the_code_that_came_with_the_model(tmp_path):
+    tiny("causal").save(tmp_path / "mine")
+    (tmp_path / "mine/modeling_mine.py").write_text(OWN_CODE)
+    config = json.loads((tmp_path / "mine/config.json").read_text()) | {"architectures": ["MineForCausalLM"]}
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (tmp_path / "mine/config.json").write_text(json.dumps(config))
+    trainer = convert(tmp_path / "run", load(tmp_path / "mine", trust_remote_code=True), stages=STAGES[1:2], max_steps=1)
+    trainer.train()
+    before = weights(trainer.lm)
+    trainer._gather(trainer.trainer)
+    assert type(trainer.lm.model).__name__ == "MineForCausalLM" and equal(weights(trainer.lm), before)
 
 
 @pytest.mark.parametrize("lost", [("stage-2/checkpoint-6", "stage-3"), ("stage-3",), ("stage-2", "stage-3"), ()], ids=str)

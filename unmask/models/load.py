@@ -314,7 +314,7 @@ def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | No
     folder = pathlib.Path(where)
     if not folder.exists() and where.startswith(("/", ".", "~")):
         raise ModelError("no such folder", where=where, remedy="Check the path")
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
         remedy = "Load what save_model wrote, in which adapters are merged, or resume the run that wrote the checkpoint"
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     try:

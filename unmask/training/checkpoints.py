@@ -45,7 +45,7 @@ def named_checkpoint(path: Path) -> Path:
     Raises:
         TrainingError: there is none.
     """
-    if re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.resolve().name):
+    if _is_checkpoint(path):
         return path
     if (checkpoint := last_checkpoint(path)) is None:
         raise TrainingError("holds no whole checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
@@ -66,6 +66,19 @@ def named_stage(path: Path) -> tuple[int, Path]:
         remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
         raise TrainingError("is no checkpoint of a conversion", where=str(path), remedy=remedy)
     return int(stage[1]), checkpoint
+
+
+def check_last(checkpoint: Path, output: Path) -> None:
+    """That a run which goes on from this checkpoint leaves no later one in its output folder: the next --resume would take that.
+
+    Raises:
+        TrainingError: there is one.
+    """
+    folder = checkpoint.resolve().parent
+    later = [path.name for path in checkpoints(folder) if int(_step(path)) > int(_step(checkpoint))] if _is_checkpoint(checkpoint) else []
+    if later and folder.is_relative_to(output.resolve()):
+        remedy = "Remove what is later, choose another output_dir, or resume from the last checkpoint"
+        raise TrainingError(f"is followed by {', '.join(reversed(later))}", where=str(checkpoint), remedy=remedy)
 
 
 def steps_done(checkpoint: Path) -> int | None:
@@ -114,5 +127,9 @@ def check_weights(checkpoint: Path) -> None:
             raise TrainingError(f"cannot be read ({error})", where=str(path), remedy=DELETE) from error
 
 
+def _is_checkpoint(path: Path) -> bool:
+    return re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-\d+", path.resolve().name) is not None
+
+
 def _step(path: Path) -> str:
-    return path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    return path.resolve().name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")

@@ -330,7 +330,8 @@ class ConvertTrainer:
         folder = Path(str(trainer.args.output_dir)) / "whole"
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
-        lm = load(folder, dtype=self.dtype)  # in a wrapper they may be of another type
+        own_code = any(kind.__module__.startswith("transformers_modules") for kind in type(self.lm.model).__mro__)
+        lm = load(folder, dtype=self.dtype, trust_remote_code=own_code)  # in a wrapper the weights may be of another type
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             shutil.rmtree(folder)

@@ -28,6 +28,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
 from unmask.tasks import Puzzle, Row, Task, as_puzzle, get_task
+from unmask.training.checkpoints import check_last
 from unmask.training.compatible import check_together
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.dpo import DPOTrainer
@@ -146,6 +147,8 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     overwrite = config.overwrite and not continues(output, resume)
     if overwrite and isinstance(args, DPOConfig) and "stale_reference" not in config.training:
         args.stale_reference = "replace"  # scores of the run that is overwritten
+    if isinstance(resume, str):
+        check_last(Path(resume), output)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with display as progress, progress.stage(verb) as stage, naming_memory(config.hardware):
         trainer = make_trainer(verb, config, args, progress=stage)
@@ -166,7 +169,8 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
         sharded = bool(args.fsdp or args.deepspeed)  # then a pass would take all processes
-        evaluated = load(output / TRAINED_MODEL, device=str(args.device)) if sharded else trainer.lm
+        kept = {"device": str(args.device), "trust_remote_code": config.model.trust_remote_code}
+        evaluated = load(output / TRAINED_MODEL, **kept) if sharded else trainer.lm
         write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()

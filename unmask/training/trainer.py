@@ -350,6 +350,7 @@ class DiffusionTrainer(EvaluatingTrainer):
             recorded = self.means.state_everywhere()
             if self.args.should_save:
                 write_atomic(Path(str(output_dir)) / RECORDED_NAME, json.dumps(recorded))
+                self.lm.config.save_pretrained(str(output_dir))  # it holds the history, and adapters are saved without it
         if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
             super().save_model(output_dir, _internal_call)
             if not _internal_call and self.args.should_save:
