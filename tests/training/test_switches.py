@@ -19,7 +19,7 @@ from torch._dynamo.backends import registry
 from transformers import training_args
 
 from tests.models.test_flash import by_definition
-from tests.training.conftest import PAIRS, equal, make, prepared, tiny, weights, wide
+from tests.training.conftest import PAIRS, TEXTS, equal, make, prepared, settings, tiny, weights, wide
 from unmask.config import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, ModelError, TrainingError
 from unmask.models import flash
@@ -27,7 +27,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training import run, switches
 from unmask.training import trainer as trainer_module
-from unmask.training.convert import ConvertTrainer
+from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.run import VERBS
 from unmask.training.switches import bound_memory, check_split, deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
@@ -299,10 +299,11 @@ def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_
         *[(verb, "bidirectional", None) for verb in ("sft", "dpo")],
         *[pytest.param(*case, marks=pytest.mark.slow) for case in (("pretrain", "causal", None), ("sft", "block_causal", 2))],
         *[pytest.param("grpo", *pattern, marks=pytest.mark.slow) for pattern in (ATTENTIONS[0], ("causal", None))],
+        pytest.param("convert", None, None, marks=pytest.mark.slow),
     ],
 )
-def test_every_pass_of_the_policy_runs_compiled_and_in_few_graphs(verb, attention, block_size, tmp_path, monkeypatch):
-    """Training, rollouts, scoring and evaluation alike."""
+def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size, tmp_path, monkeypatch):
+    """Training, rollouts, scoring and evaluation alike, and those of a frozen reference or teacher."""
     ran: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -312,14 +313,18 @@ def test_every_pass_of_the_policy_runs_compiled_and_in_few_graphs(verb, attentio
 
     compiled: list[Any] = []
     monkeypatch.setitem(registry._COMPILER_FNS, "eager", backend)
-    rows = {"eval_dataset": PAIRS[:3]} if verb in ("sft", "grpo") else {}
-    trainer = prepared(verb, tmp_path, tiny(attention, block_size), max_steps=4, torch_compile=True, torch_compile_backend="eager", **rows)
+    rows: dict[str, Any] = {"eval_dataset": PAIRS[:3]} if verb in ("sft", "grpo") else {}
+    rows |= {"dpo": {"reference": "frozen"}, "grpo": {"beta": 0.1}}.get(verb, {})
+    compiling: dict[str, Any] = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "eager"}
+    if verb == "convert":
+        args = ConvertConfig(**settings(tmp_path, max_length=32, distillation=0.5, **compiling | {"max_steps": 8}))
+        trainer: Any = ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
+    else:
+        trainer = prepared(verb, tmp_path, tiny(attention, block_size), **compiling, **rows)
     passes: list[bool] = []
     run = DiffusionLM._run
 
     def counting(lm: DiffusionLM, *args: Any) -> Any:
-        if getattr(lm.model, "module", lm.model) is not trainer.lm.model:
-            return run(lm, *args)  # a reference
         before = len(ran)
         out = run(lm, *args)
         passes.append(len(ran) > before)
@@ -327,7 +332,7 @@ def test_every_pass_of_the_policy_runs_compiled_and_in_few_graphs(verb, attentio
 
     monkeypatch.setattr(DiffusionLM, "_run", counting)
     trainer.train()
-    if rows:
+    if verb in ("sft", "grpo"):
         trainer.evaluate()
     assert len(passes) >= 4 and all(passes), passes
     assert len(compiled) <= 8

@@ -94,6 +94,7 @@ class DiffusionLM:
         self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
         self._seen: tuple[float, int] | None = None
+        self.compile_options: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
         block = f", block_size={self.block_size}" if self.block_size else ""
@@ -164,6 +165,13 @@ class DiffusionLM:
         """
         torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the rows that a pass computes
         self.model.compile(dynamic=True, **options)
+        self.compile_options = options
+
+    def compile_as(self, other: DiffusionLM) -> DiffusionLM:
+        """The model itself, compiled if another one is, and in the same way."""
+        if other.compile_options is not None:
+            self.compile(**other.compile_options)
+        return self
 
     def as_causal(self) -> DiffusionLM:
         """The same weights read as the causal model that they were."""
@@ -181,7 +189,7 @@ class DiffusionLM:
 
     def frozen_copy(self) -> DiffusionLM:
         """An independent copy in eval mode that takes no gradients: a reference policy."""
-        return self.bind(copy.deepcopy(self.model).eval().requires_grad_(False))
+        return self.bind(copy.deepcopy(self.model).eval().requires_grad_(False)).compile_as(self)
 
     def logits(
         self,

@@ -131,7 +131,7 @@ class StageTrainer(DiffusionTrainer):
         self.steps_before, self.steps_in_all = done
         super().__init__(*arguments, **rest)
         if teacher is not None:
-            teacher.model.to(self.args.device)
+            teacher.compile_as(self.lm).model.to(self.args.device)
 
     def told_settings(self) -> dict[str, Any]:
         """This stage's own in place of all stages."""

@@ -110,4 +110,4 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
         what = " and ".join(f"its {name} is {other.settings[name]}, the policy's {lm.settings[name]}" for name in differing)
         remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if own else ''}, or leave it out"
         raise ConfigError(what, where=where, remedy=remedy)
-    return other
+    return other.compile_as(lm)

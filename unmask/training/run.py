@@ -169,8 +169,9 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
         sharded = bool(args.fsdp or args.deepspeed)  # then a pass would take all processes
-        kept = {"device": str(args.device), "trust_remote_code": config.model.trust_remote_code}
-        evaluated = load(output / TRAINED_MODEL, **kept) if sharded else trainer.lm
+        evaluated = trainer.lm
+        if sharded:
+            evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
         write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.
     processes = PartialState()
