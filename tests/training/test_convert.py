@@ -349,6 +349,10 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(tmp_path, peft_config=lora, time_embedding=True)
     with pytest.raises(ConfigError, match=r"stage 1, train: names no weights that take gradients"):
         convert(tmp_path, peft_config=lora, stages=[{"train": ["attention"]}])
+    for setting, named in (("modules_to_save", ["embed_tokens"]), ("target_modules", ["q_proj", "embed_tokens"])):
+        table = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | {setting: named})
+        with pytest.raises(ConfigError, match=rf"{setting}: names the embedding table\. Leave it out"):
+            convert(tmp_path, peft_config=table)
     with pytest.raises(ConfigError, match=r"peft_config: IA3Config trains no embedding row"):
         convert(tmp_path, peft_config=peft.IA3Config(task_type="CAUSAL_LM"))
 

@@ -502,6 +502,11 @@ def test_rows_in_which_nothing_can_be_learnt_are_refused(length, tmp_path):
         make("pretrain", tmp_path, max_length=length)
 
 
+def test_adapters_for_which_there_is_no_place_are_refused_in_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"lora \(peft_config\).*'nope'.* not found in the base model.*Name modules of this model"):
+        make("sft", tmp_path, peft_config=peft.LoraConfig(r=2, target_modules=["nope"], task_type="CAUSAL_LM"))
+
+
 @pytest.mark.parametrize("target", [["lm_head"], ["q_proj", "lm_head"]])
 def test_adapters_of_the_output_head_are_refused_as_they_would_not_be_trained(target, tmp_path):
     with pytest.raises(ConfigError, match=r"an adapter of the output head.*modules_to_save"):

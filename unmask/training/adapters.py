@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import first_line
 
 if TYPE_CHECKING:
     import peft
@@ -23,35 +24,45 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     """The model with adapters of PEFT around it; only they are trained.
 
     Raises:
-        ConfigError: one would stand beside the output head, which computes only the rows asked for.
+        ConfigError: PEFT finds no place for them, or one would stand beside the output head, which computes only the rows asked for.
     """
     from peft import get_peft_model, prepare_model_for_kbit_training
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
-    with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
-        adapted: Any = get_peft_model(lm.model, peft_config)
+    try:
+        with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
+            adapted: Any = get_peft_model(lm.model, peft_config)
+    except (TypeError, ValueError) as error:
+        where = "lora (peft_config), target_modules or modules_to_save"
+        raise ConfigError(first_line(error).rstrip("."), where=where, remedy="Name modules of this model") from error
     if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
         raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
     return lm.bind(adapted)
 
 
-def training_row(peft_config: peft.PeftConfig, token: int) -> peft.PeftConfig:
-    """The same adapters, beside which the embedding row of a token is trained whole.
+def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
+    """The same adapters, beside which the embedding row of the mask token is trained whole.
 
     Raises:
-        ConfigError: PEFT does not train rows beside adapters of this kind.
+        ConfigError: PEFT does not train rows beside adapters of this kind, or the config names the embedding table itself.
     """
     if not hasattr(peft_config, "trainable_token_indices"):
         what = f"{type(peft_config).__name__} trains no embedding row, and the mask token needs its own"
         raise ConfigError(what, where="peft_config", remedy="Use LoRA")
+    table = "." + next(name for name, module in lm.model.named_modules() if module is lm.model.get_input_embeddings())
+    for setting in ("target_modules", "modules_to_save"):
+        named = getattr(peft_config, setting, None) or ()
+        if not isinstance(named, str) and any(table.endswith(f".{name}") for name in named):
+            remedy = "Leave it out: the row of the mask token is trained anyway"
+            raise ConfigError("names the embedding table", where=f"lora (peft_config), {setting}", remedy=remedy)
     own = peft_config.trainable_token_indices or []
     if isinstance(own, dict):
         what, remedy = "rows of the embedding table are named by module", "Give trainable_token_indices as a list of tokens"
         raise ConfigError(what, where="peft_config, trainable_token_indices", remedy=remedy)
-    return replace(peft_config, trainable_token_indices=sorted({*own, token}))
+    return replace(peft_config, trainable_token_indices=sorted({*own, lm.mask_token_id}))
 
 
 @contextmanager

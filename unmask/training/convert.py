@@ -31,7 +31,7 @@ from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
 from unmask.models.card import HISTORY_KEY
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
-from unmask.training.adapters import training_row, with_adapters
+from unmask.training.adapters import training_mask_row, with_adapters
 from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.evaluation import Batch
 from unmask.training.log import Progress, RunLog
@@ -347,7 +347,7 @@ class ConvertTrainer:
             what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
             raise ConfigError(what, where="deepspeed", remedy="Leave it out, or convert without lora")
         set_seed(self.args.seed)
-        adapted = with_adapters(self.lms[-1], training_row(peft_config, self.lms[-1].mask_token_id)).model
+        adapted = with_adapters(self.lms[-1], training_mask_row(peft_config, self.lms[-1])).model
         self.lms = [lm.bind(adapted) for lm in self.lms]
 
     def _pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
