@@ -368,6 +368,17 @@ def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str)
     assert half["memory"]["parameters"] == mixed["memory"]["parameters"] / 2
 
 
+def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
+    command = ["inspect", folder, "--sequence-length", "8", "--hardware", "h100-80gb", "--batch-size", "1", "--lora-rank", "4", "--json"]
+    whole, eight, four = (
+        json.loads(run(*command, *more).stdout) for more in ([], *(["--quantization", bits] for bits in ("8bit", "4bit")))
+    )
+    stored = [found["plans"]["h100-80gb"]["memory"]["parameters"] for found in (whole, eight, four)]
+    assert stored[0] > stored[1] > stored[2]
+    assert stored[1] - stored[2] == pytest.approx((stored[0] - stored[1]) * (1 - 0.5 - 0.127 / 8) / 3)  # 4 bytes, 1, and half of one
+    assert "4bit weights" in run(*command[:-1], "--quantization", "4bit").stdout
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -376,6 +387,11 @@ def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str)
         (
             ["--hardware", "a40-48gb-x3", "--sequence-length", "8", "--measure"],
             "this machine has no such device. Measure there, or plan only",
+        ),
+        (["--quantization", "4bit"], "--quantization: quantised weights take no gradients. Plan for adapters (--lora-rank)"),
+        (
+            ["--hardware", "cpu", "--sequence-length", "8", "--lora-rank", "4", "--quantization", "8bit", "--measure"],
+            "steps on quantised weights are not measured. Plan only",
         ),
     ],
 )

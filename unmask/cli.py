@@ -358,7 +358,8 @@ def inspect(
     dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
     presets = [Preset.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or preset_names()]
     blueprint = Blueprint.read(model)
-    planner = Planner(blueprint, blueprint.workload(model.attention, sequence_length, copies, lora_rank))
+    work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
+    planner = Planner(blueprint, work)
     facts, changes = blueprint.facts(), blueprint.changes()
     plans = {preset.name: planner.plan(preset, batch_size) for preset in presets}
     measured = {}

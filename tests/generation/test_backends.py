@@ -40,7 +40,6 @@ from unmask.models.families import export
 from unmask.training.adapters import merged, with_adapters
 from unmask.training.grpo import make_rollout
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5, 4]]
 KEYS = [3, -(2**63), 2**63 - 1, 0]
 CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True)

@@ -143,7 +143,7 @@ def test_an_optimiser_in_host_memory_takes_16_bytes_a_parameter_there_and_time()
 def test_what_is_on_already_is_no_advice() -> None:
     on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimiser="adamw_8bit", lora_rank=8)
     advice = {gb: make_plan(lambda precision: NETWORK, on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
-    quantised = make_plan(lambda precision: NETWORK, dataclasses.replace(on, four_bit=True), machine(max_memory_gb=1)).advice
+    quantised = make_plan(lambda precision: NETWORK, dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
     assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())
     assert "LoRA" not in quantised
 

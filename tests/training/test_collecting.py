@@ -27,7 +27,6 @@ from unmask.training.prompts import Judged
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT reads it
 @pytest.mark.parametrize("adapters", [False, True])
 def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
     peft = {"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {}
@@ -342,7 +341,6 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.parametrize("adapters", [False, True])
 def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
     """Log-probabilities of server and trainer agree in every rollout, also after updates: the server has the new weights."""

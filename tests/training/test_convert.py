@@ -28,8 +28,6 @@ from unmask.training.convert import ConvertConfig, ConvertTrainer, StageTrainer
 from unmask.training.stages import STAGES, ConversionStage
 from unmask.training.trainer import DiffusionTrainer
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
-
 
 def convert(folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> ConvertTrainer:
     names = ("eval_dataset", "progress", "peft_config", "callbacks", "data_collator")

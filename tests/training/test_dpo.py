@@ -19,7 +19,6 @@ from unmask.models.load import load
 from unmask.training.dpo import DPOTrainer
 from unmask.training.dpo_config import DPOConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 LABELLED = [
     {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row in PREFERENCES for side in ("chosen", "rejected")

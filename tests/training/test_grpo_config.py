@@ -97,7 +97,6 @@ def test_a_recipe_leaves_another_method_its_own_settings(name):
         assert (args.temperature, args.max_completion_length) == (0.3, 256)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 def test_a_recipe_trains_a_model_of_characters(model, tmp_path):
     output = tmp_path / "out"
     result = unmask("grpo", "--recipe", "grpo-sudoku", "--model", model, "--output", output, *QUICK, *SMALL)

@@ -91,7 +91,6 @@ def test_stages_follow_one_another(tmp_path):
     assert "| convert 3 |" in (tmp_path / "tuned/README.md").read_text()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 def test_adapters_are_merged_before_their_card_is_written(tmp_path):
     trainer = make("sft", tmp_path, peft_config=peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
     trainer.train()

@@ -19,8 +19,6 @@ from unmask.training import run
 from unmask.training.modes import arranged
 from unmask.training.run import make_trainer, training_arguments
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
-
 MACHINES = ["cpu", "rtx4080-16gb", "rtx3090-24gb", "a6000-48gb", "a40-48gb-x3-ddp", "h100-80gb"]
 MODES = [None, "speed", "balanced", "memory"]
 TASKS = ["sudoku", "countdown", "gsm8k", "math500", "code-python", "code-ocaml", "code-ocaml-causal"]

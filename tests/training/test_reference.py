@@ -18,7 +18,6 @@ from unmask.training.adapters import with_adapters
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.reference import Reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 CPU = torch.device("cpu")
 IDS = torch.tensor([[1, 4, 5, 3, 3, 6]])
 

@@ -27,7 +27,6 @@ PAIR = {"prompt": "1200=", "completion": "34"}
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 def test_the_verbs_lead_from_text_to_an_aligned_model(model, text, tmp_path):
     architecture = tmp_path / "architecture"
     shutil.copytree(model, architecture)
@@ -223,7 +222,6 @@ def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tm
     assert load(tmp_path / "out" / "model").tokenizer.chat_template == TEMPLATES["simple"]
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 def test_reasoning_traces_in_the_layout_of_s1k_train_by_the_recipe(tmp_path):
     rows = [
         {"question": f"{n} and {n}?", "thinking_trajectories": [f"{n} " * 9 * n, "unused"], "attempt": str(2 * n), "solution": None}

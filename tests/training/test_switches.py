@@ -33,7 +33,6 @@ from unmask.training.switches import bound_memory, check_split, deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),  # PEFT 0.21 asks for it
     pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning"),  # bitsandbytes and inductor use it
 ]
 needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")

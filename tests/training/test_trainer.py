@@ -22,7 +22,6 @@ from unmask.training.log import RunLog
 from unmask.training.sft import SFTConfig, SFTTrainer
 
 VERBS = ["pretrain", "sft", "dpo", "grpo"]
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 

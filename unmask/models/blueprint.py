@@ -24,7 +24,7 @@ from unmask.config import ModelConfig
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, Pattern, attention_modules, make_mask
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.load import check_vocabulary, first_line, make_diffusion, pattern_settings, read_config, read_tokenizer
+from unmask.models.load import Quantization, check_vocabulary, first_line, make_diffusion, pattern_settings, read_config, read_tokenizer
 from unmask.models.planning import Network, Workload
 
 DEFAULT_LENGTH = 512
@@ -107,18 +107,29 @@ class Blueprint:
             "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
         }
 
-    def workload(self, attention: Pattern | None, sequence_length: int | None, copies: int, lora_rank: int | None) -> Workload:
+    def workload(
+        self,
+        attention: Pattern | None,
+        sequence_length: int | None,
+        copies: int,
+        lora_rank: int | None,
+        *,
+        quantization: Quantization | None = None,
+    ) -> Workload:
         """What to plan for: the pattern asked for, or as saved; of a stock model a conversion to bidirectional attention.
 
         Raises:
-            ConfigError: rows longer than the model's context.
+            ConfigError: rows longer than the model's context, or quantised weights that would be trained.
         """
+        if quantization and lora_rank is None:
+            remedy = "Plan for adapters (--lora-rank), or leave it out"
+            raise ConfigError("quantised weights take no gradients", where="--quantization", remedy=remedy)
         sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
         if self.context is not None and sequence_length > self.context:
             what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
             raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {self.context}")
         chosen: Pattern = attention or ("bidirectional" if self.stock else self.settings["attention"])
-        return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank)
+        return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
 
     def pattern(self, attention: Pattern) -> dict[str, Any]:
         """Pattern, block size and shift to plan for: those of the model, or of a conversion."""

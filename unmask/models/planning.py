@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from unmask.config import AttentionName, DeviceConfig, HardwareConfig
 from unmask.models.head import LOGITS_AT_ONCE
+from unmask.models.load import Quantization
 
 Precision = Literal["float32", "mixed", "bfloat16"]
 Optimiser = Literal["adamw", "adamw_8bit"]
@@ -28,7 +29,8 @@ BACKWARD_OF_ATTENTION = 2.5  # times the FLOPs of its forward pass: a fused kern
 # Constants of the libraries.
 WEIGHT_BYTES = {"float32": 4, "mixed": 4, "bfloat16": 2}
 EIGHT_BIT_STATE = 1 + 4 / 256  # bitsandbytes: a byte, and a float32 scale for every block of 256
-FOUR_BIT_WEIGHT = 0.5 + 0.127 / 8  # NF4 with double quantisation: 0.127 bits of scale a weight (Dettmers et al. 2023)
+QUANTISED_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
+"""Bytes; NF4 with double quantisation has 0.127 bits of scale a weight (Dettmers et al. 2023)."""
 
 # Constants of machines, where nothing is measured.
 MARGIN = 0.92  # of the memory may be planned for; the rest is lost to fragmentation
@@ -87,7 +89,7 @@ class Workload:
         checkpointing: keep a layer's input only, and compute the rest again.
         optimiser: adamw, or with 8-bit states.
         lora_rank: train adapters of this rank; None: the weights.
-        four_bit: keep the frozen weights in 4 bits (QLoRA).
+        quantization: keep the frozen weights of linear layers in 4 bits (QLoRA) or 8.
         shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
         split: devices over which the layers of one model are spread, one after another at work (device_map).
         offload: keep gradients and optimiser states in the host's memory.
@@ -107,7 +109,7 @@ class Workload:
     checkpointing: bool = False
     optimiser: Optimiser = "adamw"
     lora_rank: int | None = None
-    four_bit: bool = False
+    quantization: Quantization | None = None
     shards: int = 1
     split: int = 1
     offload: bool = False
@@ -122,7 +124,8 @@ class Workload:
     def describe(self) -> str:
         """What was asked for, in words."""
         words = [f"{self.sequence_length} tokens", self.attention, f"{self.copies} noised copies" if self.copies > 1 else ""]
-        return ", ".join(filter(None, [*words, f"LoRA of rank {self.lora_rank}" if self.lora_rank else ""]))
+        words += [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "", f"{self.quantization} weights" if self.quantization else ""]
+        return ", ".join(filter(None, words))
 
     @property
     def rows(self) -> int:
@@ -264,8 +267,8 @@ def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
     if work.lora_rank:
         trained, trained_width = network.adapter_parameters(work.lora_rank), 4  # PEFT keeps adapters in float32
         stored += trained * trained_width
-        if work.four_bit:
-            stored -= network.linear_weights * (width - FOUR_BIT_WEIGHT)
+        if work.quantization:
+            stored -= network.linear_weights * (width - QUANTISED_WEIGHT[work.quantization])
     state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
     beside = network.parameters * width if work.teacher or work.reference else 0.0
     away = work.offload or work.host_optimiser
@@ -430,8 +433,8 @@ def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wor
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
         yield f"LoRA of rank {rank} and model.dtype bfloat16", dataclasses.replace(work, lora_rank=rank, precision="bfloat16")
     if not hardware.is_cpu:
-        if not work.four_bit and whole:
-            yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, four_bit=True, precision="bfloat16")
+        if work.quantization != "4bit" and whole:
+            yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16")
         for shards in (2, 4, 8, 16, 32, 64):
             if shards > work.shards:
                 yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)

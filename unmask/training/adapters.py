@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -26,14 +27,14 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
     Raises:
         ConfigError: PEFT finds no place for them, or one would stand beside the output head, which computes only the rows asked for.
     """
-    from peft import get_peft_model, prepare_model_for_kbit_training
+    from peft import prepare_model_for_kbit_training
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
     try:
         with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
-            adapted: Any = get_peft_model(lm.model, peft_config)
+            adapted = _wrapped(lm.model, peft_config)
     except (TypeError, ValueError) as error:
         where = "lora (peft_config), target_modules or modules_to_save"
         raise ConfigError(first_line(error).rstrip("."), where=where, remedy="Name modules of this model") from error
@@ -41,6 +42,14 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
         raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
     return lm.bind(adapted)
+
+
+def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21 asks for it
+        return get_peft_model(model, peft_config)
 
 
 def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
@@ -89,11 +98,11 @@ def changes_nothing(lm: DiffusionLM) -> bool:
 def merged(lm: DiffusionLM) -> DiffusionLM:
     """A copy of the model with its adapters merged into the weights, which are dequantised first: rounded again, they would
     lose most of what was learnt."""
-    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model = lm.frozen_copy().model
     if quantised(lm):
         config, adapters = model.active_peft_config, get_peft_model_state_dict(model)
-        model = get_peft_model(model.unload().dequantize(), config)
+        model = _wrapped(model.unload().dequantize(), config)
         set_peft_model_state_dict(model, adapters)
     return lm.bind(model.merge_and_unload())

@@ -135,8 +135,10 @@ class Planner:
         """Predict a step of this batch, then make such steps here (with AdamW in the weights' own precision).
 
         Raises:
-            ConfigError: this machine is another, or the step does not fit it.
+            ConfigError: this machine is another, the step does not fit it, or its weights are quantised.
         """
+        if self.work.quantization:
+            raise ConfigError("steps on quantised weights are not measured", where="--measure, --quantization", remedy="Plan only")
         device = preset.device
         if device is None:
             raise ConfigError("this machine has no such device", where=f"--hardware {preset.name}", remedy="Measure there, or plan only")

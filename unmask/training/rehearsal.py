@@ -44,9 +44,10 @@ def plan_run(verb: str, config: RunConfig, args: StageConfig) -> Plan | None:
     attention = "causal" if verb == "pretrain" else args.attention if isinstance(args, ConvertConfig) else config.model.attention
     copies = 2 if isinstance(args, ConvertConfig) and args.complementary else getattr(args, "views", 1)
     length = min(args.max_length, blueprint.context or args.max_length)
-    work = blueprint.workload(attention, length, copies, config.lora.r if config.lora else None)
+    rank = config.lora.r if config.lora else None
+    work = blueprint.workload(attention, length, copies, rank, quantization=config.model.quantization)
     teacher = isinstance(args, ConvertConfig) and bool(args.distillation or args.alignment)
-    work = replace(work, batch=args.per_device_train_batch_size, four_bit=config.model.quantization == "4bit", teacher=teacher)
+    work = replace(work, batch=args.per_device_train_batch_size, teacher=teacher)
     if isinstance(args, DPOConfig):
         work = preference_workload(work, args, blueprint)
     plan = Planner(blueprint, work).plan(Preset.of(config), work.batch)
