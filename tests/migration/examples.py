@@ -186,7 +186,7 @@ EXAMPLES = {
          "training.beta": 0.1, "training.samples": 16, "training.bf16": True, "training.fp16": False,
          "training.activation_checkpointing": True, "training.gradient_accumulation_steps": 32},
     ),
-    "B in full precision, with a thousand times": Example(
+    "config.yaml in full precision, with a thousand times": Example(
         "dpo",
         {"config.yaml": "preference_data_path: p.jsonl\nuse_mixed_precision: no\ndiffusion_steps: 1000\n"},
         {"training.bf16": False, "training.fp16": False, "training.samples": 8},

@@ -1,0 +1,120 @@
+"""From a preference trainer with config.yaml and JSONL, on one card of 16 GB."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import REPOSITORY
+from tests.training.conftest import unmask
+from tests.walks.conftest import walk
+from unmask.config_files import parse_yaml
+from unmask.models.load import load
+from unmask.monitor import MetricsLog
+
+ROW = {
+    "prompt": "Question: A store sells 5 types of cakes, 8 of each type. If 3 customers buy a total of 10 cakes, how many are left? Answer:",
+    "chosen": " Initial cakes = 5 types * 8 cakes/type = 40 cakes. Cakes sold = 10 cakes. Cakes left = 40 - 10 = 30 cakes.",
+    "rejected": " 5 * 8 = 40. 40 - 3 = 37 cakes left.",
+}
+OLD = """
+model_name_or_path: GSAI-ML/LLaDA-1B-Base
+preference_data_path: data/preference_data/reasoning_prefs.jsonl
+output_dir: out
+learning_rate: 5.0e-6
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+num_train_epochs: 1
+beta: 0.1
+diffusion_steps: 2
+use_mixed_precision: bf16
+gradient_checkpointing: true
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder that the guide sets up."""
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config/config.yaml").write_text(OLD)
+    (tmp_path / "data/preference_data").mkdir(parents=True)
+    (tmp_path / "data/preference_data/reasoning_prefs.jsonl").write_text(f"{json.dumps(ROW)}\n" * 4)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def migrated() -> None:
+    walk("migrate", "config/config.yaml", "--output", "dpo.yaml")
+
+
+def test_its_configuration_becomes_ours(project):
+    refused = unmask("dpo", "--config", "config/config.yaml")
+    assert refused.exit_code == 2 and "unmask migrate config/config.yaml --output NEW.yaml" in refused.stderr
+    migrated()
+    new = parse_yaml(Path("dpo.yaml").read_text(), "dpo.yaml")
+    assert (new["model"]["path"], new["output_dir"]) == ("GSAI-ML/LLaDA-1B-Base", "out")
+    assert new["data"]["train"] == "data/preference_data/reasoning_prefs.jsonl"
+    expected = {"learning_rate": 5e-6, "beta": 0.1, "samples": 2, "bf16": True, "activation_checkpointing": True}
+    assert new["training"].items() >= expected.items()
+
+
+def test_a_dry_run_tells_what_the_card_would_hold(project, stories):
+    migrated()
+    settings = [
+        "--model",
+        stories,
+        "training.use_cpu=true",
+        "training.max_length=256",
+        "training.gradient_accumulation_steps=1",
+        "training.bf16=false",
+    ]
+    told = walk("dpo", "--config", "dpo.yaml", *settings, "--dry-run").stdout
+    assert "predicted" in told and not Path("out").exists()
+    small = unmask("dpo", "--config", "dpo.yaml", *settings, "--dry-run", "--recipe", "rtx4080-16gb", "hardware.max_memory_gb=0.001")
+    assert small.exit_code == 2 and "a step of 1 rows needs" in small.stderr
+
+
+def test_training_logs_evaluates_and_saves(project, stories):
+    migrated()
+    board = ["training.report_to=tensorboard", "training.logging_dir=out/logs", "training.logging_steps=1"]
+    settings = ["training.use_cpu=true", "training.max_length=256", "training.gradient_accumulation_steps=2", "training.bf16=false"]
+    ran = walk("dpo", "--config", "dpo.yaml", "--model", stories, *settings, *board)
+    assert "chosen" in ran.stdout and "margin" in ran.output  # a report of the rows, and progress
+    assert list(Path("out/logs").glob("events.out.tfevents.*"))
+    steps = [line for line in MetricsLog(Path("out/training_logs.json")).read() if "margin" in line]
+    assert len(steps) == 2 and {"loss", "learning_rate", "accuracy", "samples_per_second"} <= steps[0].keys()
+    assert load("out/model").attention == "bidirectional"
+    # Its guide leaves evaluation to other scripts.
+    options = ["They are stones.", "They are animals.", "They are cars.", "They are trees."]
+    question = {"context": "All cats are animals.", "query": "What follows?", "options": options, "correct_option": 1}
+    Path("logiqa.jsonl").write_text(json.dumps(question))
+    measured = walk("evaluate", "out/model", "--task", "multiple_choice", "--data", "logiqa.jsonl", "--max-new-tokens", "8")
+    assert "solved" in measured.stdout
+    Path("gsm8k.jsonl").write_text(json.dumps({"question": ROW["prompt"], "answer": f"{ROW['chosen']}\n#### 30"}))
+    walk("evaluate", "out/model", "--task", "gsm8k", "--data", "gsm8k.jsonl", "--max-new-tokens", "8", "--output", "gsm8k.json")
+    assert json.loads(Path("gsm8k.json").read_text())["rows"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["script", "accelerate"])
+def test_the_launchers_of_its_guide(launcher, project, stories):
+    migrated()
+    flags = ["--model_name_or_path", stories, "--preference_data_path", "data/preference_data/reasoning_prefs.jsonl"]
+    flags += ["--output_dir", "my_dpo_output", "--learning_rate", "1e-6", "--per_device_train_batch_size", "1"]
+    flags += ["--gradient_accumulation_steps", "4", "--max_length", "256", "--use_cpu", "true"]
+    script = ["bash", REPOSITORY / "scripts/dpo.sh", "--config", "dpo.yaml", *flags]
+    accelerate = [Path(sys.executable).parent / "accelerate", "launch", "--cpu", "-m", "unmask", "dpo", "--config", "dpo.yaml"]
+    accelerate += ["--model", stories, "--output", "my_dpo_output", "training.learning_rate=1e-6", "training.gradient_accumulation_steps=4"]
+    accelerate += ["training.max_length=256", "training.use_cpu=true"]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": path}
+    command = {"script": script, "accelerate": accelerate}[launcher]
+    subprocess.run([str(word) for word in command], env=environment, check=True, timeout=300)
+    settings = parse_yaml(Path("my_dpo_output/config.yaml").read_text(), "config.yaml")["training"]
+    assert settings["learning_rate"] == 1e-6 and settings["gradient_accumulation_steps"] == 4
+    assert Path("my_dpo_output/model/model.safetensors").exists()
