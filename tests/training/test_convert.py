@@ -13,10 +13,11 @@ import peft
 import pytest
 import torch
 from datasets import Dataset
+from safetensors import safe_open
 from transformers import TrainerCallback
 from typer.testing import CliRunner
 
-from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, tiny, weights
+from tests.training.conftest import PAIRS, TEXTS, batch, equal, make, settings, stock, tiny, weights
 from unmask.cli import app
 from unmask.config import SamplerConfig
 from unmask.data.rows import Collator
@@ -410,6 +411,24 @@ def test_a_stage_begins_without_the_optimizer_of_the_one_before(tmp_path):
 
     convert(tmp_path, callbacks=[Count()]).train()
     assert held and max(held) <= held[0], held
+
+
+def test_checkpoints_of_adapters_hold_no_table_where_the_mask_token_is_new(tmp_path):
+    model, tokenizer = stock()
+
+    model.save_pretrained(tmp_path / "causal")
+    tokenizer.save_pretrained(tmp_path / "causal")
+    run = {"packing": False, "save_strategy": "steps", "save_steps": 1, "max_steps": 6}
+    trainer = convert(tmp_path / "run", load(tmp_path / "causal"), peft_config=lora(), **run)
+    assert trainer.lm.config.vocab_size > model.config.vocab_size
+    trainer.train()
+    for checkpoint in (tmp_path / "run").glob("stage-*/checkpoint-*"):
+        with safe_open(checkpoint / "adapter_model.safetensors", framework="pt") as adapters:
+            names = list(adapters.keys())
+        assert names and not any(name.endswith(("embed_tokens.weight", "lm_head.weight", "base_layer.weight")) for name in names), names
+    resumed = convert(tmp_path / "again", load(tmp_path / "causal"), peft_config=lora(), **run)
+    resumed.train(resume_from_checkpoint=tmp_path / "run/stage-2/checkpoint-1")
+    assert equal(weights(resumed.lm), weights(trainer.lm))
 
 
 @pytest.mark.parametrize(

@@ -82,9 +82,8 @@ def test_what_it_planned_for_later(corpus):
     plain, checkpointed = pretrain(corpus, "plain", steps), pretrain(corpus, "less", steps, "training.activation_checkpointing=true")
     assert [line["loss"] for line in checkpointed] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
     model = shared_path("models", "stories260K")
-    flash = unmask(
-        "pretrain", "--model", model, "--data", corpus, "--output", "no", "training.flash_attention=true", "training.use_cpu=true"
-    )
+    command = ["pretrain", "--model", model, "--data", corpus, "--output", "no"]
+    flash = unmask(*command, "training.flash_attention=true", "training.use_cpu=true")
     assert flash.exit_code == 2 and "flash_attention" in flash.stderr and not Path("no").exists()
     found = json.loads(walk("inspect", model, "--hardware", "h100-80gb", "--hardware", "multi-node", "--json").stdout)["plans"]
     assert found["multi-node"]["workload"]["shards"] == 16 and found["h100-80gb"]["workload"]["batch"] > 1

@@ -18,7 +18,7 @@ from unmask.models.load import load
 from unmask.monitor import MetricsLog
 
 ROW = {
-    "prompt": "Question: A store sells 5 types of cakes, 8 of each type. If 3 customers buy a total of 10 cakes, how many are left? Answer:",
+    "prompt": "Question: A store sells 5 types of cakes, 8 of each type. If 3 customers buy 10 cakes, how many remain? Answer:",
     "chosen": " Initial cakes = 5 types * 8 cakes/type = 40 cakes. Cakes sold = 10 cakes. Cakes left = 40 - 10 = 30 cakes.",
     "rejected": " 5 * 8 = 40. 40 - 3 = 37 cakes left.",
 }
@@ -108,7 +108,7 @@ def test_the_launchers_of_its_guide(launcher, project, stories):
     flags += ["--output_dir", "my_dpo_output", "--learning_rate", "1e-6", "--per_device_train_batch_size", "1"]
     flags += ["--gradient_accumulation_steps", "4", "--max_length", "256", "--use_cpu", "true"]
     script = ["bash", REPOSITORY / "scripts/dpo.sh", "--config", "dpo.yaml", *flags]
-    accelerate = [Path(sys.executable).parent / "accelerate", "launch", "--cpu", "-m", "unmask", "dpo", "--config", "dpo.yaml"]
+    accelerate = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "-m", "unmask", "dpo", "--config", "dpo.yaml"]
     accelerate += ["--model", stories, "--output", "my_dpo_output", "training.learning_rate=1e-6", "training.gradient_accumulation_steps=4"]
     accelerate += ["training.max_length=256", "training.use_cpu=true"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -11,7 +11,8 @@ STAGES: tuple[dict[str, Any], ...] = (
     {"rate": 1.0},
     {"rate": 0.3, "lm_loss": 0.1},
 )
-"""Of the document: attention at half the rate, then everything, then slowly with a next-token loss."""
+"""As that converter trains: attention at half the rate, then everything, then slowly with a next-token loss."""
+HEADROOM_GB = 3.0
 EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(STAGES) + 1))
 
 
@@ -44,12 +45,16 @@ def precision(value: Any, old: Old) -> Settings:
     return {"model.dtype": "float32", "training.fp16": known == "fp16", "training.bf16": known == "bf16"}
 
 
+def timesteps(value: Any, old: Old) -> Settings:
+    return {"training.num_timesteps": value, "training.time_embedding": not truth(old.get("use_lora", False))}
+
+
 def hardware(value: Any, old: Old) -> Settings:
-    """A machine to plan for: the device, with as much memory as may be taken."""
+    """A machine to plan for: the device, with the memory that may be taken and the headroom that its configurations leave."""
     device = old.get("device")
     if not device:
         raise DroppedError("no device is named that it would bound: give --recipe a6000-48gb, or a section `hardware`")
-    devices = [{"name": str(device), "memory_gb": float(value)}]
+    devices = [{"name": str(device), "memory_gb": float(value) + HEADROOM_GB}]
     return {"hardware.name": str(device), "hardware.devices": devices, "hardware.max_memory_gb": float(value)}
 
 
@@ -74,9 +79,7 @@ CONVERTER: Table = {
         "model_type", "hidden_size", "num_layers", "num_attention_heads", "vocab_size", "intermediate_size", why="read from the model"
     ),
     **dropped("mask_token_id", why="found in the tokenizer, or added to it"),
-    "num_timesteps": Rule(
-        lambda value, old: {"training.num_timesteps": value, "training.time_embedding": True}, "the model is told the time, as there"
-    ),
+    "num_timesteps": Rule(timesteps, "the model is told the time, as there; but not with adapters, which cannot train that"),
     "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
     "use_bidirectional_attention": to("training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"),
     **dict.fromkeys(EPOCHS, STAGE),

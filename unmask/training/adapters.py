@@ -102,7 +102,7 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
 
     model = lm.frozen_copy().model
     if quantised(lm):
-        config, adapters = model.active_peft_config, get_peft_model_state_dict(model)
+        config, adapters = model.active_peft_config, get_peft_model_state_dict(model, save_embedding_layers=False)
         model = _wrapped(model.unload().dequantize(), config)
         set_peft_model_state_dict(model, adapters)
     return lm.bind(model.merge_and_unload())

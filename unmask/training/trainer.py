@@ -351,6 +351,9 @@ class DiffusionTrainer(EvaluatingTrainer):
             if self.args.should_save:
                 write_atomic(Path(str(output_dir)) / RECORDED_NAME, json.dumps(recorded))
                 self.lm.config.save_pretrained(str(output_dir))  # it holds the history, and adapters are saved without it
+            # PEFT writes whole embedding tables beside adapters where the vocabulary is not that of the base; nothing else is new there.
+            for adapters in getattr(self.lm.model, "peft_config", {}).values():
+                adapters.base_model_name_or_path = None  # is filled in again when they are written
         if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
             super().save_model(output_dir, _internal_call)
             if not _internal_call and self.args.should_save:
