@@ -284,8 +284,10 @@ def test_the_name_of_a_task_is_a_reward(tmp_path):
 
 
 def test_batches_that_cannot_hold_whole_groups_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"num_generations: 4 completions.* not a multiple of 3\. Change per_device_train_batch_size"):
-        make("grpo", tmp_path, num_generations=3)
+    refused = r"num_generations: 4 completions.* not a multiple of 6\. Change per_device.*, or set .*_steps to 3 or a multiple"
+    with pytest.raises(ConfigError, match=refused):
+        make("grpo", tmp_path, num_generations=6)
+    make("grpo", tmp_path, num_generations=6, gradient_accumulation_steps=3)
     with pytest.raises(ConfigError, match="train_dataset: 1 prompts, but a step needs 2"):
         make("grpo", tmp_path, rows=PAIRS[:1])
     with pytest.raises(ConfigError, match="unknown method 'grpo'"):

@@ -7,6 +7,7 @@ import torch
 import yaml
 
 from tests.training.conftest import make, settings, tiny, unmask, weights
+from unmask.errors import ConfigError
 from unmask.training import stage_config, switches
 from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo_config import GRPOConfig
@@ -78,6 +79,32 @@ def test_weights_in_other_types_than_float32_are_computed_as_they_are(dtype, tmp
     for in_float32 in (False, True):  # the same config for one model after another
         args.choose_precision(in_float32=in_float32)
         assert (args.bf16, args.mixed_precision) == (in_float32, "bf16" if in_float32 else "no")
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_precision_that_is_assigned_to_a_config_that_was_made_is_taken_up(chooses, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_config, "amp_pays", lambda: chooses)
+    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: True)
+    for assigned, runs in [({"bf16": not chooses}, "no" if chooses else "bf16"), ({"fp16": True}, "fp16")]:
+        args = config(tmp_path)
+        for name, value in assigned.items():
+            setattr(args, name, value)
+        for _ in range(2):
+            args.choose_precision(in_float32=True)
+            assert args.mixed_precision == runs and (args.bf16, args.fp16) == (runs == "bf16", runs == "fp16")
+    args = config(tmp_path, bf16=True)
+    args.fp16 = True
+    with pytest.raises(ConfigError, match="bf16, fp16: both are on"):
+        args.choose_precision(in_float32=True)
+
+
+def test_precision_that_is_assigned_and_does_not_work_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: False)
+    args = config(tmp_path, use_cpu=True)
+    args.bf16 = True
+    with pytest.warns(RuntimeWarning, match="bf16 was asked for, but this machine cannot train in it"):
+        args.choose_precision(in_float32=True)
+    assert (args.bf16, args.mixed_precision) == (False, "no")
 
 
 @pytest.mark.usefixtures("ampere")

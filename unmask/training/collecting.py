@@ -5,6 +5,7 @@ Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -319,7 +320,8 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
     completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if completions % args.num_generations:
         what = f"{completions} completions a step are not a multiple of {args.num_generations}"
-        remedy = "Change per_device_train_batch_size or gradient_accumulation_steps"
+        whole = args.num_generations // math.gcd(args.train_batch_size * args.world_size, args.num_generations)
+        remedy = f"Change per_device_train_batch_size, or set gradient_accumulation_steps to {whole} or a multiple of it"
         raise ConfigError(what, where="num_generations", remedy=remedy)
     chooses = args.curriculum is not None or args.dynamic_sampling
     if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:

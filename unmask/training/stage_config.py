@@ -59,6 +59,7 @@ class StageConfig(TrainingArguments):
         elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
         self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_pays()
         args.bf16 = bool(args.bf16)
+        self._precision = args.bf16, args.fp16
         self.choose_precision(in_float32=True)
         args.remove_unused_columns = False
         args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
@@ -67,11 +68,7 @@ class StageConfig(TrainingArguments):
             args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
         args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
         args.label_names = []
-        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
-            wanted = "bf16" if args.bf16 else "fp16"
-            message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
-            warnings.warn(message, RuntimeWarning, stacklevel=3)
-            args.bf16 = args.fp16 = False
+        self._use_what_works()
         if args.deepspeed:
             args.deepspeed = deepspeed_config(args.deepspeed)
         args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
@@ -93,11 +90,35 @@ class StageConfig(TrainingArguments):
         check_offload(args)
 
     def choose_precision(self, *, in_float32: bool) -> None:
-        """Turn mixed precision on where `bf16` was left unset, it pays, and the weights are in float32; else off."""
+        """Turn mixed precision on where `bf16` was left unset, it pays, and the weights are in float32; else off.
+
+        What was assigned since the config was made, `args.bf16 = True`, is taken up.
+
+        Raises:
+            ConfigError: both `bf16` and `fp16` were asked for.
+        """
         args: Any = self
-        if self._chooses_bf16:
+        if (args.bf16, args.fp16) != self._precision:
+            if args.bf16 and args.fp16 and not self._chooses_bf16:
+                raise ConfigError("both are on", where="bf16, fp16", remedy="Set one of them to False")
+            args.bf16 &= not args.fp16
+            self._chooses_bf16 = False
+            self._use_what_works()
+            args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        elif self._chooses_bf16:
             args.bf16 = in_float32
             args.mixed_precision = "bf16" if args.bf16 else "no"
+        self._precision = args.bf16, args.fp16
+
+    def _use_what_works(self) -> None:
+        """Turn off, with a warning, mixed precision that this machine cannot train in."""
+        args: Any = self
+        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
+            wanted = "bf16" if args.bf16 else "fp16"
+            message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            args.bf16 = args.fp16 = False
+        self._precision = args.bf16, args.fp16
 
     @property
     def dispatched(self) -> bool:
