@@ -100,6 +100,32 @@ def test_training_logs_evaluates_and_saves(project, stories):
     assert json.loads(Path("gsm8k.json").read_text())["rows"] == 1
 
 
+def test_what_goes_wrong_is_told_in_one_line(project, stories):
+    migrated()
+    run = ["dpo", "--config", "dpo.yaml", "--model", stories, "training.use_cpu=true", "training.bf16=false"]
+    Path("bad.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2"}))
+    for settings, words in [
+        (["--learning_rate", "1e-6"], "--learning_rate: is a setting, not an option. Write training.learning_rate=1e-6"),
+        (["--data", "data/preference_data/my_prefs.jsonl"], "data/preference_data/my_prefs.jsonl: no such file"),
+        (["--data", "bad.jsonl"], "bad.jsonl, row 0: no column 'rejected'"),
+        (["training.max_length=256", "training.beta=0"], "training.beta"),
+    ]:
+        refused = unmask(*run, *settings)
+        assert refused.exit_code == 2 and words in refused.stderr, refused.output
+        assert not Path("out/model").exists()
+
+
+def test_the_recipe_for_a_card_of_16_gb_takes_overrides(project, stories):
+    row = ["--data", "data/preference_data/reasoning_prefs.jsonl", "--output", "adapters"]
+    here = ["model.device=cpu", "model.dtype=float32", "training.use_cpu=true", "training.bf16=false", "training.optim=adamw_torch"]
+    short = ["lora.r=2", "training.max_length=256", "training.samples=1", "training.gradient_accumulation_steps=4"]
+    walk("dpo", "--recipe", "dpo-rtx4080-16gb", "--model", stories, *row, *here, *short, "training.save_strategy=no")
+    settings = parse_yaml(Path("adapters/config.yaml").read_text(), "config.yaml")
+    assert (settings["lora"]["r"], settings["lora"]["alpha"]) == (2, 128)
+    assert settings["training"]["activation_checkpointing"] and settings["training"]["per_device_train_batch_size"] == 1
+    assert load("adapters/model").attention == "bidirectional"  # the adapters are merged
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["script", "accelerate"])
 def test_the_launchers_of_its_guide(launcher, project, stories):
