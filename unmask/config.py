@@ -265,7 +265,8 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
     try:
         return cls(**values, **fixed)
     except UnmaskError as error:
-        raise ConfigError(error.what, where=f"{where}.{error.where}" if error.where else where, remedy=error.remedy) from error
+        keys = [f"{where}.{key}" for key in error.where.split(" and ")] if error.where else [where]
+        raise ConfigError(error.what, where=" and ".join(keys), remedy=error.remedy) from error
     except ValueError as error:
         named = [
             key for key, value in values.items() if _mentions(str(error), key) or (isinstance(value, str) and _mentions(str(error), value))

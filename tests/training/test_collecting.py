@@ -154,7 +154,10 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
     [
         ({"backend": "sglang"}, "rollout.backend"),
         ({"backend": "vllm"}, r"rollout.url: backend 'vllm' needs the address"),
-        ({"backend": "vllm", "url": "http://h:1", "method": "espo"}, r"importance_cap: the loss of espo does not weigh tokens"),
+        (
+            {"backend": "vllm", "url": "http://h:1", "method": "espo"},
+            r"rollout\.backend and method: the loss of espo does not weigh tokens",
+        ),
         ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
     ],
 )
@@ -169,21 +172,30 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (VLLM | {"block_size": 32}, r"^block_size: means nothing to rollout\.backend 'vllm'.*Leave it out, or sample a diffusion model"),
-        (VLLM | {"steps": 64}, r"^steps: means nothing to rollout\.backend 'vllm'"),
-        (VLLM | {"policy": "entropy"}, r"^policy: means nothing to rollout\.backend 'vllm'"),
+        (
+            VLLM | {"block_size": 32},
+            r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or sample a diffusion",
+        ),
+        (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and steps means nothing"),
+        (VLLM | {"policy": "entropy"}, r"^rollout\.backend and policy: vllm decodes a causal"),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
-            r"^rollout\.sync: NCCL needs a GPU.*Use disk or lora",
+            r"^rollout\.sync and use_cpu: NCCL needs a GPU.*Use disk or lora",
         ),
-        (VLLM | {"masking": "diffusion"}, r"^masking: a causal model's likelihood is exact.*Leave it out"),
-        (VLLM | {"prompt_mask_rate": 0.3}, r"^prompt_mask_rate: diffu-grpo does not read it of a causal model.*Leave it out"),
-        (VLLM | {"method": "spg", "importance_cap": None, "samples": 3}, r"^samples: spg does not read it of a causal model"),
+        (VLLM | {"masking": "diffusion"}, r"^rollout\.backend and masking: a causal model's likelihood is exact.*Leave it out"),
+        (
+            VLLM | {"prompt_mask_rate": 0.3},
+            r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it of a causal model.*Leave it out",
+        ),
+        (
+            VLLM | {"method": "spg", "importance_cap": None, "samples": 3},
+            r"^rollout\.backend and samples: spg does not read it of a causal model",
+        ),
         (
             {"importance_cap": 3.0},
-            r"^importance_cap: rollout\.backend 'local' draws from the trained model itself.*set rollout.backend to vllm",
+            r"^rollout\.backend and importance_cap: local draws from the trained model itself.*set rollout.backend to vllm",
         ),
-        ({"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}}, r"^importance_cap: rollout\.backend 'server'"),
+        ({"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}}, r"^rollout\.backend and importance_cap: server"),
     ],
 )
 def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message, tmp_path):

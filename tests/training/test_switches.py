@@ -26,7 +26,6 @@ from unmask.models import flash
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.training import run, switches
-from unmask.training import trainer as trainer_module
 from unmask.training.convert import ConvertConfig, ConvertTrainer
 from unmask.training.run import VERBS
 from unmask.training.switches import bound_memory, check_split, deepspeed_config
@@ -92,28 +91,36 @@ def full(*_: Any, **__: Any) -> None:
 # A model that is split over devices
 
 
-def spread(lm: DiffusionLM) -> DiffusionLM:
-    lm.model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
-    return lm
+def subject(attention: str = "causal", *, split: bool = False) -> switches.Subject:
+    return switches.Subject(attention, torch.float32, adapters=False, quantised=False, split=split)
 
 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
         ({"world_size": 2}, "several processes on a model that is split over devices"),
-        ({"fsdp": True}, "fsdp on a model"),
-        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "deepspeed on a model"),
-        ({"torch_compile": True}, "torch_compile on a model"),
+        *[
+            ({name: value}, f"{name} on a model")
+            for name, value in {"fsdp": True, "deepspeed": {"zero_optimization": {"stage": 2}}, "torch_compile": True}.items()
+        ],
         ({"flash_attention": True}, "flash_attention on a model"),
         ({"num_generations": 4}, "reinforcement learning on a model"),
     ],
 )
 def test_what_cannot_work_on_a_split_model_is_refused(more, message):
     off = {"world_size": 1, "fsdp": None, "deepspeed": None, "torch_compile": False, "flash_attention": False}
-    check_split(SimpleNamespace(**off), spread(tiny()))
-    check_split(SimpleNamespace(**off | more), tiny())
-    with pytest.raises(ConfigError, match=f"model.device_map: {message}"):
-        check_split(SimpleNamespace(**off | more), spread(tiny()))
+    check_split(SimpleNamespace(**off), subject(split=True))
+    check_split(SimpleNamespace(**off | more), subject())
+    named = "".join(f" and {name}" for name in more if name in off and name != "world_size")
+    with pytest.raises(ConfigError, match=f"^model.device_map{named}: {message}"):
+        check_split(SimpleNamespace(**off | more), subject(split=True))
+
+
+def test_a_model_whose_layers_are_on_several_devices_is_known_as_split(tmp_path):
+    lm = tiny()
+    lm.model.hf_device_map = {"model": "cuda:0", "lm_head": "cuda:1"}
+    with pytest.raises(ConfigError, match=r"^model\.device_map: reinforcement learning on a model that is split"):
+        make("grpo", tmp_path, lm)
 
 
 # Activation checkpointing
@@ -202,7 +209,7 @@ def test_a_resumed_run_of_a_quantised_model_is_the_same_run(tmp_path):
 
 @needs_bitsandbytes
 def test_quantised_weights_without_adapters_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"model\.quantization: quantised weights take no gradients\. Train adapters"):
+    with pytest.raises(ConfigError, match=r"model\.quantization and lora: quantised weights take no gradients\. Train adapters"):
         make("sft", tmp_path, quantised(tmp_path / "model", "4bit"))
 
 
@@ -226,10 +233,10 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
 def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, monkeypatch):
     plain = prepared(verb, tmp_path, optim="sgd")
     plain.train()
-    with pytest.raises(ConfigError, match=r"flash_attention: there is no GPU that it runs on"):
+    with pytest.raises(ConfigError, match=r"flash_attention and use_cpu: there is no GPU that it runs on"):
         prepared(verb, tmp_path, flash_attention=True)
     calls: list[int] = []
-    monkeypatch.setattr(trainer_module, "check_flash_attention", lambda *_: None)
+    monkeypatch.setattr(switches, "check_flash_attention", lambda *_: None)
     monkeypatch.setattr(flash, "usable", lambda query: True)
     monkeypatch.setattr(flash, "varlen_attn", lambda *given, **more: (calls.append(1), by_definition(*given, **more))[1])
     trainer = prepared(verb, tmp_path, optim="sgd", flash_attention=True)
@@ -252,10 +259,9 @@ def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, m
 def test_flash_attention_is_refused_where_it_could_not_act(capability, options, attention, message, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    lm = tiny(attention, 2 if attention == "block_causal" else None)
     args = SimpleNamespace(**{"flash_attention": True, "use_cpu": False, "bf16": False, "fp16": False} | options)
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        switches.check_flash_attention(args, lm)
+        switches.check_flash_attention(args, subject(attention))
 
 
 # torch.compile

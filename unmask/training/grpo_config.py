@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
@@ -16,6 +17,8 @@ from unmask.methods.masking import MaskingStrategy, find_masking
 from unmask.objectives.policy import AdvantageKind, Aggregation, Divergence
 from unmask.training.settings import check_settings, setting
 from unmask.training.stage_config import FOLLOWS_A_METRIC, StageConfig
+
+OF_CAUSAL_MODELS = "the recipe grpo-code-ocaml-causal is for causal models"
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
@@ -131,7 +134,7 @@ class GRPOConfig(StageConfig):
             raise ConfigError(error.what, where=where, remedy=error.remedy) from error
         if self.corrected and "importance_cap" not in method.uses:
             what = f"the loss of {self.method} does not weigh tokens by how likely the server drew them"
-            raise ConfigError(what, where="importance_cap", remedy="Set it to null, or use another method")
+            raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
         self._check_rollouts(sampler.model_copy(update={"trace": False}))
 
@@ -195,15 +198,27 @@ class GRPOConfig(StageConfig):
         """Refuse settings that the backend of the rollouts has no use for."""
         if self.rollouts.backend == "vllm":  # of a causal model, so that nothing is denoised and its likelihood is exact
             if (name := unread_by_vllm(sampler)) is not None:
-                what = "means nothing to rollout.backend 'vllm', which decodes a causal model token by token"
-                raise ConfigError(what, where=name, remedy="Leave it out, or sample a diffusion model with rollout.backend local or server")
-            find_masking(self, exact=True)
-            self.refuse_unread(None, exact=True)
+                what = f"vllm decodes a causal model token by token, and {name} means nothing to it"
+                remedy = f"Leave {name} out ({OF_CAUSAL_MODELS}), or sample a diffusion model with rollout.backend local or server"
+                raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
+            with beside("rollout.backend"):
+                self.refuse_of_causal()
             if self.rollouts.sync == "nccl" and self.use_cpu:
-                raise ConfigError("NCCL needs a GPU on either side", where="rollout.sync", remedy="Use disk or lora, or leave use_cpu out")
+                what = "NCCL needs a GPU on either side"
+                raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
         elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
-            what = f"rollout.backend {self.rollouts.backend!r} draws from the trained model itself, so that nothing is corrected"
-            raise ConfigError(what, where="importance_cap", remedy="Leave it out, or set rollout.backend to vllm")
+            what = f"{self.rollouts.backend} draws from the trained model itself, so that nothing is corrected"
+            remedy = "Leave importance_cap out, or set rollout.backend to vllm"
+            raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
+
+    def refuse_of_causal(self) -> None:
+        """Refuse masks and the settings of views, which a causal model has no use for.
+
+        Raises:
+            ConfigError: there is such a setting.
+        """
+        find_masking(self, exact=True)
+        self.refuse_unread(None, exact=True)
 
     @property
     def corrected(self) -> bool:
@@ -241,6 +256,15 @@ class GRPOConfig(StageConfig):
             raise ConfigError(f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known))
         recipe = read_recipe(f"grpo-{task}").get("training", {})
         return build_training_args(cls, for_method(recipe, settings.get("method")) | settings)
+
+
+@contextmanager
+def beside(key: str) -> Iterator[None]:
+    """Inside, an error about a setting names this one too."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(error.what, where=f"{key} and {error.where}", remedy=error.remedy) from error
 
 
 def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:

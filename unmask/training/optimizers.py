@@ -12,9 +12,8 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from unmask.errors import ConfigError
-from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import first_line
-from unmask.training.switches import require
+from unmask.training.switches import Subject, require
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -45,7 +44,7 @@ def check_optimizer(args: TrainingArguments) -> None:
         raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
 
 
-def check_rounding(args: Any, lm: DiffusionLM) -> None:
+def check_rounding(args: Any, subject: Subject) -> None:
     """Refuse stochastic rounding where nothing would be rounded so.
 
     Raises:
@@ -53,12 +52,14 @@ def check_rounding(args: Any, lm: DiffusionLM) -> None:
     """
     if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
         return
-    where = f"optim_args {STOCHASTIC_ROUNDING}"
     name = OptimizerNames(args.optim).value
     if name not in OF_TORCHAO:
-        raise ConfigError(f"{name} does not know it", where=where, remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
-    if not any(weight.dtype == torch.bfloat16 for weight in lm.model.parameters() if weight.requires_grad):
-        raise ConfigError("no weight that is trained is in bfloat16", where=where, remedy="Set model.dtype to bfloat16, or leave it out")
+        what = f"{name} does not know {STOCHASTIC_ROUNDING}"
+        raise ConfigError(what, where="optim_args and optim", remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
+    if subject.adapters or subject.dtype != torch.bfloat16:
+        other, remedy = ("lora", "lora") if subject.adapters else ("model.dtype", "set model.dtype to bfloat16")
+        what = f"{STOCHASTIC_ROUNDING}, but no weight that is trained is in bfloat16"
+        raise ConfigError(what, where=f"optim_args and {other}", remedy=f"Leave optim_args out, or {remedy}")
 
 
 def check_offload(args: Any) -> None:
@@ -70,14 +71,16 @@ def check_offload(args: Any) -> None:
     if not args.optimizer_offload:
         return
     if args.fsdp or args.deepspeed:
-        remedy = "Leave it out; FSDP has fsdp_config.cpu_offload, DeepSpeed offload_optimizer"
-        raise ConfigError("the shards have an offload of their own", where="optimizer_offload", remedy=remedy)
+        where = f"optimizer_offload and {'fsdp' if args.fsdp else 'deepspeed'}"
+        remedy = "Leave optimizer_offload out; FSDP has fsdp_config.cpu_offload, DeepSpeed offload_optimizer"
+        raise ConfigError("the shards have an offload of their own", where=where, remedy=remedy)
     if args.fp16:
-        raise ConfigError("the scaler of float16 looks for gradients on the GPU", where="optimizer_offload", remedy="Use bf16")
+        what = "the scaler of float16 looks for gradients on the GPU"
+        raise ConfigError(what, where="optimizer_offload and fp16", remedy="Use bf16")
     name = OptimizerNames(args.optim).value
     if name not in OF_TORCH:
         remedy = f"Use one of {', '.join(OF_TORCH)}, or --recipe offload"
-        raise ConfigError(f"{name} does not keep its states in host memory", where="optimizer_offload", remedy=remedy)
+        raise ConfigError(f"{name} does not keep its states in host memory", where="optimizer_offload and optim", remedy=remedy)
 
 
 def keep_on_host(optimizer: Optimizer) -> None:

@@ -282,10 +282,6 @@ def load_model(config: RunConfig, verb: str) -> DiffusionLM:
     if config.model.from_scratch:
         if verb != "pretrain":
             raise ConfigError(f"{verb} of a model without training", where="model.from_scratch", remedy="Pre-train it first")
-        if config.model.quantization:
-            raise ConfigError("new weights are not quantised", where="model.quantization", remedy="Leave it out")
-        if config.model.device_map:
-            raise ConfigError("new weights are made on one device", where="model.device_map", remedy="Leave it out")
         kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code")}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,35 @@ def set_backends(args: Any) -> None:
         torch.backends.cudnn.benchmark = True
 
 
-def check_flash_attention(args: Any, lm: DiffusionLM) -> None:
+@dataclass(frozen=True)
+class Subject:
+    """What the switches are for: a model in memory, or what the settings say of one that is not yet loaded."""
+
+    attention: str
+    dtype: torch.dtype
+    """Of the weights."""
+    adapters: bool
+    """Whether adapters are trained in their place."""
+    quantised: bool
+    split: bool
+    """Whether its layers are on several devices."""
+
+
+def check_switches(args: Any, subject: Subject) -> None:
+    """Refuse what would not act on this model, or not rightly. `where` of an error holds the keys of both settings, joined by " and ".
+
+    Raises:
+        ConfigError: as the functions below; or quantised weights would be trained themselves.
+    """
+    if subject.quantised and not subject.adapters:
+        remedy = "Train adapters (lora), or load it without quantization"
+        raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
+    check_split(args, subject)
+    check_sharding(args, subject)
+    check_flash_attention(args, subject)
+
+
+def check_flash_attention(args: Any, subject: Subject) -> None:
     """Refuse FlashAttention 2 where it could not act.
 
     Raises:
@@ -137,26 +166,35 @@ def check_flash_attention(args: Any, lm: DiffusionLM) -> None:
     if not args.flash_attention:
         return
     if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
-        raise ConfigError("there is no GPU that it runs on (Ampere or later)", where="flash_attention", remedy="Leave it out")
-    if not (args.bf16 or args.fp16 or next(lm.model.parameters()).dtype in (torch.bfloat16, torch.float16)):
-        raise ConfigError("it computes in 16 bits alone", where="flash_attention", remedy="Set bf16, or leave it out")
-    if lm.attention == "block_causal":
-        remedy = "Leave it out: FlexAttention, which does, is used by itself"
-        raise ConfigError("it knows no attention by blocks", where="flash_attention", remedy=remedy)
+        where = "flash_attention and use_cpu" if args.use_cpu else "flash_attention"
+        raise ConfigError("there is no GPU that it runs on (Ampere or later)", where=where, remedy="Leave flash_attention out")
+    if not (args.bf16 or args.fp16 or subject.dtype in (torch.bfloat16, torch.float16)):
+        remedy = "Set bf16, or leave flash_attention out"
+        raise ConfigError("it computes in 16 bits alone", where="flash_attention and model.dtype", remedy=remedy)
+    if subject.attention == "block_causal":
+        remedy = "Leave flash_attention out: FlexAttention, which does, is used by itself"
+        raise ConfigError("it knows no attention by blocks", where="flash_attention and model.attention", remedy=remedy)
 
 
-def check_sharding(args: Any, lm: DiffusionLM) -> None:
+def sharded_by(args: Any) -> str | None:
+    """The setting that shares the weights out among processes; None: each process holds them whole."""
+    if args.fsdp:
+        return "fsdp"
+    return "deepspeed" if (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3 else None
+
+
+def check_sharding(args: Any, subject: Subject) -> None:
     """Refuse what would shard nothing, or a model that could not be saved whole.
 
     Raises:
         ConfigError: FSDP in one process or on CPUs, which accelerate would pass over in silence; adapters on sharded weights.
     """
+    if subject.adapters and (key := sharded_by(args)):
+        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out: a40-48gb-x3-ddp holds all in each GPU"
+        raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
         raise ConfigError("shards nothing in one process, nor on CPUs", where="fsdp", remedy=remedy)
-    sharded = args.fsdp or (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3
-    if sharded and hasattr(lm.model, "merge_and_unload"):
-        raise ConfigError("adapters cannot be merged into sharded weights", where="lora", remedy="Use zero1 or zero2, or no sharding")
 
 
 def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
@@ -182,26 +220,23 @@ def is_split(lm: DiffusionLM) -> bool:
     return len(set((getattr(lm.model, "hf_device_map", None) or {}).values())) > 1
 
 
-def check_split(args: Any, lm: DiffusionLM) -> None:
+def check_split(args: Any, subject: Subject) -> None:
     """Refuse what cannot work on a model that is split over devices.
 
     Raises:
         ConfigError: several processes, shards, one graph of the whole model, FlashAttention over one device's documents, or rollouts,
             whose caches are on one device.
     """
-    if not is_split(lm):
+    if not subject.split:
         return
-    for name, on in {
-        "world_size": args.world_size > 1,
-        "fsdp": args.fsdp,
-        "deepspeed": args.deepspeed,
-        "torch_compile": args.torch_compile,
-        "flash_attention": args.flash_attention,
-        "num_generations": hasattr(args, "num_generations"),
-    }.items():
+    for name in ("fsdp", "deepspeed", "torch_compile", "flash_attention"):
+        if getattr(args, name):
+            what, remedy = f"{name} on a model that is split over devices", f"Leave one of the two out (model.device_map=null, {name}=null)"
+            raise ConfigError(what, where=f"model.device_map and {name}", remedy=remedy)
+    for what, on in {"several processes": args.world_size > 1, "reinforcement learning": hasattr(args, "num_generations")}.items():
         if on:
-            what = "several processes" if name == "world_size" else "reinforcement learning" if name == "num_generations" else name
-            raise ConfigError(f"{what} on a model that is split over devices", where="model.device_map", remedy=f"Leave it out, or {name}")
+            remedy = "Leave it out" + (", or start one process without a launcher" if args.world_size > 1 else "")
+            raise ConfigError(f"{what} on a model that is split over devices", where="model.device_map", remedy=remedy)
 
 
 def watch_for_anomalies() -> None:

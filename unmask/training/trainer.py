@@ -40,7 +40,7 @@ from unmask.training.memory import memory_metrics
 from unmask.training.optimizers import check_rounding, keep_on_host
 from unmask.training.phases import Phases
 from unmask.training.stage_config import StageConfig, steps_per_epoch
-from unmask.training.switches import check_flash_attention, check_sharding, check_split, compile_in_place, is_split
+from unmask.training.switches import Subject, check_switches, compile_in_place, is_split
 from unmask.training.trackers import direct
 
 if TYPE_CHECKING:
@@ -105,15 +105,12 @@ class DiffusionTrainer(EvaluatingTrainer):
                 raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
         if args.n_gpu > 1 and not is_split(lm):
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
-        if peft_config is None and quantised(lm) and not hasattr(lm.model, "merge_and_unload"):
-            remedy = "Train adapters (lora), or load it without quantization"
-            raise ConfigError("quantised weights take no gradients", where="model.quantization", remedy=remedy)
+        adapters = peft_config is not None or hasattr(lm.model, "merge_and_unload")
+        subject = Subject(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
+        check_switches(args, subject)
+        check_rounding(args, subject)
         set_seed(args.seed)  # new adapters follow from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
-        check_sharding(args, self.lm)
-        check_split(args, self.lm)
-        check_flash_attention(args, self.lm)
-        check_rounding(args, self.lm)
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
         self.means = Means()
