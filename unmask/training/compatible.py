@@ -15,6 +15,7 @@ from unmask.training.convert import ConvertConfig
 from unmask.training.dpo_config import DPOConfig
 from unmask.training.grpo_config import OF_CAUSAL_MODELS, GRPOConfig, beside
 from unmask.training.optimizers import check_rounding
+from unmask.training.pretrain import PretrainConfig
 from unmask.training.stage_config import StageConfig
 from unmask.training.switches import Subject, check_switches, sharded_by
 
@@ -43,6 +44,8 @@ def _pairs(config: RunConfig, args: StageConfig) -> Iterator[tuple[str, Any, str
     given: Any = args
     shards, lora = sharded_by(args), config.lora is not None
     model = config.model
+    untrained = model.from_scratch and not isinstance(args, PretrainConfig)
+    yield "model.from_scratch", untrained, "only pretrain takes a model without training", "Pre-train it first"
     what, one = "quantised weights are not spread over devices", "Leave one of the two out"
     yield "model.quantization and model.device_map", model.quantization and model.device_map, what, one
     yield "model.from_scratch and model.quantization", model.from_scratch and model.quantization, "new weights are not quantised", one

@@ -208,7 +208,7 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
     bound_memory(config.hardware, args.device)
     task = get_task(config.data.task) if config.data.task else None
     train, held_out = read_data(config, kind, task, args)
-    lm = load_model(config, verb)
+    lm = load_model(config)
     if config.data.chat_template is not None:
         lm.tokenizer.chat_template = read_template(config.data.chat_template)
     if config.lora:
@@ -276,12 +276,10 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         raise type(error)(error.what, where=where or None, remedy=error.remedy) from error
 
 
-def load_model(config: RunConfig, verb: str) -> DiffusionLM:
+def load_model(config: RunConfig) -> DiffusionLM:
     """The model to start from: saved weights, or new ones for an architecture."""
     settings = config.model.model_dump(exclude={"path", "from_scratch"})
     if config.model.from_scratch:
-        if verb != "pretrain":
-            raise ConfigError(f"{verb} of a model without training", where="model.from_scratch", remedy="Pre-train it first")
         kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code")}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)
