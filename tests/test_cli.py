@@ -476,3 +476,8 @@ def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         {"task": "sudoku", "output": Path("runs/demo"), "seed": 0, "overwrite": False},
         {"task": "countdown", "output": Path("o"), "seed": 3, "overwrite": True},
     ]
+
+
+def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
+    result = run("grpo", "-r16")
+    assert result.exit_code == 2 and "No such option: -r" in result.stderr

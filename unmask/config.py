@@ -221,9 +221,12 @@ def resuming(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunCo
     if resume and setting not in (None, True, resume):
         raise ConfigError(f"two checkpoints, {resume} and {setting}", where="--resume", remedy="Give one of them.")
     wanted = setting if resume is None else resume or setting or True
-    if wanted not in (None, True) and not Path(str(wanted)).is_dir():
+    settings = settings.model_copy(update={"training": training})
+    if wanted is None or wanted is True:
+        return bool(wanted), settings
+    if not Path(str(wanted)).is_dir():
         raise ConfigError(f"there is no folder {wanted}", where="--resume", remedy="Name a checkpoint, or the folder of a run.")
-    return wanted if wanted is True else str(wanted or "") or False, settings.model_copy(update={"training": training})
+    return str(wanted), settings
 
 
 def continues(output_dir: str | Path, resume: str | bool) -> bool:

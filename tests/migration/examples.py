@@ -85,7 +85,7 @@ mixed_precision: bf16
 num_machines: 1
 num_processes: 3
 """
-C_MODEL = """
+CONVERTER_MODEL = """
 model_name: "microsoft/phi-2"
 model_type: "phi"
 hidden_size: 2560
@@ -98,7 +98,7 @@ stage3_epochs: 2
 use_gradient_checkpointing: true
 use_lora: false
 """
-C_TRAINING = """
+CONVERTER_TRAINING = """
 batch_size: 2
 gradient_accumulation_steps: 16
 learning_rate: 1e-4
@@ -113,7 +113,7 @@ use_wandb: true
 save_steps: 2500
 eval_steps: 1000
 """
-C_HARDWARE = """
+CONVERTER_HARDWARE = """
 device: "cuda:0"
 max_memory_gb: 45
 dtype: "bfloat16"
@@ -194,7 +194,7 @@ EXAMPLES = {
     ),
     "model, training and hardware files": Example(
         "convert",
-        {"model.yaml": C_MODEL, "training.yaml": C_TRAINING, "hardware.yaml": C_HARDWARE},
+        {"model.yaml": CONVERTER_MODEL, "training.yaml": CONVERTER_TRAINING, "hardware.yaml": CONVERTER_HARDWARE},
         {
             "model.path": "microsoft/phi-2", "model.dtype": "float32", "model.device": "cuda:0",
             "data.train": "wikitext:wikitext-103-raw-v1",

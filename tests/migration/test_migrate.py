@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.migration.examples import ACCELERATE, C_HARDWARE, C_MODEL, D1_YAML, EXAMPLES, Example
+from tests.migration.examples import ACCELERATE, CONVERTER_HARDWARE, CONVERTER_MODEL, D1_YAML, EXAMPLES, Example
 from tests.training.conftest import unmask
 from unmask.config import RunConfig
 from unmask.config_files import parse_yaml
@@ -72,7 +72,7 @@ def test_each_key_is_told_once_and_only_those_that_stay_as_they_are_go_without_a
 
 
 def test_what_several_keys_say_together_is_told_once(tmp_path):
-    (path,) = write(tmp_path, {"c.yaml": C_MODEL + "eval_steps: 10\n"})
+    (path,) = write(tmp_path, {"c.yaml": CONVERTER_MODEL + "eval_steps: 10\n"})
     rows = {row[0].partition(" = ")[0]: row for row in migrate([path]).table()}
     assert "'rate': 0.5" in rows["stage1_epochs"][2]
     assert rows["stage2_epochs"][2] == rows["stage3_epochs"][2] == "training.num_train_epochs, training.stages, as above"
@@ -82,8 +82,10 @@ def test_what_several_keys_say_together_is_told_once(tmp_path):
 def test_the_later_file_wins_and_the_row_says_so(tmp_path):
     files = write(tmp_path, {"a.yaml": D1_YAML, "b.yaml": "generation_batch_size: 7\nblock_length: 16\n"})
     assert migrate(files).config["training"]["rollout_batch_size"] == 7
+    plain = CONVERTER_HARDWARE.replace("gradient_checkpointing: true", "gradient_checkpointing: false")
     files = write(
-        tmp_path, {"m.yaml": C_MODEL, "h.yaml": C_HARDWARE.replace("gradient_checkpointing: true", "gradient_checkpointing: false")}
+        tmp_path,
+        {"m.yaml": CONVERTER_MODEL, "h.yaml": plain},
     )
     found = migrate(files)
     assert found.config["training"]["activation_checkpointing"] is False
@@ -91,7 +93,7 @@ def test_the_later_file_wins_and_the_row_says_so(tmp_path):
 
 
 def test_weights_stay_in_float32_where_the_converter_had_them_in_float16(tmp_path):
-    (path,) = write(tmp_path, {"h.yaml": C_HARDWARE.replace("bfloat16", "float16")})
+    (path,) = write(tmp_path, {"h.yaml": CONVERTER_HARDWARE.replace("bfloat16", "float16")})
     found = migrate([path]).config
     assert found["model"]["dtype"] == "float32" and found["training"]["fp16"] is True and found["training"]["bf16"] is False
 
@@ -162,7 +164,7 @@ def test_a_script_with_two_trainings_is_refused(tmp_path):
 
 
 def test_a_training_verb_that_is_given_an_old_file_names_the_command(tmp_path):
-    paths = write(tmp_path, {"train.yaml": D1_YAML, "model.yaml": C_MODEL, "a.yaml": ACCELERATE, "run.sh": "trl dpo --beta 0.1\n"})
+    paths = write(tmp_path, {"train.yaml": D1_YAML, "model.yaml": CONVERTER_MODEL, "a.yaml": ACCELERATE, "run.sh": "trl dpo --beta 0.1\n"})
     for path in paths:
         for verb in VERBS:
             refused = unmask(verb, "--config", path, "--print-config")
@@ -256,3 +258,12 @@ def test_a_migrated_conversion_trains(name: str, tmp_path):
     trained = parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config")["training"]
     assert [stage["share"] for stage in trained["stages"]] == ([2.0, 4.0, 2.0] if name.startswith("model") else [1.0])
     assert (tmp_path / "out" / "model").is_dir()
+
+
+def test_a_field_that_begins_with_no_keeps_its_name_and_a_temperature_of_zero_is_left_out(tmp_path):
+    found = migrate(write(tmp_path, {"train.sh": "python examples/llada/sft.py --model_name_or_path m --no_cuda --no_bf16\n"}))
+    assert found.config["training"]["bf16"] is False and not any(change.old.startswith("cuda") for change in found.changes)
+    found = migrate(write(tmp_path, {"run.env": "export GRPO_USE_VLLM=true\nexport GRPO_TEMPERATURE=0\n"}))
+    assert found.config["training"]["temperature"] > 0 and any(
+        change.old == "GRPO_TEMPERATURE" and change.what == "dropped" for change in found.changes
+    )

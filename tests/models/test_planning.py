@@ -146,6 +146,7 @@ def test_what_is_on_already_is_no_advice() -> None:
     quantised = make_plan(lambda precision: NETWORK, dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
     assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())
     assert "LoRA" not in quantised
+    assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantised])  # no adapters on shards
 
 
 def test_the_smallest_device_sets_the_batch_and_the_slowest_the_time() -> None:

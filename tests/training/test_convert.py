@@ -344,7 +344,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         convert(tmp_path, eval_dataset=[PAIRS[0], {"prompt": "a"}])
     assert not list(tmp_path.iterdir())
     lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["up_proj"])
-    with pytest.raises(ConfigError, match=r"time_embedding: adapters cannot train a time embedding.*without lora"):
+    with pytest.raises(ConfigError, match=r"time_embedding and lora: adapters cannot train a time embedding.*without lora"):
         convert(tmp_path, peft_config=lora, time_embedding=True)
     with pytest.raises(ConfigError, match=r"stage 1, train: names no weights that take gradients"):
         convert(tmp_path, peft_config=lora, stages=[{"train": ["attention"]}])

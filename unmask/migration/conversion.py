@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, dropped, lora_if, same, switch, to, truth, words
+from unmask.migration.rules import precision as mixed
 
 STAGES: tuple[dict[str, Any], ...] = (
     {"rate": 0.5, "train": ["attention", "time_embedding", "mask_token"]},
@@ -40,9 +41,7 @@ def data(value: Any, old: Old) -> Settings:
 
 def precision(value: Any, old: Old) -> Settings:
     """Weights stay in float32: in 16 bits small updates are lost."""
-    name = str(value).removeprefix("torch.")
-    known = {"float16": "fp16", "fp16": "fp16", "bfloat16": "bf16", "bf16": "bf16", "float32": "", "fp32": ""}[name]
-    return {"model.dtype": "float32", "training.fp16": known == "fp16", "training.bf16": known == "bf16"}
+    return {"model.dtype": "float32"} | mixed(str(value).removeprefix("torch."), old)
 
 
 def timesteps(value: Any, old: Old) -> Settings:

@@ -178,9 +178,13 @@ def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
             others.append(word)
         else:
             flags[name].append(_scalar(word))
-    values = {name: found[0] if len(found) == 1 else found or True for name, found in flags.items()}
-    negated = {name for name, value in values.items() if name.startswith("no_") and value is True}
-    return {name.removeprefix("no_") if name in negated else name: name not in negated and value for name, value in values.items()}, others
+    values: dict[str, Any] = {}
+    for name, found in flags.items():
+        if name.startswith("no_") and name != "no_cuda" and found in ([], [True]):  # no_cuda is a field itself
+            values[name.removeprefix("no_")] = False
+        else:
+            values[name] = found[0] if len(found) == 1 else found or True
+    return values, others
 
 
 def _scalar(text: str) -> Any:

@@ -70,11 +70,19 @@ GRPO_MARKS = {
 }
 GRPO_MARKS |= {"loss_type=dr_grpo", "loss_type=bnpo", "mask_truncated_completions", "vllm_mode", "use_vllm", "steps_per_generation", "beta"}
 DPO_MARKS = {"loss_type=sigmoid", "loss_type=ipo", "loss_type=hinge", "rpo_alpha", "precompute_ref_log_probs", "f_divergence_type", "beta"}
-C_MARKS = {"num_timesteps", "noise_schedule", "use_bidirectional_attention", *EPOCHS, "use_8bit_adam", "max_memory_gb", "compile_model"}
-C_MARKS |= {"cpu_offload", "use_flash_attention", "use_deepspeed", "max_train_samples", "use_wandb", "use_gradient_checkpointing"}
+CONVERTER_MARKS = {
+    "num_timesteps",
+    "noise_schedule",
+    "use_bidirectional_attention",
+    *EPOCHS,
+    "use_8bit_adam",
+    "max_memory_gb",
+    "compile_model",
+}
+CONVERTER_MARKS |= {"cpu_offload", "use_flash_attention", "use_deepspeed", "max_train_samples", "use_wandb", "use_gradient_checkpointing"}
 DLLM_MARKS = {"dataset_args", "load_preprocessed_data", "loss_weight_type", "loss_norm_type", "time_epsilon"}
 ACCELERATE_MARKS = {"compute_environment", "distributed_type", "main_training_function"}
-E_MARKS = {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))}
+VARIABLE_MARKS = {name for name in ROLLOUT_VARIABLES if name.startswith(("GRPO_", "VLLM_"))}
 D1_MARKS = {*DIFFUSION, *IMPROVED, *DIFFU_VARIABLES, "model_path", "block_length", "diffusion_steps", "random_masking"}
 
 FORMATS = {
@@ -93,9 +101,9 @@ FORMATS = {
     ),
     "converter": Format(
         "the Diffusion LLM Converter (model, training and hardware configurations)",
-        *("convert", CONVERTER, frozenset(C_MARKS), converter_defaults, r"train_diffusion\.py$|run_conversion\.sh$"),
+        *("convert", CONVERTER, frozenset(CONVERTER_MARKS), converter_defaults, r"train_diffusion\.py$|run_conversion\.sh$"),
     ),
-    "grpo-variables": Format("GRPO_* and VLLM_* variables", "grpo", ROLLOUT_VARIABLES, frozenset(E_MARKS), variables_defaults),
+    "grpo-variables": Format("GRPO_* and VLLM_* variables", "grpo", ROLLOUT_VARIABLES, frozenset(VARIABLE_MARKS), variables_defaults),
     "dllm-sft": Format("dLLM's sft.py", *("sft", dllm.SFT, frozenset({*DLLM_MARKS, "mask_prompt_loss"}), dllm.sft_defaults, r"/sft\.py$")),
     "dllm-text": Format(
         "dLLM's pt.py",

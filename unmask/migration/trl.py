@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.migration.reinforcement import GRPO, LORA_LEFT, LORA_OF_TRL, number, reference, variable
+from unmask.migration.reinforcement import GRPO, LORA_LEFT, LORA_OF_TRL, number, reference, temperature, variable
 from unmask.migration.rules import (
     SETTINGS_OF_MODEL,
     DroppedError,
@@ -176,7 +176,7 @@ ROLLOUT_VARIABLES: Table = {
     "GRPO_LEARNING_RATE": number("training.learning_rate"),
     "GRPO_NUM_EPOCHS": number("training.num_train_epochs"),
     "GRPO_BETA": number("training.beta"),
-    "GRPO_TEMPERATURE": number("training.temperature"),
+    "GRPO_TEMPERATURE": Rule(lambda value, old: temperature(float(value), old)),
     "GRPO_MAX_COMPLETION": number("training.max_completion_length"),
     "GRPO_MAX_GRAD_NORM": number("training.max_grad_norm"),
     "GRPO_LOGGING_STEPS": number("training.logging_steps"),

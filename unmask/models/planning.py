@@ -435,7 +435,9 @@ def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wor
     if not hardware.is_cpu:
         if work.quantization != "4bit" and whole:
             yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16")
-        for shards in (2, 4, 8, 16, 32, 64):
-            if shards > work.shards:
-                yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)
-        yield "ZeRO-3 with offload", dataclasses.replace(work, offload=True)
+        if work.lora_rank is None and work.split == 1:
+            work = dataclasses.replace(work, optimiser="adamw")
+            for shards in (2, 4, 8, 16, 32, 64):
+                if shards > work.shards:
+                    yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)
+            yield "ZeRO-3 with offload", dataclasses.replace(work, offload=True)

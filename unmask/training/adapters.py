@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     import peft
 
 
+def has_adapters(lm: DiffusionLM) -> bool:
+    """Whether adapters of PEFT stand around the model."""
+    return hasattr(lm.model, "merge_and_unload")
+
+
 def quantised(lm: DiffusionLM) -> bool:
     """Whether the weights are held in 4 or 8 bits."""
     return getattr(lm.model, "is_quantized", False)

@@ -29,7 +29,7 @@ from unmask.methods import Rollout
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.objectives.policy import advantages, kept_groups, overlong_penalty
 from unmask.sandbox.outcome import Status
-from unmask.training.adapters import merged
+from unmask.training.adapters import has_adapters, merged
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.lockstep import failing_together
 from unmask.training.log import metric_of_function
@@ -172,7 +172,7 @@ class CollectingTrainer(ViewwiseTrainer):
         if not self.backend.due(step):
             return
         with self.phases("sync"), failing_together("rollout"):
-            whole = self.args.rollouts.sync != "lora" and hasattr(self.lm.model, "merge_and_unload")
+            whole = self.args.rollouts.sync != "lora" and has_adapters(self.lm)
             self.backend.sync(merged(self.lm) if whole else self.lm, self.state.global_step)
 
     def truncated(self, generation: Generation) -> Tensor:

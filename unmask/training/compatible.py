@@ -30,6 +30,8 @@ def check_together(config: RunConfig, args: StageConfig) -> None:
         for where, on, what, remedy in _pairs(config, args):
             if on:
                 raise ConfigError(what, where=where, remedy=remedy)
+        if isinstance(args, ConvertConfig) and config.lora:
+            args.refuse_adapters(timed=args.time_embedding)
         for attention in _attention(config, args):
             quantised, split = config.model.quantization is not None, config.model.device_map is not None
             subject = Subject(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
@@ -41,7 +43,6 @@ def check_together(config: RunConfig, args: StageConfig) -> None:
 
 def _pairs(config: RunConfig, args: StageConfig) -> Iterator[tuple[str, Any, str, str]]:
     """Both settings, whether they are on together, what is wrong then, and the way out."""
-    given: Any = args
     shards, lora = sharded_by(args), config.lora is not None
     model = config.model
     untrained = model.from_scratch and not isinstance(args, PretrainConfig)
@@ -50,11 +51,6 @@ def _pairs(config: RunConfig, args: StageConfig) -> Iterator[tuple[str, Any, str
     yield "model.quantization and model.device_map", model.quantization and model.device_map, what, one
     yield "model.from_scratch and model.quantization", model.from_scratch and model.quantization, "new weights are not quantised", one
     yield "model.from_scratch and model.device_map", model.from_scratch and model.device_map, "new weights are made on one device", one
-    if isinstance(args, ConvertConfig):
-        what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
-        yield "deepspeed and lora", given.deepspeed and lora, what, "Leave deepspeed out, or convert without lora"
-        what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
-        yield "time_embedding and lora", args.time_embedding and lora, what, remedy
     if isinstance(args, DPOConfig):
         what, remedy = "the policy has no adapters", "Set lora, or use reference stored or frozen"
         yield "reference and lora", args.reference == "adapter" and not lora, what, remedy
@@ -73,7 +69,7 @@ def _attention(config: RunConfig, args: StageConfig) -> list[str]:
     """The patterns that are trained. The model's config is read only where that matters."""
     if isinstance(args, ConvertConfig):
         return [stage.attention or args.attention for stage in args.stages]
-    matters = getattr(args, "flash_attention", False)
+    matters = args.flash_attention
     return [_pattern(config)["attention"] if matters and not config.model.from_scratch else "causal"]
 
 

@@ -38,7 +38,7 @@ from unmask.training.log import Progress, RunLog
 from unmask.training.noising import NoisingConfig
 from unmask.training.stage_config import row_length, total_steps
 from unmask.training.stages import ROW, STAGES, ConversionStage, freezing, only_mask_row, stage_ends
-from unmask.training.switches import with_own_state
+from unmask.training.switches import is_split, with_own_state
 from unmask.training.teacher import learn
 from unmask.training.text import TextConfig, corpus_rows, rows_from
 from unmask.training.trackers import RunTrackers
@@ -111,6 +111,16 @@ class ConvertConfig(NoisingConfig, TextConfig):
         if self.complementary:
             self.noise.paired()
 
+    def refuse_adapters(self, *, timed: bool) -> None:
+        """Raise ConfigError where adapters cannot be trained; `timed`: the model has a time embedding."""
+        args: Any = self
+        if timed:
+            what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
+            raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
+        if args.deepspeed:
+            what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
+            raise ConfigError(what, where="deepspeed and lora", remedy="Leave deepspeed out, or convert without lora")
+
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"stages": [stage.model_dump() for stage in self.stages]}
 
@@ -131,7 +141,9 @@ class StageTrainer(DiffusionTrainer):
         self.steps_before, self.steps_in_all = done
         super().__init__(*arguments, **rest)
         if teacher is not None:
-            teacher.compile_as(self.lm).model.to(self.args.device)
+            teacher.compile_as(self.lm)
+            if not is_split(self.lm):
+                teacher.model.to(self.args.device)
 
     def told_settings(self) -> dict[str, Any]:
         """This stage's own in place of all stages."""
@@ -254,7 +266,7 @@ class ConvertTrainer:
     ):
         lm = as_diffusion_lm(model, processing_class)
         self.args, self.progress, self.rest = args, progress, rest
-        self.dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+        self.dtype = str(lm.weight_dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
         self.lms = [self._pattern(lm, stage) for stage in args.stages]
         if peft_config is not None:
@@ -340,12 +352,7 @@ class ConvertTrainer:
 
     def _add_adapters(self, peft_config: peft.PeftConfig) -> None:
         """The same adapters in every stage."""
-        if any(lm.has_time_embedding for lm in self.lms):
-            what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
-            raise ConfigError(what, where="time_embedding", remedy=remedy)
-        if self.args.deepspeed:
-            what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
-            raise ConfigError(what, where="deepspeed", remedy="Leave it out, or convert without lora")
+        self.args.refuse_adapters(timed=any(lm.has_time_embedding for lm in self.lms))
         set_seed(self.args.seed)
         adapted = with_adapters(self.lms[-1], training_mask_row(peft_config, self.lms[-1])).model
         self.lms = [lm.bind(adapted) for lm in self.lms]

@@ -24,7 +24,9 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
     Raises:
         ConfigError: it is one; shows the form that works, with the value that was given.
     """
-    name = option.lstrip("-").replace("-", "_")
+    if not option.startswith("--"):
+        return
+    name = option.removeprefix("--").replace("-", "_")
     section = _section_of(verb, name)
     if section is None:
         return

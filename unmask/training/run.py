@@ -41,7 +41,7 @@ from unmask.training.pretrain import PretrainConfig, PretrainTrainer
 from unmask.training.samples import SAMPLES_NAME
 from unmask.training.sft import SFTConfig, SFTTrainer
 from unmask.training.stage_config import StageConfig
-from unmask.training.switches import bound_memory, naming_memory
+from unmask.training.switches import bound_memory, naming_memory, sharded_by
 from unmask.training.text import TextConfig
 
 DATA_REPORT = "data_report.json"
@@ -168,9 +168,8 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
-        sharded = bool(args.fsdp or args.deepspeed)  # then a pass would take all processes
         evaluated = trainer.lm
-        if sharded:
+        if sharded_by(args):  # then a pass would take all processes
             evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
         write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.

@@ -19,6 +19,7 @@ from unmask.errors import ConfigError
 from unmask.models.attention import Pattern, attention_modules
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.time_embedding import NAME as TIME_EMBEDDING
+from unmask.training.adapters import has_adapters
 
 MASK_TOKEN = "mask_token"
 ROW = "trainable_tokens_delta"
@@ -154,7 +155,7 @@ def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
 
 def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:
     """Whether the stage trains the mask token's row and no other of the embedding table."""
-    if stage.train == "all" or MASK_TOKEN not in stage.train or hasattr(lm.model, "merge_and_unload"):
+    if stage.train == "all" or MASK_TOKEN not in stage.train or has_adapters(lm):
         return False
     named, table = dict(lm.model.named_parameters()), lm.model.get_input_embeddings().weight
     return not any(table in _named(lm, name, named) for name in stage.train if name != MASK_TOKEN)

@@ -30,7 +30,7 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
-from unmask.training.adapters import merged, quantised, with_adapters
+from unmask.training.adapters import has_adapters, merged, quantised, with_adapters
 from unmask.training.checkpoints import check_adapters, check_whole, checkpoints, last_checkpoint, named_checkpoint, steps_done
 from unmask.training.evaluation import Batch, EvaluatingTrainer
 from unmask.training.history import chosen_settings, stage_entry
@@ -105,7 +105,7 @@ class DiffusionTrainer(EvaluatingTrainer):
                 raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
         if args.n_gpu > 1 and not is_split(lm):
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
-        adapters = peft_config is not None or hasattr(lm.model, "merge_and_unload")
+        adapters = peft_config is not None or has_adapters(lm)
         subject = Subject(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
         check_switches(args, subject)
         check_rounding(args, subject)
@@ -202,7 +202,7 @@ class DiffusionTrainer(EvaluatingTrainer):
         checkpoint = last_checkpoint(folder) if resume_from_checkpoint is True else named_checkpoint(Path(resume_from_checkpoint))
         if checkpoint is not None and not self.sharded:
             check_whole(checkpoint)
-            check_adapters(checkpoint, adapters=hasattr(self.lm.model, "merge_and_unload"))
+            check_adapters(checkpoint, adapters=has_adapters(self.lm))
         if self.is_world_process_zero():
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
@@ -351,7 +351,7 @@ class DiffusionTrainer(EvaluatingTrainer):
             # PEFT writes whole embedding tables beside adapters where the vocabulary is not that of the base; nothing else is new there.
             for adapters in getattr(self.lm.model, "peft_config", {}).values():
                 adapters.base_model_name_or_path = None  # is filled in again when they are written
-        if _internal_call or not hasattr(self.lm.model, "merge_and_unload"):
+        if _internal_call or not has_adapters(self.lm):
             super().save_model(output_dir, _internal_call)
             if not _internal_call and self.args.should_save:
                 write_card(self.lm, output_dir or str(self.args.output_dir))
