@@ -228,6 +228,7 @@ def test_recognition_is_by_what_only_one_format_knows():
     assert candidates({"beta": 0.1, "loss_type": "dapo"}, None) == ["trl-grpo"]
     assert candidates({"beta": 0.1, "loss_type": "sigmoid"}, None) == ["trl-dpo"]
     assert candidates({"beta": 0.1}, "trl dpo") == ["trl-dpo"]
+    assert candidates({"dataset_name": "d", "text_column": "content", "cache_dir": "c"}, None) == ["converter"]
     assert candidates({"learning_rate": 0.1}, None) == []
 
 

@@ -93,7 +93,9 @@ def test_its_three_configurations_become_one(project):
 def test_the_model_is_analysed_and_the_setup_validated(project):
     facts = json.loads(walk("inspect", shared_path("models", "stories260K"), "--hardware", "a6000-48gb", "--json").stdout)
     assert facts["facts"]["architecture"] == "LlamaForCausalLM" and facts["plans"]["a6000-48gb"]["fits"]
-    told = walk("convert", *project, "--output", "out", "--dry-run").stdout
+    rehearsed = walk("convert", *project, "--output", "out", "--dry-run")
+    told = rehearsed.stdout
+    assert "{'loss'" not in told and "convert done" in rehearsed.stderr  # the plan, and one progress display
     assert told.count("predicted peak GB") == 1 and "mask_token" in told and not Path("out").exists()
     small = unmask("convert", *project, "--output", "out", "--dry-run", "hardware.max_memory_gb=0.001")
     assert small.exit_code == 2 and "but only 0.001 may be used" in small.stderr
@@ -128,6 +130,19 @@ def test_what_its_guide_does_about_memory_and_speed(project):
     Path("many.yaml").write_text('use_deepspeed: true\ndeepspeed_config: "configs/deepspeed_zero2.json"\n')
     walk("migrate", "many.yaml", "--output", "many-new.yaml", "--format", "converter")
     assert read("many-new.yaml")["training"]["deepspeed"] == "configs/deepspeed_zero2.json"
+
+
+def test_data_of_ones_own(project):
+    Path("own.yaml").write_text('dataset_name: "rows.jsonl"\ntext_column: "content"\ncache_dir: "./custom_cache"\n')
+    refused = unmask("convert", "--config", "own.yaml", "--output", "out")
+    assert refused.exit_code == 2 and "unmask migrate own.yaml --output NEW.yaml" in refused.stderr
+    assert "HF_HOME" in walk("migrate", "own.yaml", "--output", "own-new.yaml").stderr
+    assert read("own-new.yaml")["data"] == {"train": "rows.jsonl", "text_column": "content"}
+    unnamed = unmask("convert", *project, "--output", "out", "data.text_column=text")
+    assert unnamed.exit_code == 2 and "present: 'content'" in unnamed.stderr and "data.text_column" in unnamed.stderr
+    kept = ["data.text_column=content", "training.token_cache=custom_cache", "training.max_steps=3", "training.save_strategy=no"]
+    walk("convert", *project, "--output", "out", *kept)
+    assert any(Path("custom_cache").glob("*/rows.arrow"))
 
 
 @pytest.mark.slow

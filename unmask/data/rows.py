@@ -31,6 +31,9 @@ Row = dict[str, Any]
 class Column:
     """One column of a list of rows, of a `datasets.Dataset` or of a stream, value by value and as often as asked for.
 
+    Args:
+        setting: the setting that names the column, for the error of a row without it.
+
     Raises:
         DataError: a row does not have it.
     """
@@ -38,10 +41,16 @@ class Column:
     dataset: Iterable[Mapping[str, Any]]
     name: str
     where: str
+    setting: str | None = None
 
     def __iter__(self) -> Iterator[Any]:
         for index, row in enumerate(self.dataset):
-            require_values(row, (self.name,), f"{self.where}, row {index}")
+            where = f"{self.where}, row {index}"
+            if self.setting and self.name not in row:
+                what = f"no column {self.name!r} (present: {', '.join(map(repr, row)) or 'none'})"
+                remedy = f"Name the column that is there: {self.setting}"
+                raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
+            require_values(row, (self.name,), where)
             yield row[self.name]
 
 

@@ -78,6 +78,7 @@ CONVERTER_MARKS = {
     "use_8bit_adam",
     "max_memory_gb",
     "compile_model",
+    "text_column",
 }
 CONVERTER_MARKS |= {"cpu_offload", "use_flash_attention", "use_deepspeed", "max_train_samples", "use_wandb", "use_gradient_checkpointing"}
 DLLM_MARKS = {"dataset_args", "load_preprocessed_data", "loss_weight_type", "loss_norm_type", "time_epsilon"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import tempfile
 import time
@@ -17,6 +18,7 @@ from unmask.diffusion.score import passes
 from unmask.errors import ConfigError
 from unmask.models.blueprint import Blueprint
 from unmask.models.planning import Plan, Workload
+from unmask.monitor import Progress
 from unmask.training.convert import ConvertConfig
 from unmask.training.dpo import DPOTrainer, plans
 from unmask.training.dpo_config import WIDEST_EXACT, DPOConfig
@@ -94,7 +96,8 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
     args = training_arguments(verb, config)
     plan = plan_run(verb, config, args)
     watch, scoring = Watch(), 0.0
-    with short_trainer(verb, config, args, STEPS, callbacks=[watch]) as trainer:
+    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
+    with display, display.stage(verb) as stage, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=stage) as trainer:
         if isinstance(args, ConvertConfig):
             steps = total_steps(args, trainer.train_rows)
             stage_ends(args.stages, steps)  # those of the run itself

@@ -36,7 +36,7 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
         DataError: no text, a row without it, a corrupted cache, or held-out rows that are a stream.
         ConfigError: settings with which a stream cannot be trained on.
     """
-    texts, length = Column(dataset, args.text_column, where), row_length(lm, args)
+    texts, length = Column(dataset, args.text_column, where, "text_column (on the command line data.text_column)"), row_length(lm, args)
     if args.token_cache is not None:
         return cached_rows(args.token_cache, lm.tokenizer, texts, length, packed=args.packing, where=where)
     make_rows = partial(iter_text_rows, lm.tokenizer, max_length=length, packed=args.packing, where=where)
