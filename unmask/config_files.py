@@ -91,10 +91,20 @@ def dump_yaml(value: Any) -> str:
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=140)
 
 
+NAMES_ELSEWHERE = {
+    "use_amp": "bf16",
+    "log_gpu_memory": "log_memory_usage",
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "seq_len": "max_length",
+}
+"""Settings that other training loops call by a name unlike ours (docs/switches.md), by that name."""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown name: the nearest known one, or all of them where none is near."""
+    """The remedy for an unknown name: the known one of that meaning, else the nearest, or all of them where none is near."""
     known = sorted(known)
-    nearest = difflib.get_close_matches(name, known, n=1)
+    nearest = [ours] if (ours := NAMES_ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {nearest[0]!r}?" if nearest else f"Known: {', '.join(known)}."
 
 

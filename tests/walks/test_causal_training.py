@@ -76,6 +76,15 @@ def test_the_same_from_python(corpus, tmp_path):
     assert len([line for line in trainer.state.log_history if "loss" in line]) == 3
 
 
+def test_the_names_of_its_switches_lead_to_ours(corpus):
+    ours = {"use_amp": "bf16", "log_gpu_memory": "log_memory_usage", "num_workers": "dataloader_num_workers"}
+    ours |= {"pin_memory": "dataloader_pin_memory", "batch_size": "per_device_train_batch_size"}
+    ours |= {"epochs": "num_train_epochs", "seq_len": "max_length"}
+    for old, new in ours.items():
+        refused = unmask("pretrain", "--model", "m", "--data", corpus, "--output", "no", f"training.{old}=1")
+        assert refused.exit_code == 2 and f"training.{old} (command line): is not a known key. Did you mean {new!r}?" in refused.stderr
+
+
 def test_what_it_planned_for_later(corpus):
     """Checkpointing, attention in flash kernels, sharding; and what fits the machine."""
     steps = "training.max_steps=2"
