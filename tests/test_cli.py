@@ -388,6 +388,21 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
             ["--hardware", "a40-48gb-x3", "--sequence-length", "8", "--measure"],
             "this machine has no such device. Measure there, or plan only",
         ),
+        (
+            [
+                "--sequence-length",
+                "8",
+                "--lora-rank",
+                "4",
+                "--quantization",
+                "4bit",
+                "--device-map",
+                "balanced",
+                "--hardware",
+                "a6000-48gb",
+            ],
+            "--device-map and --quantization: quantised weights are not spread over devices. Leave one of the two out",
+        ),
         (["--quantization", "4bit"], "--quantization: quantised weights take no gradients. Plan for adapters (--lora-rank)"),
         (
             ["--hardware", "cpu", "--sequence-length", "8", "--lora-rank", "4", "--quantization", "8bit", "--measure"],

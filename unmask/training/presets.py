@@ -78,7 +78,10 @@ class Preset:
         return cls(name, hardware.model_copy(update=changes), training, dtype)
 
     def workload(self, work: Workload) -> Workload:
-        """The same work with the recipe's switches."""
+        """The same work with the recipe's switches. Quantised weights that would be split raise ConfigError, as in training."""
+        if work.quantization and self.device_map:
+            what = "quantised weights are not spread over devices"
+            raise ConfigError(what, where="--device-map and --quantization", remedy="Leave one of the two out")
         fsdp = self.training.get("fsdp_config") or {}
         whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
         return dataclasses.replace(
