@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig
 
 from unmask.config import SamplerConfig, claim_output
 from unmask.data.characters import character_tokenizer
@@ -23,7 +23,7 @@ from unmask.evaluation.report import Denoising, Report, StageResult, write_repor
 from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.load import make_diffusion
+from unmask.models.load import make_diffusion, random_model
 from unmask.monitor import Progress, Stage, peak_memory_bytes, write_atomic, write_manifest
 from unmask.tasks import Puzzle, as_puzzle, get_task
 from unmask.training.convert import ConvertConfig, ConvertTrainer
@@ -251,4 +251,4 @@ def small_model(task: Puzzle, settings: DemoSettings, seed: int) -> DiffusionLM:
         pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(seed)
-    return make_diffusion(LlamaForCausalLM(config), tokenizer)
+    return make_diffusion(random_model(config), tokenizer)

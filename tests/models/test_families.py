@@ -232,6 +232,16 @@ def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
     )
 
 
+def test_only_dream_never_trains_the_embedding_at_padding(name, published, tmp_path):
+    """Which is its EOS; the released modelling code of LLaDA and SDAR trains every row."""
+    lm = load(published)
+    lm.save(tmp_path)
+    for model in (lm, load(tmp_path)):
+        model.logits(torch.tensor([[5, 6, END, 7]])).logsumexp(2).sum().backward()
+        assert (model.model.get_input_embeddings().weight.grad[END] == 0).all() == (name == "dream")
+        assert model.padding_idx == (END if name == "dream" else None)
+
+
 def test_nobody_is_asked_whether_to_run_code(published, capfd):
     load(published)
     load(published, trust_remote_code=True)  # there is none to run, and none is missed

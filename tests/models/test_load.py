@@ -55,6 +55,28 @@ def stock(tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_the_token_that_stands_at_padding_is_trained_where_it_is_text(name, tmp_path):
+    save_stock(tmp_path, name)
+    for lm in (load(tmp_path), initialise(tmp_path, seed=0), tiny_lm(name), with_pattern(tiny_lm(name), "bidirectional")):
+        table = lm.model.get_input_embeddings()
+        assert lm.config.pad_token_id == 0
+        lm.logits(torch.tensor([[0, 6, 0, 7]])).logsumexp(2).sum().backward()
+        weight_VD = table.weight.grad.clone()
+        if is_tied(lm.model):  # what comes through the head is another gradient
+            lm.model.zero_grad()
+            lm.logits(torch.tensor([[5, 6, 5, 7]])).logsumexp(2).sum().backward()
+            weight_VD -= table.weight.grad
+        assert weight_VD[0].abs().max() > 1e-3
+
+
+def test_a_model_made_from_scratch_has_no_row_of_zeros(stock):
+    lm, again = initialise(stock, seed=3), initialise(stock, seed=3)
+    rows_V = lm.model.get_input_embeddings().weight.norm(dim=1)
+    assert rows_V[0] > rows_V.median() / 3 and lm.config.pad_token_id == 0
+    assert all(map(torch.equal, lm.model.parameters(), again.model.parameters()))
+
+
 def change_config(path, **changes):
     file = path / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))

@@ -64,6 +64,7 @@ class DiffusionLM:
         causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
             was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
         config: of the model itself, whatever wraps it.
+        padding_idx: the token whose embedding is never trained, as released Dream models have one; else None.
         flash_attention: whether rows without blocks are attended by FlashAttention 2, on a GPU in 16 bits.
     """
 
@@ -90,6 +91,7 @@ class DiffusionLM:
         self.logit_shift = logit_shift
         self.causal_context = causal_context
         self.config = model.config
+        self.padding_idx: int | None = model.get_input_embeddings().padding_idx
         self._rows = RowSelector.of(model)
         self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
@@ -149,6 +151,7 @@ class DiffusionLM:
             "logit_shift": self.logit_shift,
             "causal_context": self.causal_context,
             "time_embedding": self.has_time_embedding,
+            "padding_idx": self.padding_idx,
         }
 
     def bind(self, model: nn.Module) -> DiffusionLM:

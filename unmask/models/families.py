@@ -76,6 +76,7 @@ class Family:
         fields: names in config.json, with the names in the stock config.
         constants: what config.json says beyond them. Another value is another architecture.
         weights: names in the files, with the names in the stock model; `*` is a layer's number. Unset: the same names.
+        frozen_padding: whether the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`).
         code: Python files that stand beside config.json, and its `auto_map` to them.
     """
 
@@ -87,6 +88,7 @@ class Family:
     logit_shift: bool
     block_size: int | None = None
     mask_token_id: int
+    frozen_padding: bool = False
     fields: Mapping[str, str]
     constants: Mapping[str, Any]
     weights: Mapping[str, str] = field(default_factory=dict)
@@ -128,6 +130,7 @@ class Family:
             "block_size": self.block_size and published.get("block_size", self.block_size),
             "mask_token_id": published.get("mask_token_id", self.mask_token_id),
             "logit_shift": self.logit_shift,
+            "padding_idx": published.get("pad_token_id") if self.frozen_padding else None,
         }
         setattr(config, SETTINGS_KEY, settings)
         return config
@@ -237,6 +240,7 @@ DREAM = Family(
     attention="bidirectional",
     logit_shift=True,
     mask_token_id=151666,
+    frozen_padding=True,
     fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
     constants=NO_WINDOWS | {"use_mrope": False},
 )

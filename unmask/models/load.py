@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib.util
 import math
 import pathlib
@@ -31,7 +32,10 @@ from unmask.models.families import BY_MODEL_TYPE, Family, name_mask_token, token
 from unmask.models.time_embedding import load_time_embedding
 
 MASK_TOKEN = "<|mask|>"
-STOCK = {"attention": "causal", "block_size": None, "logit_shift": None, "causal_context": False, "time_embedding": False}
+STOCK = {
+    **{"attention": "causal", "block_size": None, "logit_shift": None, "causal_context": False, "time_embedding": False},
+    "padding_idx": None,
+}
 Quantization = Literal["4bit", "8bit"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -149,6 +153,7 @@ def pattern_settings(
         "logit_shift": logit_shift,
         "causal_context": saved["causal_context"] and same_pattern,
         "time_embedding": saved["time_embedding"],
+        "padding_idx": saved["padding_idx"],
     }
 
 
@@ -163,8 +168,17 @@ def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", d
     config, family = read_config(str(path), source)
     tokenizer = read_tokenizer(str(path), source, config, family)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
-    return make_diffusion(model.to(resolve_device(device)), tokenizer)
+    return make_diffusion(random_model(config, _dtype(dtype)).to(resolve_device(device)), tokenizer)
+
+
+def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A model with new random weights in every row: transformers would begin with 0 in the padding token's, which may be the EOS."""
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    padding, text.pad_token_id = text.pad_token_id, None
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.config.get_text_config().pad_token_id = padding
+    return model
 
 
 def resolve_device(device: str) -> str:
@@ -191,8 +205,12 @@ def make_diffusion(
     logit_shift: bool | None = None,
     causal_context: bool = False,
     time_embedding: bool = False,
+    padding_idx: int | None = None,
 ) -> DiffusionLM:
     """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
+
+    `padding_idx` is the token whose embedding gets no gradient; None: there is none, whatever the architecture makes of its config.
+    Padding is never read, and what stands for it is often the EOS, which is.
 
     Raises:
         ModelError: the architecture does not use the attention interface of transformers, or not that alone.
@@ -210,6 +228,7 @@ def make_diffusion(
     _check_layers(model)
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
+    model.get_input_embeddings().padding_idx = padding_idx
     return DiffusionLM(
         model.eval(),
         tokenizer,
@@ -281,6 +300,7 @@ def with_pattern(
         logit_shift=logit_shift,
         causal_context=causal_context,
         time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
+        padding_idx=lm.padding_idx,
     )
 
 

@@ -106,7 +106,8 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
         what = "its tokens have other numbers than the policy's"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
-    if differing := [name for name, value in lm.settings.items() if other.settings[name] != value]:
+    read = lm.settings.keys() - {"padding_idx"}  # which is about training
+    if differing := [name for name in sorted(read) if other.settings[name] != lm.settings[name]]:
         what = " and ".join(f"its {name} is {other.settings[name]}, the policy's {lm.settings[name]}" for name in differing)
         remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if own else ''}, or leave it out"
         raise ConfigError(what, where=where, remedy=remedy)
