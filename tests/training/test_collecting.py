@@ -192,6 +192,10 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
             r"^rollout\.backend and samples: spg does not read it of a causal model",
         ),
         (
+            VLLM | {"score_temperature": 0.5},
+            r"^rollout\.backend and score_temperature: the server's log-probabilities are of temperature 1, not of 0\.5",
+        ),
+        (
             {"importance_cap": 3.0},
             r"^rollout\.backend and importance_cap: local draws from the trained model itself.*set rollout.backend to vllm",
         ),

@@ -242,6 +242,26 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
     assert any(ends) if eos else not all(ends)
 
 
+@pytest.mark.parametrize(("given", "expected"), [({}, 0.5), ({"score_temperature": 1.0}, 1.0), ({"score_temperature": 0.25}, 0.25)])
+def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions_are_sampled_at(given, expected, tmp_path):
+    lm = tiny(dtype=torch.float64)
+    trainer = make("grpo", tmp_path, lm, temperature=0.5, beta=0.1, num_iterations=2, prompt_mask_rate=0.0, **given)
+    plain = make("grpo", tmp_path, tiny(dtype=torch.float64), temperature=0.5)
+    drawn = []
+    for each in (trainer, plain):
+        assert isinstance(each, GRPOTrainer)
+        rows = next(iter(each.get_train_dataloader()))
+        drawn.append(each.experience([rows]))
+    (_, later), ids_BT = drawn[0][0], drawn[1][0][0].rollout.ids_BT
+    assert torch.equal(later.rollout.ids_BT, ids_BT)  # what is sampled is not touched
+    completion_BT, mask = later.rollout.completion_BT, lm.mask_token_id
+    noisy_BT = torch.where(later.views.hidden_BVT[:, 0], mask, ids_BT)
+    log_prob_BTV = (lm.logits(noisy_BT, later.rollout.documents_BT) / expected).log_softmax(2)
+    expected_BT = log_prob_BTV.gather(2, ids_BT[:, :, None]).squeeze(2)
+    for scored_BVT in (trainer.score_views(lm, later), later.old_BVT, later.reference_BVT):
+        torch.testing.assert_close(scored_BVT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12)
+
+
 QUICK = ("diffu-grpo", "spg", "trace-rl")
 
 

@@ -42,6 +42,7 @@ D1 = {
     "block_size": 32,
     "policy": "confidence",
     "temperature": 0.9,
+    "score_temperature": 1.0,
     "per_device_train_batch_size": 6,
     "gradient_accumulation_steps": 2,
     "num_train_epochs": 10,

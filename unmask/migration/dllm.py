@@ -149,6 +149,8 @@ def text_defaults(old: Old, program: str | None) -> Settings:
 
 def grpo_defaults(old: Old, program: str | None) -> Settings:
     """Of its DiffuGRPOConfig, which extends TRL's."""
-    settings = trl_defaults(old, program) | {"training.advantage": "r-mean", "training.prompt_mask_rate": 0.3}
+    settings = trl_defaults(old, program) | {
+        **{"training.advantage": "r-mean", "training.prompt_mask_rate": 0.3, "training.score_temperature": 1.0}
+    }
     adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
     return settings | adapters | {"training.steps": 64, "training.block_size": 64, "model.dtype": "bfloat16"}

@@ -235,6 +235,7 @@ def d1_defaults(old: Old, program: str | None) -> Settings:
         "training.steps": 64,
         "training.block_size": 64,
         "training.temperature": 0.9,
+        "training.score_temperature": 1.0,
     }
     loss: Settings = {"training.method": "diffu-grpo", "training.beta": 0.04, "training.epsilon": 0.2}
     strategies = old.get("masking.strategy_type", "diffusion") != "diffusion"

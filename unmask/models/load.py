@@ -177,7 +177,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
     text = config.get_text_config()
     padding, text.pad_token_id = text.pad_token_id, None
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.config.get_text_config().pad_token_id = padding
+    model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = padding
     return model
 
 

@@ -94,7 +94,7 @@ class GRPOTrainer(CollectingTrainer):
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
-        self.temperature = args.temperature
+        self.temperature = args.scored_at
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
         self.separable = self.method.separable and args.ratio == "token"

@@ -90,7 +90,10 @@ class GRPOConfig(StageConfig):
         None, "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none"
     )
 
-    temperature: float = setting(1.0, "Of sampling, and of the log-probabilities that are trained", low=1e-6)
+    temperature: float = setting(1.0, "Of sampling", low=1e-6)
+    score_temperature: float | None = setting(
+        None, "Of the log-probabilities that are trained; unset: that of sampling (docs/rl.md)", low=1e-6
+    )
     max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
@@ -206,6 +209,9 @@ class GRPOConfig(StageConfig):
             if self.rollouts.sync == "nccl" and self.use_cpu:
                 what = "NCCL needs a GPU on either side"
                 raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
+            if self.corrected and self.scored_at != self.temperature:
+                what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.scored_at:g}"
+                raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
         elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
             what = f"{self.rollouts.backend} draws from the trained model itself, so that nothing is corrected"
             remedy = "Leave importance_cap out, or set rollout.backend to vllm"
@@ -224,6 +230,11 @@ class GRPOConfig(StageConfig):
     def corrected(self) -> bool:
         """Whether tokens are weighed by how likely a server drew them."""
         return self.rollouts.backend == "vllm" and self.importance_cap is not None
+
+    @property
+    def scored_at(self) -> float:
+        """The temperature of the log-probabilities that are trained."""
+        return self.temperature if self.score_temperature is None else self.score_temperature
 
     @property
     def needs_reference(self) -> bool:
