@@ -36,7 +36,7 @@ METHODS = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "diffu-grpo": {"prompt_mask_rate": 0.0},
     "wd1": {"prompt_mask_rate": 0.0},
-    "spg": {"eubo_beta": 1.0},
+    "spg": {"eubo_beta": 1.0, "prompt_mask_rate": 0.0},
     "espo": {"samples": 2},
 }
 """What differs from a method's own settings."""

@@ -65,7 +65,7 @@ def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention,
     assert weight_BVT.dtype == torch.float32 and torch.equal(weight_BVT > 0, scored_BVT)
     assert not (scored_BVT & ~hidden_BVT).any()
     assert not (scored_BVT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]).any()
-    clean_BT = rollout.documents_BT == 0 if name in ("diffu-grpo", "wd1") else (rollout.documents_BT == 0) | rollout.prompt_BT
+    clean_BT = rollout.documents_BT == 0 if name in ("diffu-grpo", "wd1", "spg") else (rollout.documents_BT == 0) | rollout.prompt_BT
     assert not (hidden_BVT & clean_BT[:, None]).any()
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     together_BTT = rollout.group_BT[:, None] == rollout.group_BT[:, :, None]

@@ -25,7 +25,7 @@ from unmask.methods.spg import upper_bound
 @pytest.mark.parametrize("samples", [1, 2, 5])
 def test_a_view_is_clean_before_its_block_and_hidden_behind(attention, block_size, samples):
     _, rollout = usual(attention, block_size)
-    views = plan("spg", rollout, samples=samples)
+    views = plan("spg", rollout, samples=samples, prompt_mask_rate=0.0)
     assert views.count == samples
     for row, block_T in enumerate(rollout.block_BT.tolist()):
         length = int(rollout.completion_BT[row].sum())
@@ -45,7 +45,7 @@ def test_blocks_and_numbers_of_hidden_tokens_are_uniform():
     count = 4000
     rollout = whole(torch.zeros(count, 12, dtype=torch.long))
     rollout = replace(rollout, block_BT=(torch.arange(12) // 4).expand(count, -1))
-    scored_BVT = plan("spg", rollout).scored_BVT
+    scored_BVT = plan("spg", rollout, prompt_mask_rate=0.0).scored_BVT
     size_BVK = scored_BVT.unflatten(2, (3, 4)).sum(3)
     chosen_BV = (size_BVK > 0).int().argmax(2)
     number_BV = size_BVK.gather(2, chosen_BV[:, :, None]).squeeze(2)
@@ -56,6 +56,23 @@ def test_blocks_and_numbers_of_hidden_tokens_are_uniform():
         assert ((tally_KN - expected).abs() < 5 * expected**0.5).all()
     within_B4 = scored_BVT[:, 0].unflatten(1, (3, 4))[torch.arange(count), chosen_BV[:, 0]]
     assert (within_B4.float().mean(0) - 0.625).abs().max() < 5 * 0.5 / count**0.5  # which of them is chance
+
+
+def test_the_prompt_and_finished_blocks_are_hidden_in_part_and_what_is_the_completions_is_scored():
+    count, prompt = 4000, 5
+    group_BT = torch.cat([torch.full((count, prompt), -1), torch.zeros(count, 12, dtype=torch.long)], 1)
+    block_BT = torch.where(group_BT >= 0, (torch.arange(prompt + 12) - prompt) // 4, -1)
+    rollout = replace(whole(group_BT), block_BT=block_BT)
+    clean, noised = (plan("spg", rollout, samples=1, prompt_mask_rate=rate) for rate in (0.0, 0.15))
+    chosen_B1 = torch.where(clean.scored_BVT[:, 0], block_BT, 9).amin(1, keepdim=True)
+    before_BT = block_BT < chosen_B1
+    more_BT = (noised.hidden_BVT & ~clean.hidden_BVT)[:, 0]
+    assert not (more_BT & ~before_BT).any() and not (clean.hidden_BVT & ~noised.hidden_BVT).any()
+    for place in (slice(prompt), slice(prompt, None)):
+        drawn = more_BT[:, place][before_BT[:, place]].float()
+        assert (drawn.mean() - 0.15).abs() < 5 * (0.15 * 0.85 / len(drawn)) ** 0.5
+    assert torch.equal(noised.scored_BVT, noised.hidden_BVT & rollout.completion_BT[:, None])
+    torch.testing.assert_close(noised.weight_BVT.sum(2), torch.ones(count, 1))
 
 
 # Bounds, over all masks.

@@ -127,7 +127,7 @@ class Block(MaskingStrategy):
     serves = ("token", "mean")
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        return weighed(rollout, spg.plan(rollout, draw, config).scored_BVT, config)
+        return weighed(rollout, spg.block_by_block(rollout, draw, config.samples)[0], config)
 
 
 class Coupled(MaskingStrategy):

@@ -5,33 +5,50 @@ Shapes: B completions, V views, T positions.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unmask.diffusion.noise import Stream
-from unmask.diffusion.views import Draw, Views, hide
+from unmask.diffusion.views import Draw, Views, columns, hide
 from unmask.methods.base import Loss, Method, Rollout, Scores, of_elements
 
 
 def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """Views of what block by block sampling sees: `config.samples` different decoding blocks of the completion, in each a random
-    number of tokens hidden; clean before, all hidden behind. Hidden tokens of a view weigh 1 over their number."""
+    """Views of what block by block sampling sees (`block_by_block`), whose hidden tokens weigh 1 over their number.
+
+    Of what is clean, the prompt and finished blocks, each token is hidden with probability `config.prompt_mask_rate`, and scored where it
+    is the completion's, as published. The published code draws blocks unevenly: it takes a permutation of all blocks of the canvas modulo
+    those of the completion.
+    """
+    hidden_BVT, clean_BVT = block_by_block(rollout, draw, config.samples)
+    noise_BVT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.PROMPT) < config.prompt_mask_rate
+    hidden_BVT = hidden_BVT | (clean_BVT & noise_BVT)
+    scored_BVT = hidden_BVT & rollout.completion_BT[:, None]
+    views = rollout.hiding(scored_BVT, scored_BVT / scored_BVT.sum(2, keepdim=True).clamp_min(1))
+    return replace(views, hidden_BVT=views.hidden_BVT | hidden_BVT)
+
+
+def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, Tensor]:
+    """What is hidden of the completion, and what is clean [B, V, T]: in each view another decoding block, in which a random number of
+    tokens are hidden; the prompt and the blocks before are clean, those behind are hidden."""
     block_BT = torch.where(rollout.completion_BT, rollout.block_BT, -1)
     blocks_B = block_BT.amax(1) + 1
     number = max(int(blocks_B.max()), 1)
     order_BK = draw.per_sequence(number, Stream.ORDER)
     exists_BK = torch.arange(number, device=block_BT.device) < blocks_B[:, None]
     ranked_BK = torch.where(exists_BK, order_BK, torch.inf).argsort(1)
-    turn_V = torch.arange(config.samples, device=block_BT.device)
+    turn_V = torch.arange(samples, device=block_BT.device)
     chosen_BV1 = ranked_BK.gather(1, turn_V % blocks_B.clamp_min(1)[:, None])[:, :, None]  # again from the first where there are fewer
     within_BVT = block_BT[:, None] == chosen_BV1
     size_BV1 = within_BVT.sum(2, keepdim=True)
-    time_BV1 = draw.per_sequence(config.samples, Stream.TIME)[:, :, None]
+    time_BV1 = draw.per_sequence(samples, Stream.TIME)[:, :, None]
     count_BVT = (1 + (time_BV1 * size_BV1).long()).expand_as(within_BVT)
-    scored_BVT = (within_BVT & hide(block_BT, draw, count_BVT)) | (block_BT[:, None] > chosen_BV1)
-    return rollout.hiding(scored_BVT, scored_BVT / scored_BVT.sum(2, keepdim=True).clamp_min(1))
+    hidden_BVT = (within_BVT & hide(block_BT, draw, count_BVT)) | (block_BT[:, None] > chosen_BV1)
+    clean_BVT = (rollout.prompt_BT | rollout.completion_BT)[:, None] & (block_BT[:, None] < chosen_BV1)
+    return hidden_BVT, clean_BVT
 
 
 def lower_bound(scores: Scores) -> Tensor:
@@ -61,4 +78,12 @@ def sandwich(scores: Scores, config: Any) -> Loss:
     return of_elements(-advantage_B1 * torch.where(advantage_B1 > 0, below_B1, mixed_B1), scores.share_B1)
 
 
-SPG = Method("spg", plan, loss=sandwich, weighs="mean", uses=("eubo_beta", "eubo_share"), plan_uses=("samples",), defaults={"samples": 2})
+SPG = Method(
+    "spg",
+    plan,
+    loss=sandwich,
+    weighs="mean",
+    uses=("eubo_beta", "eubo_share"),
+    plan_uses=("samples", "prompt_mask_rate"),
+    defaults={"samples": 2},
+)

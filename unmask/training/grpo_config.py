@@ -72,7 +72,9 @@ class GRPOConfig(StageConfig):
     )
     adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
     samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (of espo: pairs of views)", low=1)
-    prompt_mask_rate: float = setting(0.15, "diffu-grpo, wd1: share of the prompt's tokens that are hidden", low=0, high=1)
+    prompt_mask_rate: float = setting(
+        0.15, "diffu-grpo, wd1, spg: share of the prompt's tokens that are hidden (spg: of finished blocks too)", low=0, high=1
+    )
     segments: int = setting(4, "step-merge: views into which the steps are merged", low=1)
     shrink: int = setting(1, "trace-rl: steps in a view", low=1)
     eubo_beta: float = setting(1.5, "spg: exponent of the upper bound", low=1e-3)
