@@ -1,6 +1,7 @@
 """Reinforcement learning from one start: does each method get further than as many updates of supervised training?
 
     python -m benchmarks.methods starts/            # makes the starts where they are missing, then every method and seed; resumes
+    python -m benchmarks.methods starts/ --compare temperature      # settings of one method beside each other: see COMPARISONS
 
 The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations that hold
 mistakes. Each run makes the same number of updates from there on as many completions (or, of supervised training, rows); what is
@@ -11,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,28 +25,75 @@ from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.monitor import Progress, write_atomic
+from unmask.rewards.verdict import MALFORMED, Verdict
 from unmask.tasks import Puzzle
+from unmask.tasks.base import Row
 from unmask.tasks.countdown import Countdown
 from unmask.tasks.sudoku import Sudoku
 from unmask.training.grpo import GRPOTrainer
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.sft import SFTConfig, SFTTrainer
 
-METHODS = {
-    "sudoku": ["sft", "diffu-grpo", "wd1", "spg", "espo", "cj-grpo", "trace-rl"],
-    "countdown": ["sft", "diffu-grpo", "cj-grpo"],
-}
-SETTINGS: dict[str, dict[str, Any]] = {
+
+class ShortSudoku(Sudoku):
+    """4x4 Sudoku whose answers are the empty cells alone: of 6 to 11 digits."""
+
+    max_completion = 12
+
+    def posing(self, puzzle: str, solution: str) -> Row:
+        return super().posing(puzzle, solution) | {"completion": self.of_empty(puzzle, solution)}
+
+    @staticmethod
+    def of_empty(puzzle: str, grid: str) -> str:
+        return "".join(digit for clue, digit in zip(puzzle, grid, strict=True) if clue == "0")
+
+    def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
+        return self.of_empty(row["puzzle"], super().demonstrate({**row, "completion": row["solution"]}, rng, mistake_rate))
+
+    def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
+        if len(completion) != row["puzzle"].count("0"):
+            return MALFORMED
+        digits = iter(completion)
+        return super().verify("".join(next(digits) if clue == "0" else clue for clue in row["puzzle"]), row)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "sft": {},
     "diffu-grpo": {"prompt_mask_rate": 0.0},
     "wd1": {"prompt_mask_rate": 0.0},
     "spg": {"eubo_beta": 1.0, "prompt_mask_rate": 0.0},
     "espo": {"samples": 2},
+    "cj-grpo": {},
+    "trace-rl": {},
 }
-"""What differs from a method's own settings."""
-TASKS: dict[str, Puzzle] = {"sudoku": Sudoku(), "countdown": Countdown(max_number=12, max_target=50)}
+"""With what differs from a method's own settings."""
+SAMPLED = {"temperature": 0.3}
+BEYOND = {
+    f"{method}, {end}": {"method": method, **METHODS.get(method, {}), "beyond_eos": end, "stop_at_eos": False}
+    for method, ends in {
+        "coupled-grpo": ("hidden", "shown", "learnt"),
+        "cj-grpo": ("hidden", "learnt"),
+        "espo": ("hidden", "learnt"),
+    }.items()
+    for end in ends
+}
+COMPARISONS: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
+    "methods": {"sudoku": METHODS, "countdown": {name: METHODS[name] for name in ("sft", "diffu-grpo", "cj-grpo")}},
+    "temperature": {
+        "sudoku": {
+            f"{method}, T 0.3, scored at {scored:g}": {"method": method, **METHODS[method], **SAMPLED, "score_temperature": scored}
+            for method in ("diffu-grpo", "cj-grpo")
+            for scored in (0.3, 1.0)
+        },
+    },
+    "beyond": {"short-sudoku": BEYOND, "countdown": BEYOND},
+}
+"""What is compared, by task: contenders with their settings, `method` where it is not their name."""
+TASKS: dict[str, Puzzle] = {"sudoku": Sudoku(), "short-sudoku": ShortSudoku(), "countdown": Countdown(max_number=12, max_target=50)}
 """Countdown with numbers that so small a model can learn to reckon with."""
 START = {
     "sudoku": DemoSettings(pretrain=400, convert=900),
+    "short-sudoku": DemoSettings(pretrain=400, convert=900),
     "countdown": DemoSettings(pretrain=400, convert=900, rows=10_000),
 }
 """The demo's, trained for longer."""
@@ -78,33 +128,36 @@ def shared(folder: Path, updates: int, seed: int, rate: float) -> dict[str, Any]
     }
 
 
-def train(method: str, lm: DiffusionLM, demo: Demo, folder: Path, updates: int, seed: int, rate: float) -> list[dict[str, float]]:
+def train(
+    settings: dict[str, Any], lm: DiffusionLM, demo: Demo, folder: Path, updates: int, seed: int, rate: float
+) -> list[dict[str, float]]:
     """One run; the log of it."""
     task = demo.task
     arguments = shared(folder, updates, seed, rate)
-    if method == "sft":
+    if settings["method"] == "sft":
         args: Any = SFTConfig(**arguments, canvas_length=task.max_completion, max_length=128)
         trainer: Any = SFTTrainer(lm, args, demo.demonstrations)
     else:
-        own = {"num_generations": GROUP, "max_completion_length": task.max_completion, "steps": 6} | SETTINGS.get(method, {})
-        args = GRPOConfig(**arguments, method=method, **own)
+        shape = {"num_generations": GROUP, "max_completion_length": task.max_completion, "steps": 6}
+        args = GRPOConfig(**arguments, **shape | settings)
         trainer = GRPOTrainer(lm, task.rewards("partial"), args, demo.train)
     trainer.train()
     return trainer.state.log_history
 
 
-def run(task: str, method: str, seed: int, start: Path, updates: int, rate: float) -> dict[str, Any]:
-    """Train from the start, and measure."""
+def run(task: str, name: str, settings: dict[str, Any], seed: int, start: Path, updates: int, rate: float) -> dict[str, Any]:
+    """Train a contender from the start, and measure; `start` itself is only measured."""
     demo = Demo(TASKS[task], start, 0, START[task])
     lm = load(start / "model")
     began = time.monotonic()
-    log = [] if method == "start" else train(method, lm, demo, start / f"{method}-{seed}", updates, seed, rate)
+    folder = start / f"{name.replace(' ', '-')}-{seed}"
+    log = [] if name == "start" else train({"method": name} | settings, lm, demo, folder, updates, seed, rate)
     seconds = time.monotonic() - began
     result = evaluate_task(lm, demo.task, demo.test)
     rewards = [line["reward"] for line in log if "reward" in line]
     return {
         "task": task,
-        "method": method,
+        "method": name,
         "seed": seed,
         "updates": updates,
         "rate": rate,
@@ -136,13 +189,14 @@ def show(lines: list[dict[str, Any]]) -> None:
         for method, by_seed in solved.items():
             ahead = [value - supervised[seed] for seed, value in by_seed.items() if seed in supervised]
             each = ", ".join(f"{value:.1f}" for value in by_seed.values())
-            print(f"  {method:12} {interval([*by_seed.values()]):12} {each:18} {interval(ahead) if ahead else ''}")
+            print(f"  {method:32} {interval([*by_seed.values()]):12} {each:18} {interval(ahead) if ahead else ''}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tasks", nargs="+", default=list(METHODS))
+    parser.add_argument("--compare", choices=list(COMPARISONS), default="methods")
+    parser.add_argument("--tasks", nargs="+")
     parser.add_argument("--methods", nargs="+")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--updates", type=int, default=20)
@@ -150,22 +204,27 @@ def main() -> None:
     parser.add_argument("--starts", action="store_true", help="make the starts alone")
     options = parser.parse_args()
     results = options.folder / "results.jsonl"
-    for task in options.tasks:
+    contenders = {task: COMPARISONS[options.compare][task] for task in options.tasks or COMPARISONS[options.compare]}
+    for task in contenders:
         if not (options.folder / task / "model").exists():
             make_start(task, options.folder / task)
     if options.starts:
         return
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     for seed in range(options.seeds):
-        for task in options.tasks:
-            for method in ["start", *(options.methods or METHODS[task])]:
-                key = {"task": task, "method": method, "seed": seed, "updates": options.updates, "rate": options.rate}
-                if any(key.items() <= line.items() for line in done) or (method == "start" and seed > 0):
+        for task, settings in contenders.items():
+            for name in ["start", *(options.methods or settings)]:
+                key = {"task": task, "method": name, "seed": seed, "updates": options.updates, "rate": options.rate}
+                if any(key.items() <= line.items() for line in done) or (name == "start" and seed > 0):
                     continue
-                done.append(run(task, method, seed, options.folder / task, options.updates, options.rate))
+                own = settings.get(name, {})
+                done.append(run(task, name, own, seed, options.folder / task, options.updates, options.rate))
                 print(json.dumps(done[-1]), flush=True)
                 write_atomic(results, "".join(json.dumps(line) + "\n" for line in done))
     print(heading())
+    shown = [{"start", *(options.methods or settings)} for settings in contenders.values()]
+    wanted = {(task, name) for task, names in zip(contenders, shown, strict=True) for name in names}
+    done = [line for line in done if (line["task"], line["method"]) in wanted]
     show([line for line in done if line["updates"] == options.updates and line["rate"] == options.rate])
 
 

@@ -17,7 +17,7 @@ from unmask.diffusion.score import noise_groups
 from unmask.diffusion.views import Draw, Views
 from unmask.generation import sampler
 from unmask.methods import Rollout, Scores, get_method
-from unmask.methods.base import learnable
+from unmask.methods.base import learnable, parts_of
 from unmask.objectives.policy import count_items, shares
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.rollouts import cut_at_end, make_rollout
@@ -86,7 +86,9 @@ def held(name: str) -> dict[str, float]:
 
 def config(name, **more):
     """The settings of a method, with its defaults as users get them."""
-    return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more)
+    args = GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more)
+    args.settle("bidirectional")
+    return args
 
 
 def plan(name, rollout, key_B=None, seed=0, iteration=0, **more) -> Views:
@@ -117,10 +119,11 @@ def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spr
     kept_B1 = (keys(rollout) != 2)[:, None]
     advantage_B1 = torch.tensor([1.5, -1.0, 3.0, 0.5, -2.0, -0.5], dtype=torch.float64)[: len(kept_B1), None]
     learnt_BT = learnable(rollout, views) & kept_B1
-    share_BT = shares(learnt_BT, args.aggregation, rollout.steps_BT.clamp_min(0), args.max_completion_length)
+    part_BT = parts_of(rollout, views, args.aggregation)
+    share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
     held_to = (old_BVT if args.kl_to == "old" else reference_BVT) if args.beta else None
     scores = Scores(policy_BVT.requires_grad_(), old_BVT, held_to, rollout, views, advantage_B1, share_BT)
-    return scores, count_items(learnt_BT, args.aggregation)
+    return scores, count_items(learnt_BT, args.aggregation, part_BT)
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from unmask.diffusion.score import score
 from unmask.errors import ConfigError
 from unmask.methods import METHODS, Method, get_method, register
 from unmask.methods.base import surrogate, token_loss
+from unmask.training.grpo_config import GRPOConfig
 
 every_method = pytest.mark.parametrize("name", METHODS)
 REPLAYS = ["cj-grpo", "step-merge", "trace-rl", "dipo", "agrpo", "just-grpo"]
@@ -118,22 +119,36 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
 
 
 @every_method
-def test_what_stands_behind_the_end_counts_for_espo_alone(name):
-    lm, rollout = usual("bidirectional", stop_at_eos=name != "espo", block_size=LENGTH)
+@pytest.mark.parametrize("end", ["hidden", "shown", "learnt"])
+def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
+    lm, rollout = usual("bidirectional", stop_at_eos=False)
+    tail_BT, rollout = rollout.beyond_BT, rollout.ending(end)
     args, views = config(name), plan(name, rollout)
     scores, _ = made_up(rollout, views, args)
-    tail_BVT = rollout.beyond_BT[:, None] & (rollout.steps_BT >= 0)[:, None]
-    assert tail_BVT.any()
-    changed = replace(scores, policy_BVT=torch.where(tail_BVT, -7.0, scores.policy_BVT))
+    assert tail_BT.any()
+    changed = replace(scores, policy_BVT=torch.where(tail_BT[:, None], -7.0, scores.policy_BVT))
     before, after = (get_method(name).loss(part, args).total for part in (scores, changed))
-    assert (before != after) == (name == "espo")
-    assert (scores.share_BT[rollout.beyond_BT] > 0).any() == (name == "espo")
-    if name in REPLAYS or name == "espo":  # the sampler saw what it revealed there, so these do
+    assert (before != after) == (end == "learnt")
+    assert (scores.share_BT[tail_BT] > 0).any() == (end == "learnt")
+    if end == "learnt" or name in REPLAYS:  # these show what the sampler saw
         return
-    other_BT = torch.where(rollout.beyond_BT, 4, rollout.ids_BT)
+    partial_BV = (rollout.completion_BT[:, None] & ~views.hidden_BVT).any(2)
+    shown_BV = (tail_BT[:, None] & ~views.hidden_BVT).any(2)
+    assert torch.equal(shown_BV, partial_BV & tail_BT.any(1)[:, None] & (end == "shown"))
+    other_BT = torch.where(tail_BT, 4, rollout.ids_BT)
     with torch.no_grad():
         here, there = (score(lm, ids_BT, rollout.documents_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
-    assert torch.equal(here, there) and not torch.equal(rollout.ids_BT, other_BT)
+    assert not torch.equal(rollout.ids_BT, other_BT)
+    assert torch.equal(here, there) == (end == "hidden" or not get_method(name).partial)
+
+
+def test_what_was_never_revealed_stays_hidden():
+    _, rollout = usual("bidirectional", block_size=2)
+    never_BT = rollout.beyond_BT & ~rollout.revealed_BT
+    assert never_BT.any()
+    for end in ("hidden", "shown", "learnt"):
+        views = plan("coupled-grpo", rollout.ending(end))
+        assert views.hidden_BVT.transpose(1, 2)[never_BT].all() and not views.scored_BVT.transpose(1, 2)[never_BT].any()
 
 
 # The table of methods in the design: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight that only d1's
@@ -150,7 +165,7 @@ TABLE = {
     "bgpo": ("z-score", None, None, None, "sequence"),
     "cj-grpo": ("r-mean", (0.5, 0.5), "token", D1, "step"),
     "step-merge": ("r-mean", (0.5, 0.5), "token", D1, "token"),
-    "trace-rl": ("z-score", (0.2, 0.2), "token", ("k3", 0.01, "old"), "sequence"),
+    "trace-rl": ("population-z-score", (0.2, 0.2), "token", ("k3", 0.01, "old"), "view"),
     "dipo": ("z-score", (0.2, 0.28), "token", None, "token"),
     "agrpo": ("r-mean", None, None, None, "constant"),
     "just-grpo": ("z-score", None, None, None, "token"),
@@ -159,14 +174,17 @@ OTHERS = {
     "wd1": {"softmax_temperature": 1.0, "prompt_mask_rate": 0.15},
     "diffu-grpo": {"prompt_mask_rate": 0.15},
     "spg": {"samples": 2, "eubo_beta": 1.5, "eubo_share": 0.5},
-    "espo": {"samples": 1, "stop_at_eos": False},
+    "espo": {"samples": 1},
     "bgpo": {"samples": 16, "dual_clip": 3.0},
     "trace-rl": {"shrink": 1, "difficulty": [0.2, 0.8]},
     "dipo": {"log_ratio_clamp": 10.0, "drop_equal_groups": True},
     "agrpo": {"samples": 8},
     "gdpo": {"samples": 3, "log_ratio_clamp": 20.0},
 }
-SWITCHES = {"dual_clip": None, "log_ratio_clamp": None, "stop_at_eos": True, "difficulty": None, "drop_equal_groups": False}
+SWITCHES = {
+    **{"dual_clip": None, "log_ratio_clamp": None, "stop_at_eos": True, "beyond_eos": "hidden"},
+    **{"difficulty": None, "drop_equal_groups": False},
+}
 
 
 def test_the_docs_have_every_setting_of_every_method():
@@ -241,12 +259,28 @@ def over_steps(batch, terms):
     return total / len(batch)
 
 
+def over_views(batch, of_view):
+    views = [of_view(completion, tokens) for completion in batch for tokens in completion.hidden if tokens]
+    return sum(views) / len(views)
+
+
+def trace_rl(constant=None):
+    """TraceRL's loss: of LLaDA, or with a constant of SDAR."""
+
+    def of_view(completion, tokens):
+        plain, held = (token_terms(completion, 0.2, 0.2, beta) for beta in (0.0, 0.01))
+        mean = sum(plain[token] for token in tokens) / (constant or len(tokens))
+        return mean + sum(held[token] - plain[token] for token in tokens) / (constant or 1)
+
+    return lambda batch, args: over_views(batch, of_view)
+
+
 TOKEN_LOSSES = {
     "diffu-grpo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.5, 0.5, 0.04)),
     "coupled-grpo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.5, 0.5, 0.01)),
     "step-merge": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.5, 0.5, 0.04)),
     "cj-grpo": lambda batch, args: over_steps(batch, lambda c: token_terms(c, 0.5, 0.5, 0.04)),
-    "trace-rl": lambda batch, args: over_completions(batch, lambda c: token_terms(c, 0.2, 0.2, 0.01), lambda c: len(c.tokens)),
+    "trace-rl": trace_rl(),
     "dipo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28, clamp=10.0)),
     "wd1": lambda batch, args: over_completions(batch, log_probs, lambda c: 1),
     "agrpo": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
@@ -258,6 +292,16 @@ TOKEN_LOSSES = {
 def test_losses_by_tokens_are_their_formulas(name):
     more = {"beta": 0.04} if name in ("diffu-grpo", "step-merge", "cj-grpo") else {}
     assert_loss(name, TOKEN_LOSSES[name], **more)
+
+
+def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_by_blocks():
+    assert_loss("trace-rl", trace_rl(LENGTH), aggregation="view-constant")
+    args = GRPOConfig(output_dir="unused", method="trace-rl", use_cpu=True)
+    assert args.aggregation is None
+    args.settle("block_causal")
+    assert (args.aggregation, args.log_ratio_clamp) == ("view-constant", 10.0)
+    with pytest.raises(ConfigError, match=r"^aggregation: tokens of coupled-grpo are scored in several views"):
+        config("coupled-grpo", aggregation="view")
 
 
 def test_dipo_bounds_the_logarithm_of_a_ratio():

@@ -57,7 +57,7 @@ def by_hand(group: list[float | None], kind: str, temperature: float = 1.0) -> l
         elif kind == "leave-one-out":
             out.append(reward - (sum(scored) - reward) / (len(scored) - 1))
         else:
-            scale = statistics.stdev(scored) + 1e-4 if kind == "z-score" else 1.0
+            scale = {"z-score": statistics.stdev(scored) + 1e-4, "population-z-score": statistics.pstdev(scored) or 1.0}.get(kind, 1.0)
             out.append((reward - statistics.fmean(scored)) / scale)
     return out
 
@@ -209,6 +209,8 @@ BY_HAND = {
     "sequence": ([[0, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 1 / 5, 0, 0], [1 / 3, 1 / 3, 0, 1 / 3, 0, 0, 0, 0]], 2),
     "step": ([[0, 1 / 4, 1 / 4, 1 / 6, 1 / 6, 1 / 6, 0, 0], [1 / 4, 1 / 4, 0, 1 / 2, 0, 0, 0, 0]], 2),
     "constant": ([[0, 0.1, 0.1, 0.1, 0.1, 0.1, 0, 0], [0.1, 0.1, 0, 0.1, 0, 0, 0, 0]], 2),
+    "view": ([[0, 1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3, 0, 0], [1 / 2, 1 / 2, 0, 1, 0, 0, 0, 0]], 4),
+    "view-constant": ([[0, 0.1, 0.1, 0.1, 0.1, 0.1, 0, 0], [0.1, 0.1, 0, 0.1, 0, 0, 0, 0]], 4),
     "sum": ([[0, 1, 1, 1, 1, 1, 0, 0], [1, 1, 0, 1, 0, 0, 0, 0]], 2),
 }
 
@@ -218,4 +220,4 @@ def test_each_token_has_its_share_and_each_batch_its_items(kind):
     expected, items = BY_HAND[kind]
     share_BT = shares(LEARNT, kind, STEPS, LIMIT)
     torch.testing.assert_close(share_BT, torch.tensor([*expected, [0] * 8], dtype=torch.float32))
-    assert count_items(LEARNT, kind) == items
+    assert count_items(LEARNT, kind, STEPS) == items

@@ -32,6 +32,7 @@ class Rollout:
         block_BT: the decoding block, from 0; -1 on the prompt and padding.
         sampled_BT: log-probabilities of the completion where it was sampled, if that was not here; None: here.
         one_document: whether there is no padding, known beforehand: attention then finds its mask among those that are kept.
+        beyond_shown: whether views that show any of the completion also show what was sampled behind its end.
     """
 
     ids_BT: Tensor
@@ -43,6 +44,7 @@ class Rollout:
     block_BT: Tensor
     sampled_BT: Tensor | None = None
     one_document: bool = False
+    beyond_shown: bool = False
 
     @property
     def beyond_BT(self) -> Tensor:
@@ -59,10 +61,23 @@ class Rollout:
         parts: dict[str, Any] = {name: part[at] for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **parts)
 
+    def ending(self, kind: str) -> Rollout:
+        """The rollout as it is learnt from (`GRPOConfig.beyond_eos`).
+
+        hidden: views hide what stands behind the end. shown: those that show any of the completion show it. learnt: what was sampled there
+        is part of the completion.
+        """
+        if kind == "learnt":
+            return replace(self, completion_BT=self.revealed_BT)
+        return replace(self, beyond_shown=kind == "shown")
+
     def hiding(self, scored_BVT: Tensor, weight_BVT: Tensor) -> Views:
-        """Views that hide what they score, and behind the end what none of them scores, as when the text was sampled."""
-        rest_BT = self.beyond_BT & ~scored_BVT.any(1)
-        return Views(scored_BVT | rest_BT[:, None], scored_BVT, weight_BVT.float())
+        """Views that hide what they score, and behind the end what none of them scores, or what was never revealed (`ending`)."""
+        rest_BVT = (self.beyond_BT & ~scored_BVT.any(1))[:, None].expand_as(scored_BVT)
+        if self.beyond_shown:
+            partial_BV1 = (self.completion_BT[:, None] & ~scored_BVT).any(2, keepdim=True)
+            rest_BVT = rest_BVT & ~(partial_BV1 & self.revealed_BT[:, None])
+        return Views(scored_BVT | rest_BVT, scored_BVT, weight_BVT.float())
 
     def groups_of(self, chosen_BT: Tensor) -> Tensor:
         """The groups [B, T] of some tokens; -1 elsewhere."""
@@ -130,6 +145,11 @@ def learnable(rollout: Rollout, views: Views) -> Tensor:
     return rollout.completion_BT | views.scored_BVT.any(1)
 
 
+def parts_of(rollout: Rollout, views: Views, kind: str) -> Tensor:
+    """The part [B, T] of its completion that a token counts in (`shares`): the view that scores it, else the step that revealed it."""
+    return views.scored_BVT.int().argmax(1) if kind.startswith("view") else rollout.steps_BT.clamp_min(0)
+
+
 def check_views(views: Views, rollout: Rollout, where: str) -> None:
     """Refuse a plan that a loss cannot read: of another shape, or that scores what is shown, or what is not the completion's canvas.
 
@@ -162,8 +182,8 @@ GRADIENT = ("beta", "importance_cap")
 """Those that `policy_gradient` reads."""
 
 
-def token_loss(scores: Scores, config: Any) -> Loss:
-    """The clipped surrogate of every token, and the divergence from the reference.
+def token_loss(scores: Scores, config: Any, kl_weight: Tensor | float = 1.0) -> Loss:
+    """The clipped surrogate of every token, and the divergence from the reference, of another weight [B, T] if it is given.
 
     With `config.ratio` "sequence" all tokens of a completion have the geometric mean of their ratios (GSPO, Zheng et al. 2025).
     """
@@ -173,11 +193,17 @@ def token_loss(scores: Scores, config: Any) -> Loss:
         scored_B1 = scores.views.scored_BVT.any(1).sum(1, keepdim=True)
         gap_BT = (gap_BT.sum(1, keepdim=True) / scored_B1.clamp_min(1)).expand_as(gap_BT)
     reference_BT = None if scores.reference_BVT is None else scores.of_tokens(scores.reference_BVT) - policy_BT
-    return surrogate(gap_BT, reference_BT, scores.advantage_BT, scores.share_BT, config, scores.importance_BT)
+    return surrogate(gap_BT, reference_BT, scores.advantage_BT, scores.share_BT, config, scores.importance_BT, kl_weight)
 
 
 def surrogate(
-    gap: Tensor, reference_gap: Tensor | None, advantage: Tensor, share: Tensor, config: Any, importance: Tensor | None = None
+    gap: Tensor,
+    reference_gap: Tensor | None,
+    advantage: Tensor,
+    share: Tensor,
+    config: Any,
+    importance: Tensor | None = None,
+    kl_weight: Tensor | float = 1.0,
 ) -> Loss:
     """The clipped surrogate and the divergence of elements of any shape, weighted by their share.
 
@@ -185,6 +211,7 @@ def surrogate(
         gap: log-probability of the policy less that of the old policy.
         reference_gap: log-probability of the reference less that of the policy.
         importance: weight of the surrogate.
+        kl_weight: of the divergence, beside `config.beta`.
     """
     if config.log_ratio_clamp is not None:
         gap = gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
@@ -194,7 +221,7 @@ def surrogate(
     kl = torch.zeros_like(gap) if reference_gap is None else divergence(reference_gap, config.kl)
     if config.kl_unbiased:  # of samples of the old policy, and with the gradient of the ratio (DeepSeek-AI 2025, DeepSeek-V3.2)
         kl = gap.exp() * kl
-    return of_elements(loss + config.beta * kl, share, made.ratio, made.clipped, kl)
+    return of_elements(loss + config.beta * kl_weight * kl, share, made.ratio, made.clipped, kl)
 
 
 def of_elements(loss: Tensor, share: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None) -> Loss:
@@ -235,6 +262,8 @@ class Method:
         uses, plan_uses: the settings that its loss and its plan read, of those that not all methods read. Where they are given for
             another method they are refused. `beta` stands for the divergence, `importance_cap` for weights that correct for a server.
         defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
+        by_attention: those that follow from the model's attention; None among the defaults.
+        partial: whether its views hide a completion in part, other than as it was sampled: then `beyond_eos: shown` means something.
         fixed: the settings that its plan relies on: other values than by default are refused.
     """
 
@@ -247,4 +276,6 @@ class Method:
     plan_uses: tuple[str, ...] = ()
     weighs: Weighing = "token"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    by_attention: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    partial: bool = True
     fixed: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     return replace(views, hidden_BVT=views.hidden_BVT | rollout.beyond_BT[:, None])
 
 
-DIFFU_GRPO = Method("diffu-grpo", plan, plan_uses=("prompt_mask_rate",))
+DIFFU_GRPO = Method("diffu-grpo", plan, plan_uses=("prompt_mask_rate",), partial=False)
 # No ratio: each completion is weighed by the group's softmax of its advantage, against that of its negative.
 WD1 = Method(
     "wd1",
@@ -26,5 +26,6 @@ WD1 = Method(
     loss=policy_gradient,
     uses=GRADIENT,
     plan_uses=("prompt_mask_rate",),
+    partial=False,
     defaults={"advantage": "softmax", "aggregation": "sum"},
 )

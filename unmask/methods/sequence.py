@@ -28,8 +28,8 @@ def structured_time(rollout: Rollout, draw: Draw, config: Any) -> Views:
 
 
 def coupled_counts(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """`config.samples` complementary pairs over the whole canvas (ESPO, Ou et al. 2025)."""
-    views = pairs_of_counts(rollout.groups_of(rollout.revealed_BT), draw, pairs=config.samples)
+    """`config.samples` complementary pairs (ESPO, Ou et al. 2025; as published over the whole canvas: `beyond_eos: learnt`)."""
+    views = pairs_of_counts(rollout.groups_of(rollout.completion_BT), draw, pairs=config.samples)
     return rollout.hiding(views.scored_BVT, views.weight_BVT)
 
 
@@ -100,7 +100,6 @@ ESPO = Method(
         "kl": "k2",
         "beta": 1e-3,
         "aggregation": "sequence",
-        "stop_at_eos": False,
     },
 )
 # The ratio of whole sequences passes the numbers of float32 at a difference of 88 nats.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unmask.diffusion.noise import Stream
 from unmask.diffusion.views import Draw, Views, columns
-from unmask.methods.base import GRADIENT, Method, Rollout, policy_gradient
+from unmask.methods.base import GRADIENT, Loss, Method, Rollout, Scores, policy_gradient, token_loss
 
 
 def steps_within(rollout: Rollout) -> Tensor:
@@ -83,31 +83,46 @@ def left_to_right(rollout: Rollout, draw: Draw, config: Any) -> Views:
     return replay(as_steps, steps_within(as_steps))
 
 
-ON_POLICY: dict[str, Any] = {"loss": policy_gradient, "uses": GRADIENT, "on_policy": True, "separable": True}
+def trace_loss(scores: Scores, config: Any) -> Loss:
+    """The surrogate of tokens. With `aggregation: view` the divergence is summed over a view's tokens, where the surrogate is their mean,
+    as TraceRL's code for LLaDA has it."""
+    if config.aggregation != "view":
+        return token_loss(scores, config)
+    return token_loss(scores, config, torch.where(scores.share_BT > 0, 1 / scores.share_BT, 0))
+
+
+REPLAY: dict[str, Any] = {"separable": True, "partial": False}
+ON_POLICY: dict[str, Any] = {"loss": policy_gradient, "uses": GRADIENT, "on_policy": True, **REPLAY}
 # CJ-GRPO (Zhou et al. 2025)
-CJ_GRPO = Method("cj-grpo", every_step, defaults={"aggregation": "step"}, separable=True)
+CJ_GRPO = Method("cj-grpo", every_step, defaults={"aggregation": "step"}, **REPLAY)
 # d2 (Wang et al. 2025)
-STEP_MERGE = Method("step-merge", merged_steps, plan_uses=("segments",), separable=True)
-# TraceRL (Wang et al. 2025)
+STEP_MERGE = Method("step-merge", merged_steps, plan_uses=("segments",), **REPLAY)
+# TraceRL (Wang et al. 2025): as its code has it for LLaDA, and for SDAR.
 TRACE_RL = Method(
     "trace-rl",
     shrunk_steps,
+    loss=trace_loss,
     plan_uses=("shrink",),
-    separable=True,
     defaults={
         "epsilon": 0.2,
-        "advantage": "z-score",
+        "advantage": "population-z-score",
         "beta": 0.01,
         "kl_to": "old",
-        "aggregation": "sequence",
+        "aggregation": None,
         "difficulty": [0.2, 0.8],
     },
+    by_attention={
+        "causal": {"aggregation": "view"},
+        "bidirectional": {"aggregation": "view"},
+        "block_causal": {"aggregation": "view-constant", "log_ratio_clamp": 10.0},
+    },
+    **REPLAY,
 )
 # DiPO (2512.22234)
 DIPO = Method(
     "dipo",
     every_step,
-    separable=True,
+    **REPLAY,
     defaults={"epsilon": 0.2, "epsilon_high": 0.28, "log_ratio_clamp": 10.0, "advantage": "z-score", "drop_equal_groups": True},
 )
 # AGRPO (2510.04019)

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-AdvantageKind = Literal["r-mean", "z-score", "leave-one-out", "softmax"]
+AdvantageKind = Literal["r-mean", "z-score", "population-z-score", "leave-one-out", "softmax"]
 Divergence = Literal["k1", "k2", "k3"]
-Aggregation = Literal["token", "sequence", "step", "constant", "sum"]
+Aggregation = Literal["token", "sequence", "step", "view", "view-constant", "constant", "sum"]
 
 
 class Surrogate(NamedTuple):
@@ -28,8 +28,9 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
     """How much better each completion is than its group; NaN rewards (unscored) count for nothing and get 0.
 
     r-mean: reward less the group's mean (Dr. GRPO, Liu et al. 2025). z-score: divided by the group's deviation too
-    (GRPO, Shao et al. 2024). leave-one-out: against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the
-    group's softmax of r-mean / temperature, less that of its negative (wd1, Tang et al. 2025, eq. 9).
+    (GRPO, Shao et al. 2024), population-z-score: by that of a whole population (TraceRL, Wang et al. 2025). leave-one-out:
+    against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature, less
+    that of its negative (wd1, Tang et al. 2025, eq. 9).
     """
     scored_B = ~reward_B.isnan()
     value_B = torch.where(scored_B, reward_B, 0).double()
@@ -43,6 +44,9 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
     if kind == "z-score":
         deviation_B = (total(centred_B**2) / (count_B - 1).clamp_min(1)).sqrt()
         centred_B = centred_B / (deviation_B + 1e-4)
+    elif kind == "population-z-score":
+        deviation_B = (total(centred_B**2) / count_B.clamp_min(1)).sqrt()
+        centred_B = torch.where(deviation_B > 0, centred_B / deviation_B, 0)
     elif kind == "leave-one-out":
         centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
     elif kind == "softmax":
@@ -107,28 +111,38 @@ def divergence(gap: Tensor, kind: Divergence) -> Tensor:
     return gap**2 / 2 if kind == "k2" else gap.exp() - gap - 1
 
 
-def shares(learnt_BT: Tensor, kind: Aggregation, step_BT: Tensor, limit: int) -> Tensor:
+def shares(learnt_BT: Tensor, kind: Aggregation, part_BT: Tensor, limit: int) -> Tensor:
     """How much each token counts in the batch's loss [B, T], before it is divided by `count_items`.
 
     token: all tokens alike (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over each completion's
-    denoising steps of the mean over the step's tokens (CJ-GRPO). constant: 1 / limit (Dr. GRPO). sum: the sum over tokens (wd1).
+    denoising steps of the mean over the step's tokens (CJ-GRPO). view: the mean over the views of all completions of the mean over the
+    view's tokens (TraceRL on LLaDA); view-constant: of their sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the
+    sum over tokens (wd1).
 
     Args:
         learnt_BT: the tokens that count at all.
-        step_BT: the number of the step that revealed a token, below T; anything where not learnt.
+        part_BT: for `step` the number of the step that revealed a token, for `view` that of the view that scores it, below T; anything
+            where not learnt.
         limit: the longest completion.
     """
     learnt = learnt_BT.float()
     if kind == "sequence":
         return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
-    if kind == "step":
-        index_BT = torch.where(learnt_BT, step_BT, 0)
-        tokens_BS = torch.zeros_like(learnt).scatter_add_(1, index_BT, learnt)
-        steps_B1 = (tokens_BS > 0).sum(1, keepdim=True).clamp_min(1)
-        return learnt / tokens_BS.gather(1, index_BT).clamp_min(1) / steps_B1
-    return learnt / limit if kind == "constant" else learnt
+    if kind in ("step", "view"):
+        tokens_BP = tokens_of_parts(learnt_BT, part_BT)
+        share_BT = learnt / tokens_BP.gather(1, torch.where(learnt_BT, part_BT, 0)).clamp_min(1)
+        return share_BT / (tokens_BP > 0).sum(1, keepdim=True).clamp_min(1) if kind == "step" else share_BT
+    return learnt / limit if kind in ("constant", "view-constant") else learnt
 
 
-def count_items(learnt_BT: Tensor, kind: Aggregation) -> Tensor:
-    """What the sum of all losses is divided by: for `token` the tokens, else the completions."""
+def tokens_of_parts(learnt_BT: Tensor, part_BT: Tensor) -> Tensor:
+    """How many learnt tokens each step or view of a completion has [B, T]."""
+    learnt = learnt_BT.float()
+    return torch.zeros_like(learnt).scatter_add_(1, torch.where(learnt_BT, part_BT, 0), learnt)
+
+
+def count_items(learnt_BT: Tensor, kind: Aggregation, part_BT: Tensor) -> Tensor:
+    """What the sum of all losses is divided by: for `token` the tokens, for the kinds of `view` the views, else the completions."""
+    if kind in ("view", "view-constant"):
+        return (tokens_of_parts(learnt_BT, part_BT) > 0).sum()
     return learnt_BT.sum() if kind == "token" else learnt_BT.any(1).sum()

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.methods import Rollout, Scores, get_method
-from unmask.methods.base import check_views, learnable
+from unmask.methods.base import check_views, learnable, parts_of
 from unmask.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.models.load import first_line
@@ -94,6 +94,7 @@ class GRPOTrainer(CollectingTrainer):
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
+        args.settle(self.lm.attention)
         self.temperature = args.scored_at
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
@@ -122,7 +123,7 @@ class GRPOTrainer(CollectingTrainer):
         """What the method's loss reads, of all views or of a piece."""
         rows, at = piece or (slice(None), slice(None))
         rollout, views = batch.rollout, batch.views
-        share_BT = shares(batch.learnt_BT, self.aggregation, rollout.steps_BT.clamp_min(0), self.args.max_completion_length)[rows]
+        share_BT = shares(batch.learnt_BT, self.aggregation, self._parts(batch), self.args.max_completion_length)[rows]
         if piece is not None:
             rollout, views = rollout.rows(rows), views.piece(rows, at)
             share_BT = share_BT * views.scored_BVT.any(1)
@@ -145,7 +146,10 @@ class GRPOTrainer(CollectingTrainer):
         return weight_BT.detach()
 
     def count_items(self, batch: Any) -> Tensor:
-        return count_items(batch.learnt_BT, self.aggregation)
+        return count_items(batch.learnt_BT, self.aggregation, self._parts(batch))
+
+    def _parts(self, batch: Update) -> Tensor:
+        return parts_of(batch.rollout, batch.views, self.aggregation)
 
     def count_tokens(self, batch: Any) -> Tensor:
         return (batch.rollout.documents_BT > 0).sum()
@@ -243,6 +247,7 @@ class GRPOTrainer(CollectingTrainer):
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
             rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
+            rollout = rollout.ending(str(self.args.beyond_eos))
             with self.phases("scoring"):
                 made.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
             start = at.stop

@@ -44,9 +44,13 @@ class GRPOConfig(StageConfig):
     log_ratio_clamp: float | None = of_method(None, "Bound of the logarithm of the ratio", low=1e-3)
     ratio: str | None = of_method("token", "What a ratio is of: token, or sequence (GSPO)", choices=("token", "sequence"))
     aggregation: Aggregation | None = of_method(
-        "token", "How tokens count: token (DAPO), sequence (GRPO), step, constant (Dr. GRPO) or sum", choices=get_args(Aggregation)
+        "token",
+        "How tokens count: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
+        choices=get_args(Aggregation),
     )
-    advantage: AdvantageKind | None = of_method("r-mean", "r-mean, z-score, leave-one-out or softmax", choices=get_args(AdvantageKind))
+    advantage: AdvantageKind | None = of_method(
+        "r-mean", "r-mean, z-score, population-z-score, leave-one-out or softmax", choices=get_args(AdvantageKind)
+    )
     softmax_temperature: float = setting(1.0, "Divides the rewards", low=1e-6, needs=["advantage=softmax"])
     beta: float | None = of_method(0.0, "Weight of the KL divergence; 0: no reference is kept", low=0)
     kl: Divergence | None = of_method("k3", "Estimate of the divergence: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
@@ -101,6 +105,11 @@ class GRPOConfig(StageConfig):
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
     policy: str | None = of_method("confidence", "Unmasking policy of a rollout")
     stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end of sequence, as the completion always does")
+    beyond_eos: str | None = of_method(
+        "hidden",
+        "What was sampled behind the end of a completion: hidden, shown by views that show any of it, or learnt as its part (docs/rl.md)",
+        choices=("hidden", "shown", "learnt"),
+    )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
 
     reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
@@ -165,6 +174,12 @@ class GRPOConfig(StageConfig):
             ConfigError: there is such a setting.
         """
         method = get_method(self.method)
+        if exact and self.beyond_eos != "hidden":
+            what = "a causal model predicts nothing from what stands behind the end"
+            raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
+        if final and self.beyond_eos == "shown" and strategy is None and not method.partial:
+            what = f"{self.method} hides completions whole, or as they were sampled"
+            raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
         planning = method.plan_uses if strategy is None or strategy.uses is None else strategy.uses
         used = {*method.uses, *(() if exact else planning)}
         if not final and strategy is None and not method.separable:
@@ -188,6 +203,11 @@ class GRPOConfig(StageConfig):
             if each.name in method.fixed and self._given(each):
                 what = f"the views of {self.method} rely on {self._unless_given(each) or 'its being unset'}"
                 raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
+        if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
+            what = f"tokens of {self.method}{' with masking' if self.masking else ''} are scored in several views"
+            raise ConfigError(
+                what, where="aggregation", remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)"
+            )
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
             remedy = "Set drop_equal_groups, or difficulty"
             raise ConfigError("every group teaches, so that none is replaced", where="dynamic_sampling", remedy=remedy)
@@ -227,6 +247,12 @@ class GRPOConfig(StageConfig):
         """
         find_masking(self, exact=True)
         self.refuse_unread(None, exact=True)
+
+    def settle(self, attention: str) -> None:
+        """Fill in what the method leaves to the model's attention."""
+        for name, value in get_method(self.method).by_attention.get(attention, {}).items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
 
     @property
     def corrected(self) -> bool:
