@@ -161,7 +161,7 @@ TABLE = {
     "wd1": ("softmax", None, None, None, "sum"),
     "spg": ("r-mean", None, None, None, "token"),
     "espo": ("leave-one-out", (0.2, 0.2), None, ("k2", 1e-3, "reference"), "sequence"),
-    "gdpo": ("r-mean", (0.5, 0.5), None, D1, "sequence"),
+    "gdpo": ("r-mean", (0.5, 0.5), "sequence", D1, "sequence"),
     "bgpo": ("z-score", None, None, None, "sequence"),
     "cj-grpo": ("r-mean", (0.5, 0.5), "token", D1, "step"),
     "step-merge": ("r-mean", (0.5, 0.5), "token", D1, "token"),

@@ -6,6 +6,7 @@ Shapes: B completions, V views, T positions; L tokens of a group, k of them hidd
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tests.methods.rollouts import LENGTH, assert_loss, clipped, config, k3, made_up, plan, rollout_of, stopping, usual, whole
 from tests.toy import PROMPT, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.views import group_sizes
+from unmask.errors import ConfigError
 from unmask.methods import get_method
 
 # Expectations over all masks.
@@ -187,7 +189,10 @@ def gdpo(batch, args):
 
     def loss(c):
         new, old, reference = (bound(c, part, lambda v, size, k: weight_V[v] / 2 * size / k) for part in (c.policy, c.old, c.reference))
-        return (clipped((new - old).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference, new)) / len(c.tokens)
+        if args.ratio == "product":
+            return (clipped((new - old).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference, new)) / len(c.tokens)
+        length = len(c.tokens)
+        return clipped(((new - old) / length).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference / length, new / length)
 
     return mean([loss(c) for c in batch])
 
@@ -210,8 +215,33 @@ def test_espo_compares_bounds_by_the_token_and_holds_them_by_half_their_squared_
     assert_loss("espo", espo, samples=samples)
 
 
-def test_gdpo_compares_whole_bounds_and_divides_by_the_length():
-    assert_loss("gdpo", gdpo, beta=0.04)
+@pytest.mark.parametrize("ratio", ["sequence", "product"])
+def test_gdpo_compares_whole_bounds_by_the_token_or_by_their_product(ratio):
+    assert_loss("gdpo", gdpo, beta=0.04, ratio=ratio)
+    with pytest.raises(ConfigError, match=r"^ratio: gdpo compares whole sequences"):
+        config("gdpo", ratio="token")
+
+
+def test_both_ratios_of_gdpo_have_the_same_gradient_at_the_first_update():
+    _, rollout = usual("bidirectional")
+    gradients = []
+    for ratio in ("sequence", "product"):
+        args = config("gdpo", ratio=ratio)
+        scores, _ = made_up(rollout, plan("gdpo", rollout), args)
+        same = replace(scores, old_BVT=scores.policy_BVT.detach())
+        gradients.append(torch.autograd.grad(get_method("gdpo").loss(same, args).total, scores.policy_BVT)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
+    assert (gradients[0] != 0).any()
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
+    _, rollout = usual("bidirectional")
+    args = config("gdpo", ratio="product", beta=0.04, kl=kl)
+    scores, _ = made_up(rollout, plan("gdpo", rollout), args, spread=500.0)
+    policy_BVT = scores.policy_BVT.detach().float().requires_grad_()
+    total = get_method("gdpo").loss(replace(scores, policy_BVT=policy_BVT), args).total
+    assert total.isfinite() and torch.autograd.grad(total, policy_BVT)[0].isfinite().all()
 
 
 def test_bgpo_is_linear_where_the_advantage_is_positive_and_exponential_up_to_3_where_it_is_negative():

@@ -117,7 +117,7 @@ OTHERS: dict[str, tuple[Any, ...]] = {
     "epsilon_high": (0.05,),
     "dual_clip": (1.01,),
     "log_ratio_clamp": (0.01,),
-    "ratio": ("sequence", "token"),
+    "ratio": ("sequence", "product"),
     "beta": (0.2,),
     "kl": ("k1", "k2"),
     "kl_to": ("old", "reference"),

@@ -185,12 +185,13 @@ GRADIENT = ("beta", "importance_cap")
 def token_loss(scores: Scores, config: Any, kl_weight: Tensor | float = 1.0) -> Loss:
     """The clipped surrogate of every token, and the divergence from the reference, of another weight [B, T] if it is given.
 
-    With `config.ratio` "sequence" all tokens of a completion have the geometric mean of their ratios (GSPO, Zheng et al. 2025).
+    With `config.ratio` "sequence" all tokens of a completion have the geometric mean of their ratios (GSPO, Zheng et al. 2025), with
+    "product" the ratio of the whole.
     """
     policy_BT, old_BT = scores.of_tokens(scores.policy_BVT), scores.of_tokens(scores.old_BVT)
     gap_BT = policy_BT - old_BT
-    if config.ratio == "sequence":
-        scored_B1 = scores.views.scored_BVT.any(1).sum(1, keepdim=True)
+    if config.ratio != "token":
+        scored_B1 = scores.views.scored_BVT.any(1).sum(1, keepdim=True) if config.ratio == "sequence" else torch.ones_like(gap_BT[:, :1])
         gap_BT = (gap_BT.sum(1, keepdim=True) / scored_B1.clamp_min(1)).expand_as(gap_BT)
     reference_BT = None if scores.reference_BVT is None else scores.of_tokens(scores.reference_BVT) - policy_BT
     return surrogate(gap_BT, reference_BT, scores.advantage_BT, scores.share_BT, config, scores.importance_BT, kl_weight)
@@ -213,8 +214,9 @@ def surrogate(
         importance: weight of the surrogate.
         kl_weight: of the divergence, beside `config.beta`.
     """
-    if config.log_ratio_clamp is not None:
+    if config.log_ratio_clamp is not None:  # k3 is an exponential too
         gap = gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
+        reference_gap = None if reference_gap is None else reference_gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     made = clipped_surrogate(gap, advantage, clip_low=config.epsilon, clip_high=high, dual_clip=config.dual_clip)
     loss = made.loss if importance is None else importance * made.loss

@@ -35,7 +35,8 @@ def coupled_counts(rollout: Rollout, draw: Draw, config: Any) -> Views:
 
 def quadrature(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """At each of `config.samples` Gauss-Legendre nodes t a view of ceil(t L) hidden tokens, of the node's weight times L/k
-    (GDPO, Rojas et al. 2025). Biased as the quadrature is, and no more: each count then has its own L-th part of the times."""
+    (GDPO, Rojas et al. 2025). Biased as the quadrature is, and no more: each count then has its own L-th part of the times. The published
+    way hides floor(t L) tokens and weighs 1/t, which of short completions hides none at small t and counts too little."""
     node_V, weight_V = (torch.from_numpy(part) / 2 for part in np.polynomial.legendre.leggauss(config.samples))
     group_BT = rollout.groups_of(rollout.completion_BT)
     node_1V1, weight_1V1 = (part_V.to(group_BT.device)[None, :, None] for part_V in (node_V + 0.5, weight_V))
@@ -65,12 +66,17 @@ def mean_ratio(scores: Scores, config: Any) -> Loss:
     return made._replace(total=made.total + (scores.share_B1 * config.beta * kl_B1).sum(), kl=kl_B1[scores.share_B1 > 0].detach())
 
 
-def whole_ratio(scores: Scores, config: Any) -> Loss:
-    """The surrogate of exp(bound - old bound), divided by the length (GDPO, eq. 9)."""
-    policy_B1 = scores.of_sequences(scores.policy_BVT)
+def bound_ratio(scores: Scores, config: Any) -> Loss:
+    """The surrogate of a ratio of bounds (GDPO). `ratio: product` is exp(bound - old bound), whose loss is divided by the length, as on
+    its authors' page and in eq. 9; `sequence` takes its root of the length, as ports of their code do. At the first update both have the
+    same gradient."""
+    policy_B1, length_B1 = scores.of_sequences(scores.policy_BVT), scores.length_B1
     gap_B1 = policy_B1 - scores.of_sequences(scores.old_BVT)
     reference_B1 = None if scores.reference_BVT is None else scores.of_sequences(scores.reference_BVT) - policy_B1
-    return surrogate(gap_B1, reference_B1, scores.advantage_B1, scores.share_B1 / scores.length_B1, config)
+    if config.ratio == "product":
+        return surrogate(gap_B1, reference_B1, scores.advantage_B1, scores.share_B1 / length_B1, config)
+    reference_B1 = None if reference_B1 is None else reference_B1 / length_B1
+    return surrogate(gap_B1 / length_B1, reference_B1, scores.advantage_B1, scores.share_B1, config)
 
 
 def linear_bound(scores: Scores, config: Any) -> Loss:
@@ -102,15 +108,15 @@ ESPO = Method(
         "aggregation": "sequence",
     },
 )
-# The ratio of whole sequences passes the numbers of float32 at a difference of 88 nats.
+# The product over a whole sequence passes the numbers of float32 at a difference of 88 nats.
 GDPO = Method(
     "gdpo",
     quadrature,
-    loss=whole_ratio,
+    loss=bound_ratio,
     weighs="bound",
-    uses=(*SURROGATE, "beta", "kl_unbiased"),
+    uses=(*SURROGATE, "ratio", "beta", "kl_unbiased"),
     plan_uses=("samples",),
-    defaults={"samples": 3, "aggregation": "sequence", "log_ratio_clamp": 20.0},
+    defaults={"samples": 3, "ratio": "sequence", "aggregation": "sequence", "log_ratio_clamp": 20.0},
 )
 BGPO = Method(
     "bgpo",

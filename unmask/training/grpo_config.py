@@ -42,7 +42,11 @@ class GRPOConfig(StageConfig):
     epsilon_high: float | None = of_method(None, "Clip range above 1 (none: epsilon)", low=0)
     dual_clip: float | None = of_method(None, "Bound of the ratio where the advantage is negative", low=1)
     log_ratio_clamp: float | None = of_method(None, "Bound of the logarithm of the ratio", low=1e-3)
-    ratio: str | None = of_method("token", "What a ratio is of: token, or sequence (GSPO)", choices=("token", "sequence"))
+    ratio: str | None = of_method(
+        "token",
+        "What a ratio is of: token, sequence (their geometric mean, GSPO), or product (all tokens together)",
+        choices=("token", "sequence", "product"),
+    )
     aggregation: Aggregation | None = of_method(
         "token",
         "How tokens count: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
@@ -203,6 +207,9 @@ class GRPOConfig(StageConfig):
             if each.name in method.fixed and self._given(each):
                 what = f"the views of {self.method} rely on {self._unless_given(each) or 'its being unset'}"
                 raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
+        if method.weighs == "bound" and "ratio" in method.uses and self.ratio == "token":
+            remedy = "Use sequence, or product"
+            raise ConfigError(f"{self.method} compares whole sequences, whose bounds have no tokens", where="ratio", remedy=remedy)
         if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
             what = f"tokens of {self.method}{' with masking' if self.masking else ''} are scored in several views"
             raise ConfigError(
