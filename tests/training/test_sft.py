@@ -63,6 +63,29 @@ def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
     assert loss == pytest.approx(total / completion_BT.sum().item(), rel=1e-9)
 
 
+@pytest.mark.parametrize(("attention", "packing"), [("bidirectional", False), ("bidirectional", True), ("causal", False)])
+def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch_is_cut(attention, packing, tmp_path):
+    """LLaDA's guideline: the mean over answers of sum(CE / t) / tokens of the answer."""
+    lm = tiny(attention, dtype=torch.float64)
+    views = {} if attention == "causal" else {"views": 4}
+    trainer = make("sft", tmp_path, lm, aggregation="sequence", packing=packing, **views)
+    rows, learnt_BT, _ = parts(trainer, 0, 1) if packing else parts(trainer, 4, 0, 6)
+    shares = trainer.plan(rows, trainer.draw(rows))
+    plain = make("sft", tmp_path, lm, packing=packing, **views)
+    pooled = plain.plan(rows, plain.draw(rows))
+    assert torch.equal(pooled.hidden_BVT, shares.hidden_BVT)
+    answers = []
+    with torch.no_grad():
+        log_prob_BVT = trainer.scores(lm, rows, pooled)
+    for row, documents_T in enumerate(rows["documents"]):
+        for document in range(1, int(documents_T.max()) + 1):
+            own_T = learnt_BT[row] & (documents_T == document)
+            answers.append(-(pooled.weight_BVT[row] * log_prob_BVT[row])[:, own_T].sum().item() / int(own_T.sum()))
+    assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(sum(answers) / len(answers), rel=1e-6)
+    assert trainer.count_items(rows) == len(answers) and len(set(answers)) == len(answers)
+    assert plain.compute_loss(plain.model, rows).item() != pytest.approx(sum(answers) / len(answers), rel=1e-5)
+
+
 def test_weights_are_one_over_t(tmp_path):
     """With the linear schedule every hidden token of a row weighs 1/t, where t is the rate at which its row was hidden."""
     trainer = make("sft", tmp_path, rows=[{"prompt": "a", "completion": "abcdefgh" * 3}] * 400)

@@ -80,6 +80,7 @@ SHARED: Table = {
 }
 SFT: Table = {
     **SHARED,
+    "loss_norm_type": to("training.aggregation", words(token="token", sequence="sequence")),
     "truncation": Rule(too_long, "rows too long are cut, or left out and counted"),
     "right_shift_logits": switch("model.logit_shift"),
     "block_size": Rule(lambda value, old: {"model.attention": "block_causal", "model.block_size": value}, "the block of the attention"),

@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
+
+import torch
+from torch import Tensor
 
 from unmask.data.chat import Learn
 from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
 from unmask.data.rows import Row
-from unmask.diffusion.views import Draw, Views, all_masked_views
+from unmask.diffusion.views import Draw, Views, all_masked_views, group_sizes
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.evaluation import Batch
@@ -26,6 +29,11 @@ class SFTConfig(NoisingConfig, PairConfig):
     """Settings of `SFTTrainer`."""
 
     views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
+    aggregation: str = setting(
+        "token",
+        "How tokens count: token (all alike), or sequence (answers all alike)",
+        choices=("token", "sequence"),
+    )
     learn: Learn = setting("all", "Of messages: all of the assistant's turns, or the last", choices=get_args(Learn))
     packing: bool = setting(False, "Lay examples together in rows of max_length; they do not see one another")
     truncate_completion: bool = setting(
@@ -42,7 +50,9 @@ class SFTConfig(NoisingConfig, PairConfig):
 class SFTTrainer(DiffusionTrainer):
     """Fine-tunes any model on conversations, prompts and completions, or text, in any layout of `unmask.data.layouts`.
 
-    The loss is sum(CE / t) / completion tokens (LLaDA, Nie et al. 2025, eq. 5); a causal model gets plain next-token loss.
+    The loss is sum(CE / t) / completion tokens, of the whole accumulated batch on all processes; a causal model gets plain next-token loss.
+    d1 (Zhao et al. 2025) divides so in each micro-batch, and takes the mean of these. With `aggregation: sequence` each answer's sum is
+    divided by its own tokens, and the mean is over answers: LLaDA's (Nie et al. 2025, its GUIDELINES.md).
     EOS is learnt, padding never. Behind a completion, the rest of its block of block-causal attention, or the canvas asked for, is EOS
     that is learnt too.
     """
@@ -54,5 +64,20 @@ class SFTTrainer(DiffusionTrainer):
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:
-            return all_masked_views(batch["maskable"])
-        return self.args.plan(self.lm, self.groups(batch), batch["documents"], draw, views=self.args.views)
+            views = all_masked_views(batch["maskable"])
+        else:
+            views = self.args.plan(self.lm, self.groups(batch), batch["documents"], draw, views=self.args.views)
+        if self.args.aggregation == "token":
+            return views
+        return replace(views, weight_BVT=views.weight_BVT / _answer_sizes(batch)[:, None])
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """The tokens that are learnt, or with `aggregation: sequence` the answers."""
+        if self.args.aggregation == "token":
+            return super().count_items(batch)
+        return (batch["maskable"] / _answer_sizes(batch)).sum().round().long()
+
+
+def _answer_sizes(batch: Batch) -> Tensor:
+    """How many tokens are learnt of the example that each of them is of [B, T]; 1 elsewhere."""
+    return group_sizes(torch.where(batch["maskable"], batch["documents"].long() - 1, -1))
