@@ -1,0 +1,158 @@
+"""What a released model's layout says, and how a config is read and written by it.
+
+A family is a table: what its config.json calls the fields of a stock config, what else that config says, and what its
+weights are called. Reading and writing both follow from it; no code of a released model is run or shipped.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+
+from unmask.errors import ModelError
+from unmask.models.attention import Pattern
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+OUTSIDE_LAYOUTS = {
+    *("architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+    *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
+}
+"""Fields of a stock config that a layout need not hold: how it was made, what the tokenizer knows, and sliding windows, which
+only causal attention keeps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """A released model's layout on disk, and how such a model is read.
+
+    Attributes:
+        name: of the layout.
+        model_type, architecture: what config.json says of itself.
+        stock: the config class of transformers that computes the same.
+        attention, logit_shift: as the released models were trained.
+        block_size: of the attention, where config.json does not say it; None for a family without blocks.
+        mask_token_id: where config.json does not say it; released code and engines assume it.
+        fields: names in config.json, with the names in the stock config.
+        constants: what config.json says beyond them. Another value is another architecture.
+        weights: names in the files, with the names in the stock model; `*` is a layer's number. Unset: the same names.
+        frozen_padding: whether the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`).
+        code: Python files that stand beside config.json, and its `auto_map` to them.
+    """
+
+    name: str
+    model_type: str
+    architecture: str
+    stock: type[PretrainedConfig]
+    attention: Pattern
+    logit_shift: bool
+    block_size: int | None = None
+    mask_token_id: int
+    frozen_padding: bool = False
+    fields: Mapping[str, str]
+    constants: Mapping[str, Any]
+    weights: Mapping[str, str] = field(default_factory=dict)
+    auto_map: Mapping[str, str] = field(default_factory=dict)
+    code: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def key_mapping(self) -> dict[str, str]:
+        """Patterns of published weight names and what replaces them, as `from_pretrained` takes them."""
+        return {_pattern(published): _replacement(stock) for published, stock in self.weights.items()}
+
+    def published_name(self, stock: str) -> str:
+        """The published name of a weight of the stock model."""
+        for published, ours in self.weights.items():
+            if re.match(_pattern(ours), stock):
+                return re.sub(_pattern(ours), _replacement(published), stock)
+        return stock
+
+    def read_config(self, published: Mapping[str, Any], where: str) -> PretrainedConfig:
+        """The stock config that a published one stands for, with the settings that `unmask.load` reads.
+
+        Raises:
+            ModelError: an architecture or a setting that the stock class does not compute.
+        """
+        remedy = f"Unmask reads {self.architecture} models"
+        architecture = (published.get("architectures") or [self.architecture])[0]
+        if architecture != self.architecture:
+            raise ModelError(f"a {self.model_type} config of another architecture, {architecture}", where=where, remedy=remedy)
+        for name, value in self.constants.items():
+            if published.get(name, value) != value:
+                raise ModelError(f"{name} is {published[name]!r}, and only {value!r} is supported", where=where, remedy=remedy)
+        values = {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
+        lacking = [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]
+        if lacking:
+            raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)
+        config = self.stock(**values)
+        settings = {
+            "attention": self.attention,
+            "block_size": self.block_size and published.get("block_size", self.block_size),
+            "mask_token_id": published.get("mask_token_id", self.mask_token_id),
+            "logit_shift": self.logit_shift,
+            "padding_idx": published.get("pad_token_id") if self.frozen_padding else None,
+        }
+        setattr(config, SETTINGS_KEY, settings)
+        return config
+
+    def write_config(self, lm: DiffusionLM) -> dict[str, Any]:
+        """The config.json of a model in this layout."""
+        return {
+            "architectures": [self.architecture],
+            **({"auto_map": dict(self.auto_map)} if self.auto_map else {}),
+            "model_type": self.model_type,
+            **{name: _stock_value(lm.config, stock) for name, stock in self.fields.items()},
+            **self.constants,
+            "mask_token_id": lm.mask_token_id,
+            **({"block_size": lm.block_size} if self.block_size else {}),
+            "torch_dtype": str(next(lm.model.parameters()).dtype).removeprefix("torch."),
+        }
+
+    def check(self, lm: DiffusionLM) -> None:
+        """Raise ModelError unless this layout says all that there is to say about the model."""
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.stock]
+        if type(lm.model) is not model_class:
+            raise self._refusal(f"a {type(lm.model).__name__}", f"It holds {model_class.__name__} models, with adapters merged in")
+        if lm.attention != self.attention:
+            raise self._refusal(f"{lm.attention} attention", f"It holds {self.attention} models: convert to that")
+        if lm.logit_shift != self.logit_shift:
+            word = "with" if self.logit_shift else "without"
+            raise self._refusal(f"logit_shift={lm.logit_shift}", f"It holds models {word} a logit shift: convert to that")
+        if lm.causal_context:
+            raise self._refusal("a causal context", "Convert with causal_context=false")
+        back = self.read_config(self.write_config(lm), self.name).to_dict()
+        ours = lm.config.to_dict()
+        lost = [name for name in self.stock().to_dict() if name not in OUTSIDE_LAYOUTS and ours.get(name) != back[name]]
+        if lost:
+            raise self._refusal(f"{lost[0]}={ours.get(lost[0])!r}", "Save it as it is, with lm.save")
+        with torch.device("meta"):
+            shapes = {name: weight.shape for name, weight in model_class(self.stock.from_dict(back)).state_dict().items()}
+        extra = sorted({name for name, weight in lm.model.state_dict().items() if shapes.get(name) != weight.shape})
+        if extra:
+            raise self._refusal(f"the weight {extra[0]}", "Save it as it is, with lm.save")
+
+    def _refusal(self, what: str, remedy: str) -> ModelError:
+        return ModelError(f"the {self.name} layout cannot express {what}", where="layout", remedy=remedy)
+
+
+def _pattern(name: str) -> str:
+    return "^" + re.escape(name).replace(r"\*", r"(\d+)") + r"\."
+
+
+def _replacement(name: str) -> str:
+    return name.replace("*", r"\1") + "."
+
+
+def _stock_value(config: PretrainedConfig, name: str) -> Any:
+    """A field of a stock config; rotary settings by the names they had in transformers 4, which published configs use."""
+    if name == "rope_theta":
+        return config.rope_parameters["rope_theta"]
+    if name == "rope_scaling":
+        scaling = {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
+        return None if scaling == {"rope_type": "default"} else scaling
+    return getattr(config, name)
