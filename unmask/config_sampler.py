@@ -27,6 +27,10 @@ class SamplerConfig(Config):
     block_size: int | None = Field(default=None, ge=1)
     """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
     the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
+    sub_block_size: int | None = Field(default=None, ge=1)
+    """Block-causal models: each attention block is completed in parts of this many tokens, from left to right; with a logit shift its
+    first token comes before them, alone, as the clean text before it predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole block at
+    once."""
     policy: Literal["confidence", "margin", "entropy", "random", "left_to_right"] = "confidence"
     """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, any, or the
     first ones."""

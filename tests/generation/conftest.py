@@ -82,6 +82,7 @@ def configs(draw, attention: str, block_size: int | None):
     shared = {
         "max_new_tokens": size,
         "block_size": draw(st.sampled_from(decoding_block)),
+        "sub_block_size": draw(st.none() | st.integers(1, block_size)) if block_size else None,
         "temperature": draw(st.sampled_from([0.0, 0.7, 1.0, 1.5])),
         "top_k": draw(st.sampled_from([0, 0, 1, 4])),
         "top_p": draw(st.sampled_from([1.0, 1.0, 0.8, 0.3])),

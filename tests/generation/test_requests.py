@@ -52,6 +52,22 @@ def test_blocks_tile_the_completion(attention, block_size, start, blocks, decodi
     assert request.hidden == [False] * start + [True] * count
 
 
+@pytest.mark.parametrize("logit_shift", [False, True])
+@given(start=st.integers(1, 17), count=st.integers(1, 24), part=st.integers(1, 8))
+def test_parts_of_a_block_lie_on_its_grid(logit_shift, start, count, part):
+    """With a logit shift its first token, which the clean text before it predicts, is a part of its own."""
+    lm = tiny("phi", "block_causal", 8, logit_shift)
+    (request,) = make_requests(lm, [[4] * start], SamplerConfig(max_new_tokens=count, sub_block_size=part))
+    spans = [range(first, stop) for first, stop in request.blocks]
+    assert [at for span in spans for at in span] == list(range(start, start + count))
+
+    def named(at):
+        return (at // 8, -1 if logit_shift and at % 8 == 0 else at % 8 // part)
+
+    assert all(len({named(at) for at in span}) == 1 for span in spans)
+    assert len({named(span[0]) for span in spans}) == len(spans)
+
+
 def test_the_context_may_be_filled_to_the_last_token():
     lm = tiny("phi", "bidirectional")
     assert make_requests(lm, [[4] * 3], SamplerConfig(max_new_tokens=CONTEXT - 3))[0].length == CONTEXT
@@ -128,6 +144,9 @@ def test_settings_that_contradict_one_another(settings, message):
         ("causal", None, {"drafts": 2}, "drafts: nothing to guess ahead in blocks of one"),
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
         ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
+        ("bidirectional", None, {"sub_block_size": 2}, "sub_block_size: 2 for bidirectional attention. Leave it out"),
+        ("causal", None, {"sub_block_size": 2}, "sub_block_size: 2 for causal attention"),
+        ("block_causal", 4, {"sub_block_size": 5}, "sub_block_size: 5 for block_causal attention by 4 tokens. Use the attention block's"),
         ("block_causal", 4, {"cache": "prefix"}, "cache: prefix for a model whose cache is exact"),
     ],
 )

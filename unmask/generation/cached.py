@@ -50,7 +50,7 @@ def cached_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member
     shift, device = int(lm.logit_shift), member_N.device
     base = [window.base(lm) for window in windows]
     read = [min(window.clean, max(first - shift, 0)) for window, first in zip(windows, base, strict=True)]
-    stop = [first if lm.autoregressive else window.stop for window, first in zip(windows, base, strict=True)]
+    stop = [first if lm.autoregressive else window.end(lm) for window, first in zip(windows, base, strict=True)]
     clean = max(first - start for first, start in zip(base, read, strict=True))
     work = max(last - first for first, last in zip(base, stop, strict=True))
     guessed = [len(window.guess.ids_GW) if window.guess else 0 for window in windows]

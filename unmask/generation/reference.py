@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unmask.config import SamplerConfig
 from unmask.generation.policies import Decision, decide, guide, hidden_again
-from unmask.generation.requests import Request, make_requests
+from unmask.generation.requests import Request, block_start, make_requests
 from unmask.generation.trace import Generation, Trace, make_generation
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 
@@ -39,7 +39,9 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     steps, revealed, passes = [-1] * len(ids), [Decision(*[torch.zeros(1)] * 6)] * len(ids), 0
     for block, (start, stop) in enumerate(request.blocks):
         counts, step = request.counts[block] if request.counts else [], 0
-        visible = request.length if lm.attention == "bidirectional" else stop
+        visible = request.length
+        if lm.attention != "bidirectional":
+            visible = min(block_start(start, lm.block_size) + (lm.block_size or 1), request.length)
         while any(hidden[start:stop]):
             logits_TV = _logits(lm, request, ids[:visible], hidden[:visible], config)
             present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)

@@ -26,7 +26,8 @@ class Request:
         hidden: which positions are to be filled.
         start: where the result begins: the completion, or 0 for infilling, whose result is the whole sequence.
         key: of its random numbers.
-        blocks: (start, stop) of each decoding block that hides something, in positions of the whole sequence.
+        blocks: (start, stop) of each decoding block that hides something, in positions of the whole sequence; none crosses the edge
+            of an attention block.
         counts: for each block the number of tokens to reveal at each of its steps; None where the predictions decide.
         stops: whether it ends with the block that produces EOS.
     """
@@ -77,7 +78,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         check_ids(lm, prompt, where)
         if lm.logit_shift and not prompt:
             raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
-        blocks = _blocks(start, stop, grid, config.block_size)
+        blocks = _blocks(lm, start, stop, grid, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
         requests.append(
             Request(prompt, ids, hidden, start, key, blocks, step_counts([b - a for a, b in blocks], config), config.stop_at_eos)
@@ -103,7 +104,7 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
         check_ids(lm, ids, where)
         if lm.logit_shift and hidden[0]:
             raise GenerationError("the first token is hidden, and nothing before it predicts it", where=where, remedy="Begin with BOS")
-        blocks = [(a, b) for a, b in _blocks(hidden.index(True), len(ids), grid, config.block_size) if any(hidden[a:b])]
+        blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), grid, config) if any(hidden[a:b])]
         counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
         requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stops=False))
     return requests
@@ -120,6 +121,10 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(
             f"decoding block {config.block_size} for an attention block of {grid}", where="block_size", remedy="Leave it out for this model"
         )
+    if config.sub_block_size is not None and (lm.block_size is None or config.sub_block_size > lm.block_size):
+        what = f"{config.sub_block_size} for {lm.attention} attention" + (f" by {lm.block_size} tokens" if lm.block_size else "")
+        remedy = "Use the attention block's size or less" if lm.block_size else "Leave it out for this model, or set block_size"
+        raise GenerationError(what, where="sub_block_size", remedy=remedy)
     if grid is not None and config.cache != "exact":
         raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
     if config.drafts and (grid is None or grid == 1):
@@ -192,8 +197,9 @@ def block_start(position: int, block_size: int | None) -> int:
     return position - position % (block_size or 1)
 
 
-def _blocks(start: int, stop: int, grid: int | None, size: int | None) -> list[tuple[int, int]]:
-    """The decoding blocks of the positions from start to stop: on the grid of the attention, or from the start on."""
-    first = start if grid is None else block_start(start, grid)
-    edges = [start, *(edge for edge in range(first, stop, grid or size or stop - start) if edge > start), stop]
-    return list(pairwise(edges))
+def _blocks(lm: DiffusionLM, start: int, stop: int, grid: int | None, config: SamplerConfig) -> list[tuple[int, int]]:
+    """The decoding blocks of the positions from start to stop: on the grid of the attention or within it, or from the start on."""
+    first, size = start if grid is None else block_start(start, grid), grid or config.block_size or stop - start
+    inside = {0} if config.sub_block_size is None else {*range(0, size, config.sub_block_size), int(lm.logit_shift)}
+    edges = {block + part for block in range(first, stop, size) for part in inside}
+    return list(pairwise(sorted({start, stop, *(edge for edge in edges if start < edge < stop)})))

@@ -56,6 +56,10 @@ class Window(NamedTuple):
         """Where the attention's block in work begins, before which all is clean."""
         return block_start(self.start, lm.block_size)
 
+    def end(self, lm: DiffusionLM) -> int:
+        """Where it ends, or the sequence does."""
+        return min(self.base(lm) + (lm.block_size or 1), self.length)
+
     def queries(self, lm: DiffusionLM) -> int:
         """How many positions a pass computes of it."""
         if self.read is not None:
@@ -63,7 +67,7 @@ class Window(NamedTuple):
         if lm.attention == "bidirectional":
             return self.length
         guesses = len(self.guess.ids_GW) if self.guess else 0
-        return self.stop - self.clean + guesses * (self.stop - self.base(lm))
+        return self.end(lm) - self.clean + guesses * (self.end(lm) - self.base(lm))
 
 
 class Slots:
