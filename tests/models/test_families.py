@@ -11,11 +11,23 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 from typer.testing import CliRunner
 
+from tests.models.released import (
+    CONFIGS,
+    END,
+    EXPECTED,
+    FROZEN,
+    HIDDEN,
+    MASK,
+    NOT_KEPT,
+    VOCABULARY,
+    by_hand,
+    published_weights,
+    write_published,
+)
 from tests.training.conftest import TEXTS, settings, stock
 from unmask.cli import app
 from unmask.config import SamplerConfig
@@ -29,151 +41,6 @@ from unmask.training.convert import ConvertConfig, ConvertTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
 
-VOCABULARY, HIDDEN, INNER, LAYERS = 264, 16, 24, 2
-END, MASK = 257, 258
-GROUPS = {"llada": 4, "dream": 2, "sdar": 2}  # heads of keys and values, of 4
-SHARED = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0, "eos_token_id": END, "attention_dropout": 0.0, "use_cache": False}
-QWEN = SHARED | {
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": INNER,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "bos_token_id": END,
-    "max_window_layers": LAYERS,
-    "rope_scaling": None,
-    "sliding_window": None,
-    "use_sliding_window": False,
-    "tie_word_embeddings": False,
-    "mask_token_id": MASK,
-    "torch_dtype": "float32",
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llada": SHARED
-    | {
-        "architectures": ["LLaDAModelLM"],
-        "auto_map": {"AutoConfig": "configuration_llada.LLaDAConfig", "AutoModel": "modeling_llada.LLaDAModelLM"},
-        "model_type": "llada",
-        "d_model": HIDDEN,
-        "n_layers": LAYERS,
-        "n_heads": 4,
-        "n_kv_heads": 4,
-        "mlp_hidden_size": INNER,
-        "mlp_ratio": 4,
-        "max_sequence_length": 64,
-        "vocab_size": VOCABULARY,
-        "embedding_size": VOCABULARY,
-        "weight_tying": False,
-        "activation_type": "silu",
-        "alibi": False,
-        "attention_layer_norm": False,
-        "bias_for_layer_norm": False,
-        "block_group_size": 1,
-        "block_type": "llama",
-        "include_bias": False,
-        "include_qkv_bias": False,
-        "init_std": 0.02,
-        "input_emb_norm": False,
-        "layer_norm_type": "rms",
-        "layer_norm_with_affine": True,
-        "multi_query_attention": None,
-        "mask_token_id": MASK,
-        "pad_token_id": END,
-        "rope": True,
-        "scale_logits": False,
-    },
-    "dream": QWEN
-    | {
-        "architectures": ["DreamModel"],
-        "auto_map": {"AutoConfig": "configuration_dream.DreamConfig", "AutoModel": "modeling_dream.DreamModel"},
-        "model_type": "Dream",
-        "pad_token_id": END,
-        "use_mrope": False,
-    },
-    "sdar": QWEN
-    | {
-        "architectures": ["SDARForCausalLM"],
-        "auto_map": {"AutoConfig": "configuration_sdar.SDARConfig", "AutoModelForCausalLM": "modeling_sdar.SDARForCausalLM"},
-        "model_type": "sdar",
-        "block_size": 4,
-        "head_dim": 8,
-        "attention_bias": False,
-        "fuse_cross_entropy": True,
-    },
-}
-NOT_KEPT = {"auto_map", "mlp_ratio", "fuse_cross_entropy"}
-"""What released configs also hold: where their code is, and what it does not read (or reads in training alone)."""
-EXPECTED = {"llada": ("bidirectional", None, False), "dream": ("bidirectional", None, True), "sdar": ("block_causal", 4, False)}
-
-
-def published_weights(name: str) -> dict[str, Tensor]:
-    """Random weights by their published names, written out by hand."""
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator) * 0.3 + (1.0 if len(shape) == 1 else 0.0)
-
-    keys = HIDDEN * GROUPS[name] // 4 if name != "sdar" else 8 * GROUPS[name]
-    queries = HIDDEN if name != "sdar" else 8 * 4
-    if name == "llada":
-        weights = {f"model.transformer.{part}.weight": weight(VOCABULARY, HIDDEN) for part in ("wte", "ff_out")}
-        weights["model.transformer.ln_f.weight"] = weight(HIDDEN)
-        for layer in range(LAYERS):
-            block = f"model.transformer.blocks.{layer}"
-            weights |= {f"{block}.{part}.weight": weight(HIDDEN) for part in ("attn_norm", "ff_norm")}
-            weights |= {f"{block}.{part}.weight": weight(HIDDEN, HIDDEN) for part in ("q_proj", "k_proj", "v_proj", "attn_out")}
-            weights |= {f"{block}.{part}.weight": weight(INNER, HIDDEN) for part in ("ff_proj", "up_proj")}
-            weights[f"{block}.ff_out.weight"] = weight(HIDDEN, INNER)
-        return weights
-    weights = {"model.embed_tokens.weight": weight(VOCABULARY, HIDDEN), "lm_head.weight": weight(VOCABULARY, HIDDEN)}
-    weights["model.norm.weight"] = weight(HIDDEN)
-    for layer in range(LAYERS):
-        block = f"model.layers.{layer}"
-        weights |= {f"{block}.{part}.weight": weight(HIDDEN) for part in ("input_layernorm", "post_attention_layernorm")}
-        weights |= {f"{block}.self_attn.{part}_proj.weight": weight(keys, HIDDEN) for part in "kv"}
-        weights[f"{block}.self_attn.q_proj.weight"] = weight(queries, HIDDEN)
-        weights[f"{block}.self_attn.o_proj.weight"] = weight(HIDDEN, queries)
-        weights |= {f"{block}.mlp.{part}_proj.weight": weight(INNER, HIDDEN) for part in ("gate", "up")}
-        weights[f"{block}.mlp.down_proj.weight"] = weight(HIDDEN, INNER)
-        if name == "dream":
-            weights |= {f"{block}.self_attn.{part}_proj.bias": weight(width) for part, width in (("q", queries), ("k", keys), ("v", keys))}
-        else:
-            weights |= {f"{block}.self_attn.{part}_norm.weight": weight(8) for part in "qk"}
-    return weights
-
-
-def write_tokenizer(name: str, folder: Path) -> None:
-    """LLaDA comes with a tokenizer.json that names no mask token, Dream with vocabulary, merges and code, SDAR with all of it."""
-    pieces = {piece: number for number, piece in enumerate(sorted(ByteLevel.alphabet()))} | {"ab": 256}
-    tokens = {END: "<|endoftext|>", MASK: "<|mdm_mask|>" if name == "llada" else "<|mask|>"}
-    (folder / "vocab.json").write_text(json.dumps(pieces))
-    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
-    added = {str(number): {"content": text, "special": True, "normalized": False} for number, text in tokens.items()}
-    config: dict[str, Any] = {"added_tokens_decoder": added, "eos_token": tokens[END], "pad_token": tokens[END], "bos_token": None}
-    kind = {"dream": "DreamTokenizer", "sdar": "Qwen2Tokenizer"}.get(name, "Qwen2Tokenizer")
-    if name != "llada":
-        config |= {"mask_token": tokens[MASK], "auto_map": {"AutoTokenizer": [f"tokenization_{name}.{kind}", None]}}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": kind}))
-    if name == "llada":
-        AutoTokenizer.from_pretrained(folder, config=PretrainedConfig()).save_pretrained(folder)
-        for file in ("vocab.json", "merges.txt"):
-            (folder / file).unlink()
-        (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "PreTrainedTokenizerFast"}))
-
-
-def write_published(name: str, folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-    """A folder as the family publishes it."""
-    folder.mkdir(exist_ok=True)
-    config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not ...}
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file(weights or published_weights(name), folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(name, folder)
-    return folder
-
 
 @pytest.fixture(params=list(CONFIGS))
 def name(request: pytest.FixtureRequest) -> str:
@@ -183,34 +50,6 @@ def name(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def published(name: str, tmp_path: Path) -> Path:
     return write_published(name, tmp_path / "published")
-
-
-def by_hand(name: str) -> Any:
-    """The stock model with the same tensors put in their places one by one."""
-    sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": INNER}
-    more = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
-    kind = {"llada": LlamaConfig, "dream": Qwen2Config, "sdar": Qwen3Config}[name]
-    head = {"head_dim": 8} if name == "sdar" else {}
-    model: Any = AutoModelForCausalLM.from_config(
-        kind(**sizes, **more, **head, num_key_value_heads=GROUPS[name], tie_word_embeddings=False)
-    )
-    weights = published_weights(name)
-    if name != "llada":
-        model.load_state_dict(weights)
-        return model.eval()
-    model.model.embed_tokens.weight.data = weights["model.transformer.wte.weight"]
-    model.model.norm.weight.data = weights["model.transformer.ln_f.weight"]
-    model.lm_head.weight.data = weights["model.transformer.ff_out.weight"]
-    for number, layer in enumerate(model.model.layers):
-        places = {
-            **{"attn_norm": layer.input_layernorm, "ff_norm": layer.post_attention_layernorm},
-            **{"q_proj": layer.self_attn.q_proj, "k_proj": layer.self_attn.k_proj, "v_proj": layer.self_attn.v_proj},
-            **{"attn_out": layer.self_attn.o_proj, "ff_out": layer.mlp.down_proj},
-            **{"ff_proj": layer.mlp.gate_proj, "up_proj": layer.mlp.up_proj},  # LLaDA: ff_out(silu(ff_proj x) * up_proj x)
-        }
-        for part, module in places.items():
-            module.weight.data = weights[f"model.transformer.blocks.{number}.{part}.weight"]
-    return model.eval()
 
 
 def some_ids(length: int = 11) -> Tensor:
@@ -232,14 +71,14 @@ def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
     )
 
 
-def test_only_dream_never_trains_the_embedding_at_padding(name, published, tmp_path):
-    """Which is its EOS; the released modelling code of LLaDA and SDAR trains every row."""
+def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(name, published, tmp_path):
+    """It is the EOS; the released modelling code of LLaDA and SDAR trains every row."""
     lm = load(published)
     lm.save(tmp_path)
     for model in (lm, load(tmp_path)):
         model.logits(torch.tensor([[5, 6, END, 7]])).logsumexp(2).sum().backward()
-        assert (model.model.get_input_embeddings().weight.grad[END] == 0).all() == (name == "dream")
-        assert model.padding_idx == (END if name == "dream" else None)
+        assert (model.model.get_input_embeddings().weight.grad[END] == 0).all() == (name in FROZEN)
+        assert model.padding_idx == (END if name in FROZEN else None)
 
 
 def test_nobody_is_asked_whether_to_run_code(published, capfd):
@@ -270,7 +109,7 @@ def test_what_unmask_saves_is_a_stock_model(published, tmp_path):
 
 
 def test_shards_types_and_tied_embeddings(name, tmp_path):
-    weights = {key: value.bfloat16() for key, value in published_weights(name).items()}
+    weights = {key: value if "expert_bias" in key else value.bfloat16() for key, value in published_weights(name).items()}
     del weights["model.transformer.ff_out.weight" if name == "llada" else "lm_head.weight"]
     tied = {"weight_tying" if name == "llada" else "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
     folder = write_published(name, tmp_path / "one", weights, **tied)
@@ -304,7 +143,8 @@ def test_new_weights_for_a_released_architecture(published):
 
 REFUSED_CONFIGS = {
     "another architecture": ("dream", {"architectures": ["DreamForCausalLM"]}, "another architecture, DreamForCausalLM"),
-    "experts": ("llada", {"architectures": ["LLaDAMoEModelLM"]}, "another architecture, LLaDAMoEModelLM"),
+    "shared experts": ("llada_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, and only None"),
+    "one expert": ("llada2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which is not supported"),
     "biases": ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, and only False"),
     "another block": ("llada", {"block_type": "sequential"}, "block_type is 'sequential'"),
     "windows": ("sdar", {"use_sliding_window": True}, "use_sliding_window is True"),
@@ -375,7 +215,7 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
             lambda: make_diffusion(*stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"),
             "rope_par",
         ),
-        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar, hf"),
+        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar, fast_dllm_v2, llada_moe, llada2, hf"),
     ],
 )
 def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, words):
@@ -412,5 +252,7 @@ def test_the_command_line(tmp_path):
 
 def test_names_are_mapped_one_to_one():
     for family in FAMILIES.values():
-        assert len(set(family.weights.values())) == len(family.weights)
-        assert set(family.fields.values()) <= set(family.stock().to_dict()) | {"rope_theta", "rope_scaling"}
+        names = [name for names in family.weights.values() for name in ([names] if isinstance(names, str) else names)]
+        assert len(set(names)) == len(names)
+        elsewhere = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}  # in rope_parameters, or only where it is set
+        assert all(hasattr(family.stock(), name) for name in {*family.fields.values(), *family.fixed} - elsewhere)

@@ -17,10 +17,10 @@ from unmask.models.card import write_card
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.family import Family as Family
 from unmask.models.layouts import FAMILIES as FAMILIES
+from unmask.models.layouts import family_of as family_of
 from unmask.models.stock import export_stock, save_tokenizer
 
 STOCK_LAYOUT = "hf"
-BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES.values()}
 LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
 """Tokenizer classes that come as code with a model, and the model type whose class in transformers does the same."""
 
@@ -31,8 +31,9 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     Args:
         lm: the model, with its adapters merged in.
         path: the folder, made if need be.
-        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3) or "hf"
-            (a causal model of any architecture, `export_stock`).
+        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
+            "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal
+            GLM-4-MoE) or "hf" (a causal model of any architecture, `export_stock`).
 
     Raises:
         ConfigError: an unknown layout.
@@ -50,10 +51,7 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
         message = f"the mask token is {lm.mask_token_id}; what runs {layout} models may assume {family.mask_token_id}: tell it"
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     folder.mkdir(parents=True, exist_ok=True)
-    state = lm.model.state_dict()
-    if lm.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    save_torch_state_dict({family.published_name(name): weight for name, weight in state.items()}, folder)
+    save_torch_state_dict(family.published_weights(lm.model), folder)
     lm.model.generation_config.save_pretrained(folder)
     save_tokenizer(lm.tokenizer, folder)
     for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():

@@ -6,13 +6,17 @@ weights are called. Reading and writing both follow from it; no code of a releas
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+from torch import Tensor
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Split, WeightConverter, revert_weight_conversion
 
 from unmask.errors import ModelError
 from unmask.models.attention import Pattern
@@ -34,13 +38,19 @@ class Family:
     Attributes:
         name: of the layout.
         model_type, architecture: what config.json says of itself.
+        aliases: other model types that published code gives the same config.
         stock: the config class of transformers that computes the same.
         attention, logit_shift: as the released models were trained.
         block_size: of the attention, where config.json does not say it; None for a family without blocks.
+        block_field: what config.json calls it.
         mask_token_id: where config.json does not say it; released code and engines assume it.
         fields: names in config.json, with the names in the stock config.
+        fixed: fields of the stock config that are the same for every model of the family.
+        sparse_layers: what config.json calls a list of which layers have experts (1) or are dense (0); None: it has none.
         constants: what config.json says beyond them. Another value is another architecture.
-        weights: names in the files, with the names in the stock model; `*` is a layer's number. Unset: the same names.
+        refused: values that the stock class does not compute as the published one does.
+        weights: names in the files, with the names in the stock model; `*` is a layer's number. Several names: the file holds these
+            one after another in one tensor. Unset: the same names.
         frozen_padding: whether the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`).
         code: Python files that stand beside config.json, and its `auto_map` to them.
     """
@@ -48,29 +58,69 @@ class Family:
     name: str
     model_type: str
     architecture: str
+    aliases: tuple[str, ...] = ()
     stock: type[PretrainedConfig]
     attention: Pattern
     logit_shift: bool
     block_size: int | None = None
+    block_field: str = "block_size"
     mask_token_id: int
     frozen_padding: bool = False
     fields: Mapping[str, str]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    sparse_layers: str | None = None
     constants: Mapping[str, Any]
-    weights: Mapping[str, str] = field(default_factory=dict)
+    refused: Mapping[str, Any] = field(default_factory=dict)
+    weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     auto_map: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def key_mapping(self) -> dict[str, str]:
         """Patterns of published weight names and what replaces them, as `from_pretrained` takes them."""
-        return {_pattern(published): _replacement(stock) for published, stock in self.weights.items()}
+        return {_pattern(published): _replacement(stock) for published, stock in self.weights.items() if isinstance(stock, str)}
 
-    def published_name(self, stock: str) -> str:
-        """The published name of a weight of the stock model."""
+    @contextlib.contextmanager
+    def splitting(self) -> Iterator[None]:
+        """Inside, transformers splits what a file holds in one tensor: `from_pretrained` takes new names only, and a converter for
+        good would also fuse the weights of a stock model when it is saved."""
+        fused = {published: stock for published, stock in self.weights.items() if not isinstance(stock, str)}
+        if not fused:
+            yield
+            return
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[self.stock].__name__
+        converters = [
+            WeightConverter(f"{_within_layer(published)}.weight", [f"{_within_layer(part)}.weight" for part in stock], [Split(dim=0)])
+            for published, stock in fused.items()
+        ]
+        register_checkpoint_conversion_mapping(name, converters, overwrite=True)
+        try:
+            yield
+        finally:
+            register_checkpoint_conversion_mapping(name, [], overwrite=True)
+
+    def published_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
+        """The weights of a stock model by their published names, every expert by itself."""
+        state = revert_weight_conversion(model, model.state_dict())
+        if model.config.tie_word_embeddings:
+            del state["lm_head.weight"]
+        published: dict[str, Tensor] = {}
+        parts: dict[str, dict[int, Tensor]] = {}
+        for name, weight in state.items():
+            new, part = self._published_name(name)
+            if part is None:
+                published[new] = weight.clone()  # experts are parts of one tensor
+            else:
+                parts.setdefault(new, {})[part] = weight
+        return published | {name: torch.cat([pieces[part] for part in sorted(pieces)]) for name, pieces in parts.items()}
+
+    def _published_name(self, stock: str) -> tuple[str, int | None]:
+        """The published name of a weight of the stock model, and which part of that tensor it is; None: all of it."""
         for published, ours in self.weights.items():
-            if re.match(_pattern(ours), stock):
-                return re.sub(_pattern(ours), _replacement(published), stock)
-        return stock
+            for part, name in enumerate([ours] if isinstance(ours, str) else ours):
+                if re.match(_pattern(name), stock):
+                    return re.sub(_pattern(name), _replacement(published), stock), None if isinstance(ours, str) else part
+        return stock, None
 
     def read_config(self, published: Mapping[str, Any], where: str) -> PretrainedConfig:
         """The stock config that a published one stands for, with the settings that `unmask.load` reads.
@@ -85,14 +135,19 @@ class Family:
         for name, value in self.constants.items():
             if published.get(name, value) != value:
                 raise ModelError(f"{name} is {published[name]!r}, and only {value!r} is supported", where=where, remedy=remedy)
-        values = {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
+        for name, value in self.refused.items():
+            if published.get(name) == value:
+                raise ModelError(f"{name} is {value!r}, which is not supported", where=where, remedy=remedy)
+        values = dict(self.fixed) | {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
         lacking = [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]
         if lacking:
             raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)
+        if self.sparse_layers and published.get(self.sparse_layers):
+            values["mlp_only_layers"] = [layer for layer, sparse in enumerate(published[self.sparse_layers]) if not sparse]
         config = self.stock(**values)
         settings = {
             "attention": self.attention,
-            "block_size": self.block_size and published.get("block_size", self.block_size),
+            "block_size": self.block_size and published.get(self.block_field, self.block_size),
             "mask_token_id": published.get("mask_token_id", self.mask_token_id),
             "logit_shift": self.logit_shift,
             "padding_idx": published.get("pad_token_id") if self.frozen_padding else None,
@@ -107,9 +162,10 @@ class Family:
             **({"auto_map": dict(self.auto_map)} if self.auto_map else {}),
             "model_type": self.model_type,
             **{name: _stock_value(lm.config, stock) for name, stock in self.fields.items()},
+            **({self.sparse_layers: _sparse_layers(lm.config)} if self.sparse_layers else {}),
             **self.constants,
             "mask_token_id": lm.mask_token_id,
-            **({"block_size": lm.block_size} if self.block_size else {}),
+            **({self.block_field: lm.block_size} if self.block_size else {}),
             "torch_dtype": str(next(lm.model.parameters()).dtype).removeprefix("torch."),
         }
 
@@ -141,18 +197,30 @@ class Family:
 
 
 def _pattern(name: str) -> str:
-    return "^" + re.escape(name).replace(r"\*", r"(\d+)") + r"\."
+    return "^" + re.escape(name).replace(r"\*", r"(\d+)") + r"(?=\.|$)"
 
 
 def _replacement(name: str) -> str:
-    return name.replace("*", r"\1") + "."
+    return name.replace("*", r"\1")
+
+
+def _within_layer(name: str) -> str:
+    return name.rpartition("*.")[2]
+
+
+def _sparse_layers(config: PretrainedConfig) -> list[int]:
+    return [int(layer not in config.mlp_only_layers) for layer in range(config.num_hidden_layers)]
 
 
 def _stock_value(config: PretrainedConfig, name: str) -> Any:
     """A field of a stock config; rotary settings by the names they had in transformers 4, which published configs use."""
     if name == "rope_theta":
         return config.rope_parameters["rope_theta"]
+    if name == "partial_rotary_factor":
+        return config.rope_parameters.get(name, 1.0)
+    if name == "head_dim":
+        return getattr(config, name, None) or config.hidden_size // config.num_attention_heads
     if name == "rope_scaling":
-        scaling = {key: value for key, value in config.rope_parameters.items() if key != "rope_theta"}
+        scaling = {key: value for key, value in config.rope_parameters.items() if key not in ("rope_theta", "partial_rotary_factor")}
         return None if scaling == {"rope_type": "default"} else scaling
     return getattr(config, name)

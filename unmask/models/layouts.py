@@ -1,25 +1,28 @@
 """The layouts that released models are published in.
 
-Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025) and SDAR (Cheng et
-al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).
+Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al.
+2025) and Fast-dLLM v2 (Wu et al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 from unmask.models.family import SIZES, Family
 
-QWEN_FIELDS = {
-    name: name
-    for name in (
-        *SIZES,
-        *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_theta"),
-        *("rope_scaling", "tie_word_embeddings", "attention_dropout", "max_window_layers", "use_cache", "bos_token_id", "eos_token_id"),
-    )
-}
+
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
+
+
+SHARED = (
+    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_theta"),
+    *("rope_scaling", "tie_word_embeddings", "attention_dropout", "use_cache", "bos_token_id", "eos_token_id"),
+)
+QWEN_FIELDS = _same(*SIZES, *SHARED, "max_window_layers")
 NO_WINDOWS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
 
 SDAR_CONFIG_CODE = '''"""Lets AutoConfig read config.json (with trust_remote_code=True), as serving engines do."""
@@ -30,6 +33,12 @@ from transformers import PretrainedConfig
 class SDARConfig(PretrainedConfig):
     model_type = "sdar"
 '''
+
+
+def _code(repository: str, config: str, model: str) -> dict[str, str]:
+    """The `auto_map` to the classes that a repository of the hub holds; they run only where remote code is trusted."""
+    return {"AutoConfig": f"{repository}--{config}", "AutoModelForCausalLM": f"{repository}--{model}"}
+
 
 LLADA = Family(
     name="llada",
@@ -114,4 +123,89 @@ SDAR = Family(
     auto_map={"AutoConfig": "configuration_sdar.SDARConfig"},
     code={"configuration_sdar.py": SDAR_CONFIG_CODE},
 )
-FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR)}
+FAST_DLLM_V2 = Family(
+    name="fast_dllm_v2",
+    model_type="Fast_dLLM_Qwen",
+    architecture="Fast_dLLM_QwenForCausalLM",
+    stock=Qwen2Config,
+    attention="block_causal",
+    logit_shift=True,
+    block_size=32,
+    block_field="bd_size",
+    mask_token_id=151665,
+    frozen_padding=True,
+    fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
+    constants=NO_WINDOWS,
+    auto_map=_code("Efficient-Large-Model/Fast_dLLM_v2_7B", "configuration.Fast_dLLM_QwenConfig", "modeling.Fast_dLLM_QwenForCausalLM"),
+)
+LLADA_MOE = Family(
+    name="llada_moe",
+    model_type="llada",
+    aliases=("lladamoe",),
+    architecture="LLaDAMoEModelLM",
+    stock=Qwen3MoeConfig,
+    attention="bidirectional",
+    logit_shift=False,
+    mask_token_id=156895,
+    frozen_padding=True,
+    fields=_same(*SIZES, *SHARED, "attention_bias", "num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+    | {"dense_intermediate_size": "intermediate_size", "expert_intermediate_size": "moe_intermediate_size", "pad_token_id": "pad_token_id"},
+    fixed={"norm_topk_prob": False},
+    sparse_layers="moe_layer_freq",
+    constants={
+        "clip_qkv": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "partial_rotary_factor": 1,
+        "qk_layernorm": True,
+        "routed_scaling_factor": 1,
+        "shared_expert_intermediate_size": None,
+    },
+    auto_map=_code("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "configuration_lladamoe.LLaDAConfig", "modeling_lladamoe.LLaDAMoEModelLM"),
+)
+LLADA2 = Family(
+    name="llada2",
+    model_type="llada2_moe",
+    architecture="LLaDA2MoeModelLM",
+    stock=Glm4MoeConfig,
+    attention="block_causal",
+    logit_shift=False,
+    block_size=32,
+    mask_token_id=156895,
+    frozen_padding=True,
+    fields=_same(*SIZES, *SHARED, "pad_token_id", "head_dim", "partial_rotary_factor", "first_k_dense_replace", "moe_intermediate_size")
+    | _same("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "output_router_logits")
+    | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    fixed={"use_qk_norm": True},
+    constants={
+        "moe_router_enable_expert_bias": True,
+        "norm_head": False,
+        "norm_softmax": False,
+        "norm_topk_prob": True,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "use_rmsnorm": True,
+        "use_sliding_window": False,
+    },
+    refused={"num_experts_per_tok": 1},  # whose weight the published code does not normalise
+    weights={
+        "model.word_embeddings": "model.embed_tokens",
+        "model.layers.*.attention.query_key_value": tuple(f"model.layers.*.self_attn.{part}_proj" for part in "qkv"),
+        "model.layers.*.attention.query_layernorm": "model.layers.*.self_attn.q_norm",
+        "model.layers.*.attention.key_layernorm": "model.layers.*.self_attn.k_norm",
+        "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
+        "model.layers.*.mlp.gate.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    },
+    auto_map=_code("inclusionAI/LLaDA2.0-mini", "configuration_llada2_moe.LLaDA2MoeConfig", "modeling_llada2_moe.LLaDA2MoeModelLM"),
+)
+FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2, LLADA_MOE, LLADA2)}
+
+
+def family_of(published: Mapping[str, Any]) -> Family | None:
+    """The family in whose layout a config.json is: by its architecture where model types are shared; None: it is of none."""
+    model_type, architectures = published.get("model_type"), published.get("architectures") or ()
+    kin = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
+    return next((family for family in kin if family.architecture in architectures), kin[0] if kin else None)

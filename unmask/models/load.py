@@ -28,7 +28,7 @@ from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, Pattern
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.families import BY_MODEL_TYPE, Family, name_mask_token, tokenizer_choice
+from unmask.models.families import Family, family_of, name_mask_token, tokenizer_choice
 from unmask.models.time_embedding import load_time_embedding
 
 MASK_TOKEN = "<|mask|>"
@@ -341,7 +341,7 @@ def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | No
         published, _ = PretrainedConfig.get_config_dict(where, **source)
         if not isinstance(published, dict):
             raise ValueError("config.json holds no object")
-        family = BY_MODEL_TYPE.get(published.get("model_type", ""))
+        family = family_of(published)
         if family is None:
             return AutoConfig.from_pretrained(where, **source), None
     except (OSError, ValueError) as error:
@@ -354,7 +354,7 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
     remedy, torch_dtype = "Give a causal language model with safetensors weights", _dtype(dtype)
     names = family.key_mapping if family else None
     try:
-        with _not_shared_out():
+        with _not_shared_out(), family.splitting() if family else contextlib.nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
                 where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
             )
