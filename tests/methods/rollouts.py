@@ -17,7 +17,7 @@ from unmask.diffusion.score import noise_groups
 from unmask.diffusion.views import Draw, Views
 from unmask.generation import sampler
 from unmask.methods import Rollout, Scores, get_method
-from unmask.methods.base import learnable, parts_of
+from unmask.methods.base import learnable, parts_of, plan_views
 from unmask.objectives.policy import count_items, shares
 from unmask.training.grpo_config import GRPOConfig
 from unmask.training.rollouts import cut_at_end, make_rollout
@@ -91,9 +91,10 @@ def config(name, **more):
     return args
 
 
-def plan(name, rollout, key_B=None, seed=0, iteration=0, **more) -> Views:
-    """A method's views."""
-    return get_method(name).plan(rollout, Draw(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more))
+def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -> Views:
+    """A method's views, with what stands behind the end as `beyond_eos` says."""
+    draw, args = Draw(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more)
+    return plan_views(lambda rollout: get_method(name).plan(rollout, draw, args), rollout, end)
 
 
 def masks(views: Views) -> tuple[torch.Tensor, ...]:

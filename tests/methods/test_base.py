@@ -122,8 +122,8 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
 @pytest.mark.parametrize("end", ["hidden", "shown", "learnt"])
 def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     lm, rollout = usual("bidirectional", stop_at_eos=False)
-    tail_BT, rollout = rollout.beyond_BT, rollout.ending(end)
-    args, views = config(name), plan(name, rollout)
+    tail_BT, rollout = rollout.beyond_BT, rollout.whole() if end == "learnt" else rollout
+    args, views = config(name), plan(name, rollout, end=end)
     scores, _ = made_up(rollout, views, args)
     assert tail_BT.any()
     changed = replace(scores, policy_BVT=torch.where(tail_BT[:, None], -7.0, scores.policy_BVT))
@@ -132,9 +132,8 @@ def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     assert (scores.share_BT[tail_BT] > 0).any() == (end == "learnt")
     if end == "learnt" or name in REPLAYS:  # these show what the sampler saw
         return
-    partial_BV = (rollout.completion_BT[:, None] & ~views.hidden_BVT).any(2)
-    shown_BV = (tail_BT[:, None] & ~views.hidden_BVT).any(2)
-    assert torch.equal(shown_BV, partial_BV & tail_BT.any(1)[:, None] & (end == "shown"))
+    noised = plan(name, rollout.whole())  # as if it were the completion's
+    assert end == "hidden" or torch.equal(views.hidden_BVT, noised.hidden_BVT)
     other_BT = torch.where(tail_BT, 4, rollout.ids_BT)
     with torch.no_grad():
         here, there = (score(lm, ids_BT, rollout.documents_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
@@ -146,8 +145,7 @@ def test_what_was_never_revealed_stays_hidden():
     _, rollout = usual("bidirectional", block_size=2)
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     assert never_BT.any()
-    for end in ("hidden", "shown", "learnt"):
-        views = plan("coupled-grpo", rollout.ending(end))
+    for views in (plan("coupled-grpo", rollout), plan("coupled-grpo", rollout, end="shown"), plan("coupled-grpo", rollout.whole())):
         assert views.hidden_BVT.transpose(1, 2)[never_BT].all() and not views.scored_BVT.transpose(1, 2)[never_BT].any()
 
 
@@ -168,7 +166,7 @@ TABLE = {
     "trace-rl": ("population-z-score", (0.2, 0.2), "token", ("k3", 0.01, "old"), "view"),
     "dipo": ("z-score", (0.2, 0.28), "token", None, "token"),
     "agrpo": ("r-mean", None, None, None, "constant"),
-    "just-grpo": ("z-score", None, None, None, "token"),
+    "just-grpo": ("z-score", None, None, None, "constant"),
 }
 OTHERS = {
     "wd1": {"softmax_temperature": 1.0, "prompt_mask_rate": 0.15},
@@ -179,6 +177,7 @@ OTHERS = {
     "trace-rl": {"shrink": 1, "difficulty": [0.2, 0.8]},
     "dipo": {"log_ratio_clamp": 10.0, "drop_equal_groups": True},
     "agrpo": {"samples": 8},
+    "just-grpo": {"drop_equal_groups": True},
     "gdpo": {"samples": 3, "log_ratio_clamp": 20.0},
 }
 SWITCHES = {
@@ -284,7 +283,7 @@ TOKEN_LOSSES = {
     "dipo": lambda batch, args: over_tokens(batch, lambda c: token_terms(c, 0.2, 0.28, clamp=10.0)),
     "wd1": lambda batch, args: over_completions(batch, log_probs, lambda c: 1),
     "agrpo": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
-    "just-grpo": lambda batch, args: over_tokens(batch, log_probs),
+    "just-grpo": lambda batch, args: over_completions(batch, log_probs, lambda c: LENGTH),
 }
 
 

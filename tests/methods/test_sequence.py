@@ -117,7 +117,7 @@ def test_uni_grpo_hides_something_of_every_group():
 def test_espo_scores_the_whole_canvas_once_in_each_pair_where_it_is_learnt(samples):
     _, rollout = usual("bidirectional", stop_at_eos=False)
     assert rollout.beyond_BT.any() and torch.equal(rollout.revealed_BT, (rollout.documents_BT > 0) & ~rollout.prompt_BT)
-    rollout = rollout.ending("learnt")
+    rollout = rollout.whole()
     views = plan("espo", rollout, samples=samples)
     assert views.count == 2 * samples and torch.equal(views.hidden_BVT, views.scored_BVT)
     for first, second in zip(range(samples), range(samples, 2 * samples), strict=True):

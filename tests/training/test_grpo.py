@@ -262,6 +262,34 @@ def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions
         torch.testing.assert_close(scored_BVT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("beyond", ["hidden", "shown", "learnt"])
+def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, tmp_path):
+    trainer = make("grpo", tmp_path, method="coupled-grpo", beyond_eos=beyond, stop_at_eos=False, max_completion_length=8, reward=ranks)
+    assert isinstance(trainer, GRPOTrainer)
+    [[update]] = trainer.experience([next(iter(trainer.get_train_dataloader()))])
+    rollout = update.rollout
+    behind_BT = (rollout.ids_BT == trainer.lm.eos_token_id).cumsum(1).roll(1, 1) > 0
+    behind_BT &= (rollout.documents_BT > 0) & ~rollout.prompt_BT
+    assert behind_BT.any()
+    assert update.learnt_BT[behind_BT].all() if beyond == "learnt" else not update.learnt_BT[behind_BT].any()
+    shown_BVT = ~update.views.hidden_BVT & behind_BT[:, None]
+    assert not shown_BVT[:, 0].any() and shown_BVT[:, 1:].any() == (beyond != "hidden")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beyond_eos": "shown"}, "diffu-grpo hides what stands behind the end"),
+        ({"beyond_eos": "shown", "method": "cj-grpo"}, "cj-grpo hides what stands behind the end, or has it as it was sampled"),
+        ({"beyond_eos": "learnt", "lm": "causal"}, "a causal model predicts nothing from what stands behind the end"),
+    ],
+)
+def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, message, tmp_path):
+    lm = tiny(given.pop("lm", "bidirectional"))
+    with pytest.raises(ConfigError, match=f"^beyond_eos: {message}"):
+        make("grpo", tmp_path, lm, **given)
+
+
 QUICK = ("diffu-grpo", "spg", "trace-rl")
 
 

@@ -32,7 +32,6 @@ class Rollout:
         block_BT: the decoding block, from 0; -1 on the prompt and padding.
         sampled_BT: log-probabilities of the completion where it was sampled, if that was not here; None: here.
         one_document: whether there is no padding, known beforehand: attention then finds its mask among those that are kept.
-        beyond_shown: whether views that show any of the completion also show what was sampled behind its end.
     """
 
     ids_BT: Tensor
@@ -44,7 +43,6 @@ class Rollout:
     block_BT: Tensor
     sampled_BT: Tensor | None = None
     one_document: bool = False
-    beyond_shown: bool = False
 
     @property
     def beyond_BT(self) -> Tensor:
@@ -61,23 +59,14 @@ class Rollout:
         parts: dict[str, Any] = {name: part[at] for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **parts)
 
-    def ending(self, kind: str) -> Rollout:
-        """The rollout as it is learnt from (`GRPOConfig.beyond_eos`).
-
-        hidden: views hide what stands behind the end. shown: those that show any of the completion show it. learnt: what was sampled there
-        is part of the completion.
-        """
-        if kind == "learnt":
-            return replace(self, completion_BT=self.revealed_BT)
-        return replace(self, beyond_shown=kind == "shown")
+    def whole(self) -> Rollout:
+        """The rollout whose completions are all that was revealed, what is behind their ends too."""
+        return replace(self, completion_BT=self.revealed_BT)
 
     def hiding(self, scored_BVT: Tensor, weight_BVT: Tensor) -> Views:
-        """Views that hide what they score, and behind the end what none of them scores, or what was never revealed (`ending`)."""
-        rest_BVT = (self.beyond_BT & ~scored_BVT.any(1))[:, None].expand_as(scored_BVT)
-        if self.beyond_shown:
-            partial_BV1 = (self.completion_BT[:, None] & ~scored_BVT).any(2, keepdim=True)
-            rest_BVT = rest_BVT & ~(partial_BV1 & self.revealed_BT[:, None])
-        return Views(scored_BVT | rest_BVT, scored_BVT, weight_BVT.float())
+        """Views that hide what they score, and behind the end what none of them scores, as when the text was sampled."""
+        rest_BT = self.beyond_BT & ~scored_BVT.any(1)
+        return Views(scored_BVT | rest_BT[:, None], scored_BVT, weight_BVT.float())
 
     def groups_of(self, chosen_BT: Tensor) -> Tensor:
         """The groups [B, T] of some tokens; -1 elsewhere."""
@@ -148,6 +137,15 @@ def learnable(rollout: Rollout, views: Views) -> Tensor:
 def parts_of(rollout: Rollout, views: Views, kind: str) -> Tensor:
     """The part [B, T] of its completion that a token counts in (`shares`): the view that scores it, else the step that revealed it."""
     return views.scored_BVT.int().argmax(1) if kind.startswith("view") else rollout.steps_BT.clamp_min(0)
+
+
+def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
+    """Views of a plan, in which what was sampled behind the end is hidden, or `shown`: noised as the completion is, but not scored.
+    (Where it is to be learnt, the rollout is `whole` already.)"""
+    if beyond_eos != "shown":
+        return plan(rollout)
+    views, own_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
+    return replace(views, scored_BVT=views.scored_BVT & own_B1T, weight_BVT=views.weight_BVT * own_B1T)
 
 
 def check_views(views: Views, rollout: Rollout, where: str) -> None:
@@ -265,7 +263,7 @@ class Method:
             another method they are refused. `beta` stands for the divergence, `importance_cap` for weights that correct for a server.
         defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
         by_attention: those that follow from the model's attention; None among the defaults.
-        partial: whether its views hide a completion in part, other than as it was sampled: then `beyond_eos: shown` means something.
+        partial: whether `beyond_eos: shown` means something: its views hide any part of a completion, and not as it was sampled.
         fixed: the settings that its plan relies on: other values than by default are refused.
     """
 

@@ -85,5 +85,6 @@ SPG = Method(
     weighs="mean",
     uses=("eubo_beta", "eubo_share"),
     plan_uses=("samples", "prompt_mask_rate"),
+    partial=False,
     defaults={"samples": 2},
 )

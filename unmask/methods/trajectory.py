@@ -129,5 +129,9 @@ DIPO = Method(
 AGRPO = Method("agrpo", sampled_steps, plan_uses=("samples",), defaults={"samples": 8, "aggregation": "constant"}, **ON_POLICY)
 # JustGRPO (2601.15165)
 JUST_GRPO = Method(
-    "just-grpo", left_to_right, defaults={"advantage": "z-score", "policy": "left_to_right"}, fixed=("policy", "steps"), **ON_POLICY
+    "just-grpo",
+    left_to_right,
+    defaults={"advantage": "z-score", "policy": "left_to_right", "aggregation": "constant", "drop_equal_groups": True},
+    fixed=("policy", "steps"),
+    **ON_POLICY,
 )

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.methods import Rollout, Scores, get_method
-from unmask.methods.base import check_views, learnable, parts_of
+from unmask.methods.base import check_views, learnable, parts_of, plan_views
 from unmask.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.models.diffusion_lm import DiffusionLM, disable_dropout, evaluating
 from unmask.models.load import first_line
@@ -247,7 +247,7 @@ class GRPOTrainer(CollectingTrainer):
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
             rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
-            rollout = rollout.ending(str(self.args.beyond_eos))
+            rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
             with self.phases("scoring"):
                 made.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
@@ -260,13 +260,16 @@ class GRPOTrainer(CollectingTrainer):
         hidden, so that its likelihood is exact."""
         if self.lm.autoregressive:
             return weighed(rollout, rollout.completion_BT[:, None], self.args)
-        if self.masking is None:
-            views, planner = self.method.plan(rollout, draw, self.args), self.args.method
-        else:
-            sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
-            views = self.masking.plan(rollout, draw, self.args, sampled / max(self.state.max_steps, 1))
-            planner = type(self.masking).__name__
-        check_views(views, rollout, f"plan of {planner}")
+        sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
+        progress = sampled / max(self.state.max_steps, 1)
+
+        def plan(rollout: Rollout) -> Views:
+            if self.masking is None:
+                return self.method.plan(rollout, draw, self.args)
+            return self.masking.plan(rollout, draw, self.args, progress)
+
+        views = plan_views(plan, rollout, str(self.args.beyond_eos))
+        check_views(views, rollout, f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}")
         return views
 
     @property

@@ -111,7 +111,7 @@ class GRPOConfig(StageConfig):
     stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end of sequence, as the completion always does")
     beyond_eos: str | None = of_method(
         "hidden",
-        "What was sampled behind the end of a completion: hidden, shown by views that show any of it, or learnt as its part (docs/rl.md)",
+        "What was sampled behind the end of a completion: hidden, shown (noised as the completion is), or learnt as its part (docs/rl.md)",
         choices=("hidden", "shown", "learnt"),
     )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
@@ -182,7 +182,7 @@ class GRPOConfig(StageConfig):
             what = "a causal model predicts nothing from what stands behind the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
         if final and self.beyond_eos == "shown" and strategy is None and not method.partial:
-            what = f"{self.method} hides completions whole, or as they were sampled"
+            what = f"{self.method} hides what stands behind the end, or has it as it was sampled"
             raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
         planning = method.plan_uses if strategy is None or strategy.uses is None else strategy.uses
         used = {*method.uses, *(() if exact else planning)}
