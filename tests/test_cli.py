@@ -261,7 +261,7 @@ COMMON = {
     **{"max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
 }
 SAMPLERS = [
-    SamplerConfig(**COMMON, steps=3, policy="margin", order_temperature=0.5, remask=0.3),
+    SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
     SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2),

@@ -24,6 +24,10 @@ class SamplerConfig(Config):
     each); within a block the tokens per step are as even as possible, the larger counts first."""
     tokens_per_step: int | None = Field(default=None, ge=1)
     """The same by its inverse: how many tokens a step reveals."""
+    schedule: Literal["even", "dream", "ancestral"] = "even"
+    """How the steps of a block share its tokens. even: as stated for `steps`. dream: rounded down at times from 1 to 0.001, as Dream does,
+    so that early steps reveal less. ancestral: each token at a step drawn for it, as MDLM and Dream's `origin` do. A step that would
+    reveal nothing is skipped."""
     block_size: int | None = Field(default=None, ge=1)
     """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
     the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
@@ -35,7 +39,7 @@ class SamplerConfig(Config):
     """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, any, or the
     first ones."""
     threshold: float | None = Field(default=None, gt=0, le=1)
-    """Reveal in each step all tokens of at least this probability, and at least the best one."""
+    """Reveal in each step all tokens of at least this probability, or exactly the best one where none reaches it."""
     factor: float | None = Field(default=None, gt=0)
     """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n + 1) probable."""
     entropy_bound: float | None = Field(default=None, ge=0)
@@ -52,7 +56,8 @@ class SamplerConfig(Config):
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Noise in the order: positions are drawn without replacement in proportion to exp(score / order_temperature)."""
     filtered_confidence: bool = False
-    """Whether to rank by the probabilities that tokens are drawn from (after temperature, top_p, top_k) instead of the model's own."""
+    """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
+    Dream, and not the model's own. Temperature 0 counts as 1 here."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
     """Divides the logits of tokens that stand in the sequence already (multiplies negative ones); 1: none."""
     guidance: float = Field(default=0.0, ge=0, le=1e3)
@@ -101,8 +106,11 @@ class SamplerConfig(Config):
         if self.order_temperature and (self.parallel or self.policy in ("random", "left_to_right")):
             what = f"with {rules[0] if self.parallel else f'policy {self.policy!r}'}"
             raise ConfigError(what, where="order_temperature", remedy="Leave it out.")
-        if self.policy != "confidence" and self.filtered_confidence:
-            raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy="Use policy 'confidence'.")
+        if self.parallel and self.schedule != "even":
+            raise ConfigError(f"{self.schedule} with {rules[0]}, which fixes no number of steps", where="schedule", remedy="Leave one out.")
+        if self.policy in ("random", "left_to_right") and self.filtered_confidence:
+            remedy = "Use policy 'confidence', 'margin' or 'entropy'."
+            raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy=remedy)
         if self.drafts and (self.remask or self.guidance):
             raise ConfigError(f"with {'remask' if self.remask else 'guidance'}", where="drafts", remedy="Leave one of them out.")
         if self.early_commit is not None and self.remask:

@@ -97,7 +97,8 @@ def configs(draw, attention: str, block_size: int | None):
     }
     rule = draw(st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"]))
     if rule == "entropy_bound":
-        return SamplerConfig(entropy_bound=draw(st.sampled_from([0.0, 0.5, 3.0])), policy="entropy", **shared)
+        bound, filtered = draw(st.sampled_from([0.0, 0.5, 3.0])), draw(st.booleans())
+        return SamplerConfig(entropy_bound=bound, policy="entropy", filtered_confidence=filtered, **shared)
     if rule in ("threshold", "factor"):
         bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
         return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
@@ -106,6 +107,8 @@ def configs(draw, attention: str, block_size: int | None):
         **{rule: draw(st.none() | st.integers(1, size))},
         policy=policy,
         order_temperature=0.0 if policy in ("random", "left_to_right") else draw(st.sampled_from([0.0, 0.0, 0.5])),
+        filtered_confidence=policy not in ("random", "left_to_right") and draw(st.booleans()),
+        schedule=draw(st.sampled_from(["even", "even", "dream", "ancestral"])),
         remask=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
         **shared,
     )

@@ -28,6 +28,8 @@ POLICIES = {
     "factor": {"factor": 0.8},
     "entropy bound": {"policy": "entropy", "entropy_bound": 1.5},
     "remasking": {"remask": 0.5},
+    "schedule of Dream": {"policy": "entropy", "schedule": "dream", "steps": 5, "filtered_confidence": True, "top_p": 0.9},
+    "ancestral schedule": {"policy": "random", "schedule": "ancestral", "steps": 5},
 }
 PROMPTS = [[4, 5, 6], [7], [8, 9, 4, 5, 6], [5, 5]]
 WIDTH = 8

@@ -143,6 +143,28 @@ def test_priorities(seed, temperature):
         assert torch.equal(decision.token_N, by_policy["random"].token_N)  # the policy orders, it does not choose tokens
 
 
+@given(seeds, st.sampled_from([0.0, 0.6, 1.7]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.7]), st.sampled_from([None, [1, 2, 4, 5]]))
+def test_filtered_priorities_are_those_of_the_distribution_that_is_left(seed, temperature, top_k, top_p, allowed):
+    """Ye et al. 2025 (Dream): after temperature and filters, and at temperature 0 after the filters alone."""
+    logits_NV = random_logits(seed, 6, 6)
+    settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "allowed_tokens": allowed}
+    allowed_V = torch.tensor([allowed is None or token in allowed for token in range(6)])
+    kept_NV = keep_likely((logits_NV.masked_fill(~allowed_V, -torch.inf) / (temperature or 1.0)).softmax(-1), top_k, top_p)
+    probs = (kept_NV / kept_NV.sum(-1, keepdim=True)).tolist()
+    for policy in ("confidence", "margin", "entropy"):
+        made = decide_rows(logits_NV, policy=policy, filtered_confidence=True, trace=True, **settings)
+        best = [sorted(row, reverse=True) for row in probs]
+        expected = {
+            "confidence": [math.log(row[token]) for row, token in zip(probs, made.token_N.tolist(), strict=True)],
+            "margin": [row[0] - row[1] for row in best],
+            "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
+        }
+        assert made.priority_N.tolist() == pytest.approx(expected[policy], abs=1e-6)
+        plain = decide_rows(logits_NV, policy=policy, trace=True, **settings)
+        for field in ("token_N", "log_prob_N", "sampled_log_prob_N", "entropy_N"):  # only the order changes
+            assert torch.equal(getattr(made, field), getattr(plain, field))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_equals_are_not_parted_by_rounding(policy):
     """All positions of an empty canvas can be alike: the order must not hang on the last bit of a float64."""
@@ -187,9 +209,12 @@ def priorities(scores: list[list[float]]) -> torch.Tensor:
     return torch.tensor([row + [-math.inf] * (width - len(row)) for row in scores])
 
 
-def test_a_threshold_reveals_all_that_pass_it_and_at_least_the_best():
-    scores = priorities([[math.log(p) for p in row] for row in ([0.95, 0.2, 0.9, 0.1], [0.3, 0.2], [0.5, 0.5 - 1e-6, 0.4])])
-    assert how_many(scores, SamplerConfig(threshold=0.9)).tolist() == [2, 1, 2]  # min(threshold, best - 1e-5)
+@given(st.lists(st.lists(st.sampled_from([0.95, 0.9, 0.9 - 1e-6, 0.5, 0.5 - 1e-6]), min_size=1, max_size=6), min_size=1, max_size=4))
+def test_a_threshold_reveals_all_that_reach_it_or_exactly_one(probs):
+    """Not all that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
+    scores = priorities([[math.log(p) for p in row] for row in probs])
+    expected = [max(1, sum(p >= 0.9 - 1e-9 for p in row)) for row in probs]
+    assert how_many(scores, SamplerConfig(threshold=0.9 - 1e-9)).tolist() == expected
 
 
 def test_a_factor_asks_more_of_each_further_token():

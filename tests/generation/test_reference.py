@@ -51,6 +51,17 @@ def test_it_costs_a_forward_pass_a_step(attention, block_size, steps, monkeypatc
         assert {length for _, length in seen} == {len(prompt) + 7 for prompt in PROMPTS}
 
 
+@pytest.mark.parametrize("generate", [reference.generate, sampler.generate])
+@pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
+def test_of_equals_below_a_threshold_one_is_revealed_and_the_first(generate, attention, block_size):
+    """Every position predicts the same, so that all are as probable as the best (Wu et al. 2025: reveal one then)."""
+    stock_model, tokenizer = stock()
+    stock_model.get_output_embeddings().weight.data.zero_()
+    lm = make_diffusion(stock_model, tokenizer, attention=attention, block_size=block_size)
+    generation = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=7, threshold=0.9, forbidden_tokens=[lm.eos_token_id]))
+    assert generation.steps == [list(range(7))] * 4 and generation.forward_passes == [7] * 4
+
+
 def test_the_policies_differ():
     """Else the other tests would not see a policy that is ignored."""
     lm = tiny("phi", "bidirectional")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +85,45 @@ def test_tokens_per_step_are_the_inverse_of_steps(sizes, tokens):
     assert all(max(block) <= tokens and len(block) == -(-size // tokens) for block, size in zip(counts, sizes, strict=True))
 
 
+@given(sizes, st.integers(1, 80), st.sampled_from(["dream", "ancestral"]), st.integers(0, 99))
+def test_every_schedule_reveals_all_and_skips_steps_that_reveal_nothing(sizes, steps, schedule, key):
+    counts = step_counts(sizes, SamplerConfig(steps=steps, schedule=schedule), key)
+    assert [sum(block) for block in counts] == sizes
+    for index, block in enumerate(counts):
+        assert min(block) >= 1 and len(block) <= max(1, steps // len(sizes) + (index < steps % len(sizes)))
+
+
+@given(st.integers(1, 64), st.integers(1, 64))
+def test_the_schedule_of_dream_rounds_down(size, steps):
+    """Of what is left the share 1 - s / t, at equidistant times t > s from 1 to 0.001; the last step reveals the rest."""
+    left, expected = size, []
+    for step in range(steps - 1):
+        time, later = (1 - (1 - Fraction(1, 1000)) * number / steps for number in (step, step + 1))
+        exact = left * (1 - later / time)
+        if abs(exact - round(exact)) < 1e-4:  # where float32 may round to the other side
+            return
+        expected.append(math.floor(exact))
+        left -= expected[-1]
+    (counts,) = step_counts([size], SamplerConfig(steps=steps, schedule="dream"))
+    assert counts == [count for count in [*expected, left] if count]
+
+
+def test_the_ancestral_schedule_reveals_each_token_at_a_step_of_its_own():
+    """A token is still hidden after step i of n with probability 1 - 0.999 i / n (Sahoo et al. 2024), other tokens apart."""
+    steps, size, rounds = 4, 3, 4000
+    config = SamplerConfig(steps=steps, schedule="ancestral")
+    first = sum(step_counts([size], config, key)[0] == [size] for key in range(rounds)) / rounds  # all at one step
+    shares = [0.999 / 4] * 3 + [1 - 3 * 0.999 / 4]
+    expected = sum(share**size for share in shares)
+    assert abs(first - expected) < 4 * math.sqrt(expected * (1 - expected) / rounds)
+    assert step_counts([5, 5], config, 7) == step_counts([5, 5], config, 7) != step_counts([5, 5], config, 8)
+
+
+def test_more_steps_than_tokens_fit_a_schedule_that_skips():
+    lm = tiny("phi", "bidirectional")
+    assert sum(make_requests(lm, [[4]], SamplerConfig(max_new_tokens=8, steps=40, schedule="dream"))[0].counts[0]) == 8
+
+
 @every_pattern
 @given(data=st.data())
 def test_infilling_plans_every_hidden_position_once(attention, block_size, data):
@@ -109,7 +151,8 @@ def test_infilling_plans_every_hidden_position_once(attention, block_size, data)
         ({"entropy_bound": 0.9}, "Use policy 'entropy'"),
         ({"order_temperature": 1.0, "policy": "random"}, "order_temperature: with policy 'random'"),
         ({"order_temperature": 1.0, "threshold": 0.5}, "order_temperature: with threshold"),
-        ({"filtered_confidence": True, "policy": "margin"}, "filtered_confidence"),
+        ({"filtered_confidence": True, "policy": "random"}, "filtered_confidence: with policy 'random'"),
+        ({"threshold": 0.9, "schedule": "dream"}, "schedule: dream with threshold, which fixes no number of steps"),
         ({"refresh_interval": 3}, "an exact cache needs no refresh"),
         ({"drafts": 2, "remask": 0.5}, "drafts: with remask"),
         ({"drafts": 2, "guidance": 0.5}, "drafts: with guidance"),

@@ -30,8 +30,8 @@ class Decision(NamedTuple):
         priority_N: the policy's score, float32 so that rounding does not part equals; the highest are revealed first, ties go to
             the lower position.
         sampled_log_prob_N: the log-probability under the distribution that they are drawn from; with a trace.
-        entropy_N: of the model's distribution, in nats; with a trace or where the policy asks for it.
-        margin_N: between the probabilities of the two best tokens; where the policy asks for it.
+        entropy_N: of the model's distribution, in nats; with a trace or where the policy ranks by it.
+        margin_N: between the model's probabilities of the two best tokens; where the policy or an early commit asks for it.
     """
 
     token_N: Tensor
@@ -85,43 +85,57 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
         remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
         raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
     entropy_N = margin_N = sampled_N = None
-    if config.trace or config.policy == "entropy":
+    if config.trace or (config.policy == "entropy" and not config.filtered_confidence):
         entropy_N = normaliser_N - (weight_NV * logits_NV.clamp_min(torch.finfo(logits_NV.dtype).min)).sum(-1) / total_N
-    if config.policy == "margin" or config.early_commit is not None:
+    if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
-    if config.temperature == 0:
-        token_N = best(shaped_NV)
-    else:
+    if config.temperature > 0 or config.filtered_confidence:
         if shaped_NV is not logits_NV:
             below_NV = shaped_NV - shaped_NV.amax(-1, keepdim=True)
         if shaped_NV is not logits_NV or twice:
-            weight_NV = below_NV.div_(config.temperature).exp_()
+            weight_NV = below_NV.div_(config.temperature or 1.0).exp_()
         weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-        token_N = draw(weight_NV, noise[Stream.TOKEN])
+    token_N = best(shaped_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN])
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
-    if config.temperature > 0 and (config.trace or config.filtered_confidence):
-        sampled_N = (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
-    elif config.trace or config.filtered_confidence:
-        sampled_N = torch.zeros_like(log_prob_N)  # the most probable token for certain
+    if config.trace:  # at temperature 0 it is the most probable token for certain
+        sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_share(weight_NV, token_N)
     match config.policy:
+        case "random":
+            priority_N = noise[Stream.ORDER]
+        case "left_to_right":
+            priority_N = torch.zeros_like(log_prob_N)  # ties go to the lower position
+        case policy if config.filtered_confidence:
+            priority_N = _filtered_priority(weight_NV, token_N, policy)
         case "confidence":
-            priority_N = sampled_N if config.filtered_confidence and sampled_N is not None else log_prob_N
+            priority_N = log_prob_N
         case "margin":
             assert margin_N is not None
             priority_N = margin_N
         case "entropy":
             assert entropy_N is not None
             priority_N = -entropy_N
-        case "random":
-            priority_N = noise[Stream.ORDER]
-        case "left_to_right":
-            priority_N = torch.zeros_like(log_prob_N)  # ties go to the lower position
     if config.order_temperature > 0:
         score_N = priority_N.exp() if config.policy == "confidence" else priority_N
         priority_N = score_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
     priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf is where there is no row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
+
+
+def _log_share(weight_NV: Tensor, token_N: Tensor) -> Tensor:
+    """The log-probability of a token in each row under a distribution that is proportional to weights."""
+    return (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
+
+
+def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
+    """The policy's score of the distribution that is proportional to weights: after penalty, bans, temperature and filters (Dream)."""
+    if policy == "confidence":
+        return _log_share(weight_NV, token_N)
+    prob_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
+    if policy == "entropy":
+        return -torch.special.entr(prob_NV).sum(-1)
+    best_N2 = prob_NV.topk(2).values
+    return best_N2[:, 0] - best_N2[:, 1]
 
 
 def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
@@ -205,8 +219,7 @@ def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
     sorted_BW = priority_BW.double().sort(dim=-1, descending=True).values
     hidden_BW = sorted_BW > -torch.inf
     if config.threshold is not None:
-        prob_BW = sorted_BW.exp()
-        good_BW = prob_BW >= torch.minimum(torch.full_like(prob_BW[:, :1], config.threshold), prob_BW[:, :1] - 1e-5)
+        good_BW = sorted_BW.exp() >= config.threshold
     elif config.factor is not None:
         good_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
     else:

@@ -89,8 +89,7 @@ def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerC
     """How many tokens the predictions let this step reveal."""
     scores = [float(decisions[at].priority_N) for at in order]
     if config.threshold is not None:
-        bar = min(config.threshold, math.exp(scores[0]) - 1e-5)
-        good = [math.exp(score) >= bar for score in scores]
+        good = [math.exp(score) >= config.threshold for score in scores]
     elif config.factor is not None:
         good = [math.exp(score) >= 1 - config.factor / (n + 1) for n, score in enumerate(scores, start=1)]
     else:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
 from unmask.data.chat import encode_prompt
-from unmask.diffusion.noise import sequence_keys
+from unmask.diffusion.noise import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
+
+LAST_TIME = 1e-3  # of the schedules of Dream, whose times run from 1 to here
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
     """
     encoded = encode_all(lm.tokenizer, prompts, "prompts")
     grid = check_settings(lm, config)
-    if config.steps is not None and config.steps > config.max_new_tokens:
+    if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even":
         what = f"{config.steps} steps for {config.max_new_tokens} tokens"
         raise GenerationError(what, where="steps", remedy="Every step reveals at least one token: lower it")
     if grid is None and config.max_new_tokens % (config.block_size or 1):
@@ -81,7 +84,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         blocks = _blocks(lm, start, stop, grid, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
         requests.append(
-            Request(prompt, ids, hidden, start, key, blocks, step_counts([b - a for a, b in blocks], config), config.stop_at_eos)
+            Request(prompt, ids, hidden, start, key, blocks, step_counts([b - a for a, b in blocks], config, key), config.stop_at_eos)
         )
     return requests
 
@@ -151,17 +154,51 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
             raise GenerationError(f"token id {token} is outside the vocabulary of {rows}", where=where, remedy="Use this model's tokenizer")
 
 
-def step_counts(sizes: Sequence[int], config: SamplerConfig) -> list[list[int]] | None:
-    """Tokens to reveal at each step of blocks that hide so many: as even as possible, larger counts first, at least one step a block."""
+def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
+    """Tokens to reveal at each step of blocks that hide so many: at least one step a block, and one token a step.
+
+    Args:
+        sizes: hidden tokens of each block.
+        key: of the sequence's random numbers, for the schedule `ancestral`.
+    """
     if config.parallel:
         return None
-    counts = []
+    counts, first = [], 0
     for index, size in enumerate(sizes):
         steps = -(-size // (config.tokens_per_step or 1))
         if config.steps is not None:
-            steps = min(size, max(1, config.steps // len(sizes) + (index < config.steps % len(sizes))))
-        counts.append([size // steps + (i < size % steps) for i in range(steps)])
+            steps = max(1, config.steps // len(sizes) + (index < config.steps % len(sizes)))
+        match config.schedule:
+            case "even":
+                steps = min(size, steps)
+                shared = [size // steps + (i < size % steps) for i in range(steps)]
+            case "dream":
+                shared = _dream_counts(size, steps)
+            case "ancestral":
+                number_N = torch.arange(first, first + size)
+                noise_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
+                shared = _ancestral_counts(noise_N.tolist(), steps)
+        counts.append([count for count in shared if count])  # a step that reveals nothing changes nothing
+        first += size
     return counts
+
+
+def _dream_counts(size: int, steps: int) -> list[int]:
+    """Tokens that each step reveals, with zeros, by Dream's rule (Ye et al. 2025): of what is still hidden the share 1 - s / t, rounded
+    down, at times t > s from 1 to 0.001, and at the last step the rest. In float32, as published."""
+    time_S = torch.linspace(1, LAST_TIME, steps + 1)
+    counts: list[int] = []
+    for share in (1 - time_S[1:] / time_S[:-1])[:-1]:
+        counts.append(int((size - sum(counts)) * share))
+    return [*counts, size - sum(counts)]
+
+
+def _ancestral_counts(noise: Sequence[float], steps: int) -> list[int]:
+    """Tokens that each step reveals, with zeros, where at each step a hidden token stays hidden with probability s / t, on its own
+    (Sahoo et al. 2024): it is revealed at the first time that lies below its number of `noise`, uniform in [0, 1)."""
+    time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float64)[1:-1]
+    step_N = (torch.tensor(noise, dtype=torch.float64)[:, None] < time_S).sum(-1)
+    return torch.bincount(step_N, minlength=steps).tolist()
 
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str) -> list[list[int]]:
