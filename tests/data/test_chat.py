@@ -22,6 +22,7 @@ from unmask.data.chat import (
     render_preference,
     render_turns,
     split_implicit_prompt,
+    turn_end,
 )
 from unmask.errors import ConfigError, DataError
 
@@ -31,6 +32,10 @@ CHATML = (
 )
 PLAIN = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
 )
 words = st.text(string.ascii_letters + " .\n", max_size=15)
 
@@ -202,13 +207,80 @@ def test_white_space_in_an_earlier_answer_is_learnt_where_the_tokenizer_trims_it
     assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == " b  c </s>"
 
 
-def test_a_template_whose_end_of_turn_is_not_the_end_of_sequence():
-    """As LLaDA's: the turn's own end is learnt, and an end of sequence behind the last one."""
-    tokenizer = _tokenizer(CHATML)
-    tokenizer.eos_token = "</s>"
-    prompt, answer, learnt = render_turns(tokenizer, _conversation([("a", "b"), ("c", "d")]), "all")
-    assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]).strip() == "b<|im_end|>"
-    assert tokenizer.decode(answer) == "d<|im_end|>\n</s>"
+def _two_ends(template: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """A tokenizer whose EOS is none of its template's tokens, and EOS with the turn's end."""
+    tokenizer = _tokenizer()
+    special = ["<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|user|>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": special})
+    tokenizer.chat_template = template
+    return tokenizer, [tokenizer.eos_token_id, *([] if (end := turn_end(tokenizer)) is None else [end])]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (CHATML, "<|im_end|>"),
+        (LLAMA3, "<|eot_id|>"),
+        (TEMPLATES["simple"], "</s>"),
+        (CHATML.replace("<|im_end|>", " <|im_end|>"), "<|im_end|>"),  # as Mistral writes its own
+        ("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}{{ eos_token }}", "<|im_end|>"),  # as Phi 3
+        (PLAIN, None),
+        (PLAIN.replace("{{ m.content }}", "{{ m.content }}[end]"), None),
+        (CHATML.replace("<|im_end|>", ""), None),
+        ("{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}", None),  # the next turn's beginning is no end
+        ("{% for m in messages %}{{ m.content | upper }}<|im_end|>{% endfor %}", None),
+        ("{{ raise_exception('no') }}", None),
+        ("{% for m in messages %}", None),
+        (None, None),
+    ],
+)
+def test_the_token_that_ends_a_turn_is_found_by_rendering_one(template, end):
+    tokenizer, _ = _two_ends(template)
+    assert turn_end(tokenizer) == (None if end is None else tokenizer.convert_tokens_to_ids(end))
+
+
+@pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
+@given(pairs=conversations)
+def test_a_turns_own_end_closes_an_answer_without_an_end_of_sequence_behind(template, end, pairs):
+    """As SDAR's, Llama 3's and LLaDA's, whose templates end turns with another token than EOS."""
+    tokenizer, ends = _two_ends(template)
+    pairs = [(question.strip(), answer.strip()) for question, answer in pairs]
+    prompt, answer, learnt = render_turns(tokenizer, _conversation(pairs), "all", ends)
+    assert tokenizer.decode(answer) == pairs[-1][1] + end
+    text = tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
+    assert text == "".join(earlier + end for _, earlier in pairs[:-1])
+    ids = render(tokenizer, {"messages": _conversation(pairs)}, ends)[1]
+    assert ids[-1] == ends[1] and tokenizer.eos_token_id not in ids
+    alone = tokenizer.decode(render_turns(tokenizer, _conversation(pairs), "last")[1])
+    assert alone.replace("\n", "").endswith(end + "</s>")  # a model that stops at EOS alone learns to write it
+
+
+@pytest.mark.parametrize("closing", ["<|im_end|>", "</s>", "<|im_end|></s>", "<|im_end|>\n</s>\n", " <|im_end|>"])
+@given(answer=words.filter(str.strip))
+def test_an_answer_that_brings_any_end_along_ends_once(closing, answer):
+    tokenizer, ends = _two_ends(CHATML)
+    asked, ended = [_turn("user", "a")], [_turn("assistant", answer + closing)]
+    brought = "</s>" if closing == "</s>" else "<|im_end|>"
+    kept = answer + " " * closing.startswith(" ")
+    assert tokenizer.decode(render_pair(tokenizer, "a", answer + closing, ends)[1]) == kept + brought
+    assert tokenizer.decode(render_pair(tokenizer, asked, ended, ends)[1]) == kept + "<|im_end|>"
+    assert tokenizer.decode(render(tokenizer, {"text": answer + closing}, ends)[1]) == kept + brought
+    assert tokenizer.decode(render_pair(tokenizer, "a", answer, ends)[1]) == answer + "</s>"
+
+
+@pytest.mark.parametrize("answer", ["b<|im_end|>c", "b<|im_end|>c</s>", "b</s>c<|im_end|>", "b<|im_end|><|im_end|>", "<|im_end|>b"])
+def test_an_answer_that_goes_on_behind_any_end_is_refused(answer):
+    tokenizer, ends = _two_ends(CHATML)
+    for render_it in (
+        lambda: render_pair(tokenizer, "a", answer, ends),
+        lambda: render_pair(tokenizer, [_turn("user", "a")], [_turn("assistant", answer)], ends),
+        lambda: render_preference(tokenizer, {"prompt": "a", "chosen": "b", "rejected": answer}, ends),
+    ):
+        with pytest.raises(DataError, match="holds the end of sequence") as caught:
+            render_it()
+        assert caught.value.reason == "with an end of sequence in it"
+    with pytest.raises(DataError, match="its end alone"):
+        render_pair(tokenizer, "a", "<|im_end|>", ends)
 
 
 @pytest.mark.parametrize(

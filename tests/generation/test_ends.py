@@ -1,0 +1,78 @@
+"""Models with several end tokens: each of them ends a completion, in every sampler, and nothing behind it is part of it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.generation.conftest import ALPHABET, PROMPTS, every_pattern, tiny
+from tests.models.test_ends import EOS, IM_END, A, write
+from unmask.config import SamplerConfig
+from unmask.generation import reference, sampler
+from unmask.generation.trace import end_of, text_of
+from unmask.models.load import load
+
+ENDS = (2, 5, 8)  # EOS and two letters
+
+
+def ending(attention: str = "causal", block_size: int | None = None):
+    """A model that two letters end, too."""
+    lm = copy.copy(tiny("phi", attention, block_size, eos_bias=0.5))
+    lm.eos_token_ids = ENDS
+    return lm
+
+
+def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
+    """The fault that SDAR-Chat showed: its tokenizer names one of them alone, and text behind the other was kept."""
+    folder = write(tmp_path, [IM_END, EOS])
+    lm = load(folder, "block_causal", 4, dtype="float64")
+    with torch.no_grad():
+        lm.model.get_output_embeddings().bias[IM_END] = 2.0
+    config = SamplerConfig(max_new_tokens=12, temperature=1.0, seed=3)
+    made = sampler.generate(lm, [[A, A, 5 + number] for number in range(4)] * 2, config)
+    assert made.tokens == reference.generate(lm, made.prompts, config).tokens
+    assert sum(tokens[-1] == IM_END for tokens in made.tokens) > 3
+    assert not any(IM_END in tokens[:-1] or EOS in tokens[:-1] for tokens in made.tokens)
+    assert sum(made.forward_passes) < 8 * 12 / 2  # the blocks behind are not decoded
+    assert set("".join(made.texts)) <= set(ALPHABET)
+
+
+@every_pattern
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_completion_is_what_it_is_without_the_stop_up_to_its_first_end(attention, block_size, seed):
+    lm, prompts, length = ending(attention, block_size), PROMPTS[:5], 8
+    config = SamplerConfig(max_new_tokens=length, temperature=1.5, seed=seed, trace=True)
+    if attention == "bidirectional":
+        config = config.model_copy(update={"block_size": 2})
+    made, slow = sampler.generate(lm, prompts, config), reference.generate(lm, prompts, config)
+    whole = sampler.generate(lm, prompts, config.model_copy(update={"stop_at_eos": False}))
+    assert made.tokens == slow.tokens == [tokens[: end_of(tokens, ENDS)] for tokens in whole.tokens]
+    assert made.forward_passes == slow.forward_passes and made.texts == slow.texts
+    for prompt, trace, tokens in zip(made.prompts, made.trace, made.tokens, strict=True):
+        size = config.block_size or block_size or 1
+        before = 0 if attention == "bidirectional" else len(prompt) % size  # of the first block, which the prompt begins
+        decoded = -(-(before + len(tokens)) // size) * size - before  # to the end of the block that ends the text
+        assert [step >= 0 for step in trace.steps] == [at < decoded for at in range(length)]
+
+
+@every_pattern
+def test_no_end_is_filled_in_unless_it_is_allowed(attention, block_size):
+    lm = ending(attention, block_size)
+    text = f"ac{lm.tokenizer.mask_token * 8}ac"
+    plain = sampler.infill(lm, [text] * 4, SamplerConfig(temperature=2.0))
+    assert not any(set(ENDS) & set(tokens) for tokens in plain.tokens)
+    allowed = sampler.infill(lm, [text], SamplerConfig(allowed_tokens=[5]))
+    assert allowed.tokens[0].count(5) == 8
+
+
+@given(tokens=st.lists(st.integers(4, 9), max_size=8))
+def test_a_text_has_nothing_of_its_end(tokens):
+    lm = ending()
+    end = end_of(tokens, ENDS)
+    assert not set(ENDS) & set(tokens[: end - 1]) and (end == len(tokens) or tokens[end - 1] in ENDS)
+    kept = [token for token in tokens[:end] if token not in ENDS]
+    assert text_of(lm.tokenizer, tokens[:end], ENDS) == lm.tokenizer.decode(kept)

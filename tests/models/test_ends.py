@@ -1,0 +1,143 @@
+"""End tokens: all that a model's files name are found, kept by saving, loading and exporting, and may be set."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig, PhiConfig
+
+from tests.data.test_chat import CHATML, LLAMA3
+from tests.models.test_families import END, MASK, write_published
+from unmask.data.characters import character_tokenizer
+from unmask.data.chat import TEMPLATES
+from unmask.errors import ModelError
+from unmask.generation.wire import model_facts
+from unmask.models.card import render_card
+from unmask.models.ends import set_chat_template
+from unmask.models.families import export
+from unmask.models.load import initialise, load, with_pattern
+
+TURNS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
+EOS, IM_END, EOT, EOM, A = 2, 11, 12, 13, 4
+ROWS = 16
+
+
+def write(folder: Path, generation: Any = None, template: str | None = None, config: Any = EOS) -> Path:
+    """A causal model whose files name end tokens in these places; its tokenizer names EOS."""
+    tokenizer = character_tokenizer("abcdef")
+    tokenizer.add_special_tokens({"additional_special_tokens": TURNS})
+    assert tokenizer.convert_tokens_to_ids(TURNS[1:]) == [IM_END, EOT, EOM]
+    tokenizer.chat_template = template
+    shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 32}
+    model = AutoModelForCausalLM.from_config(PhiConfig(vocab_size=ROWS, pad_token_id=0, bos_token_id=1, eos_token_id=config, **shape))
+    model.save_pretrained(folder)
+    GenerationConfig(eos_token_id=generation).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("named", "ends"),
+    [
+        ({}, (EOS,)),
+        ({"generation": EOS}, (EOS,)),
+        ({"generation": [IM_END, EOS]}, (EOS, IM_END)),
+        ({"generation": [EOM, EOT]}, (EOS, EOT, EOM)),
+        ({"generation": EOT, "config": [EOM, EOS]}, (EOS, EOT, EOM)),
+        ({"template": CHATML}, (EOS, IM_END)),
+        ({"template": LLAMA3, "generation": [EOM, EOS]}, (EOS, EOT, EOM)),
+        ({"template": TEMPLATES["simple"], "generation": EOS}, (EOS,)),
+        ({"config": A, "generation": [A, ROWS + 9, IM_END]}, (EOS, IM_END)),  # a class's default may be a word of the vocabulary, or none
+    ],
+)
+def test_all_places_are_read_and_the_tokenizers_comes_first(named, ends, tmp_path):
+    lm = load(write(tmp_path, **named))
+    assert lm.eos_token_ids == ends and lm.eos_token_id == EOS
+
+
+@pytest.mark.parametrize("asked", [None, [IM_END], [], [A, EOS]])
+def test_saving_loading_and_exporting_keep_them(asked, tmp_path):
+    lm = load(write(tmp_path / "stock", [EOT, EOS], CHATML), eos_token_ids=asked)
+    ends = {None: (EOS, IM_END, EOT), (IM_END,): (EOS, IM_END), (): (EOS,), (A, EOS): (EOS, A)}[asked if asked is None else tuple(asked)]
+    assert lm.eos_token_ids == ends
+    lm.save(tmp_path / "own")
+    export(lm, tmp_path / "hf", "hf")
+    for folder in ("own", "hf"):
+        written = json.loads((tmp_path / folder / "generation_config.json").read_text())["eos_token_id"]
+        assert written == (list(ends) if len(ends) > 1 else ends[0])
+    again = load(tmp_path / "own")
+    assert again.eos_token_ids == ends and again.settings == lm.settings and model_facts(again) == model_facts(lm)
+    blocks = with_pattern(again, "block_causal", 4)
+    assert blocks.eos_token_ids == again.frozen_copy().eos_token_ids == again.as_causal().eos_token_ids == ends
+    blocks.save(tmp_path / "converted")
+    assert load(tmp_path / "converted").eos_token_ids == ends
+    assert load(tmp_path / "own", eos_token_ids=[EOM]).eos_token_ids == (EOS, EOM)
+    names = ", ".join(f"`{lm.tokenizer.convert_ids_to_tokens(end)}` ({end})" for end in ends)
+    assert f"| end tokens | {names} |" in render_card(again).replace("\\|", "|")
+
+
+def test_a_server_of_a_model_with_other_ends_holds_another_model(tmp_path):
+    here, there = (load(write(tmp_path, [IM_END, EOS]), eos_token_ids=ends) for ends in (None, []))
+    assert json.loads(json.dumps(model_facts(here)))["eos_token_ids"] == [EOS, IM_END] and model_facts(here) != model_facts(there)
+
+
+def test_transformers_stops_where_unmask_does(tmp_path):
+    lm = load(write(tmp_path / "stock", template=CHATML))
+    lm.model.get_output_embeddings().bias.data[IM_END] = 99.0
+    export(lm, tmp_path / "hf", "hf")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    ids = torch.tensor([[A, A]])
+    assert plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=9, do_sample=False)[0, 2:].tolist() == [IM_END]
+
+
+def test_a_released_model_with_several_ends(tmp_path):
+    """As SDAR-Chat: its generation_config.json names the turn's end and EOS, config.json and tokenizer EOS alone."""
+    folder = write_published("sdar", tmp_path / "sdar")
+    turn_end = MASK + 1
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["added_tokens_decoder"][str(turn_end)] = {"content": "<|im_end|>", "special": True, "normalized": False}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [turn_end, END]}))
+    lm = load(folder)
+    assert lm.eos_token_ids == (END, turn_end) and lm.eos_token_id == END
+    with pytest.warns(RuntimeWarning, match="the mask token is"):
+        export(lm, tmp_path / "back", "sdar")
+    assert json.loads((tmp_path / "back/generation_config.json").read_text())["eos_token_id"] == [turn_end, END]  # as published
+    assert json.loads((tmp_path / "back/config.json").read_text())["eos_token_id"] == END
+    assert load(tmp_path / "back").eos_token_ids == lm.eos_token_ids
+
+
+@pytest.mark.parametrize("wrong", [ROWS, -1, None])
+def test_ends_that_cannot_be_generated_are_refused(wrong, tmp_path):
+    lm = load(write(tmp_path))
+    with pytest.raises(ModelError, match=r"eos_token_ids: .*(outside the vocabulary of 16|the mask token).*Give ids of tokens"):
+        load(tmp_path, eos_token_ids=[IM_END, lm.mask_token_id if wrong is None else wrong])
+
+
+def test_another_chat_template_brings_its_end(tmp_path):
+    lm = load(write(tmp_path / "stock"))
+    set_chat_template(lm, CHATML)
+    assert lm.eos_token_ids == (EOS, IM_END)
+    set_chat_template(lm, TEMPLATES["simple"])
+    assert lm.eos_token_ids == (EOS, IM_END)
+    lm.save(tmp_path / "own")
+    assert load(tmp_path / "own").eos_token_ids == (EOS, IM_END)
+
+
+def test_new_weights_have_the_ends_of_their_tokenizer(tmp_path):
+    write(tmp_path, template=CHATML)
+    assert initialise(tmp_path, seed=0).eos_token_ids == (EOS, IM_END)
+    assert initialise(tmp_path, seed=0, eos_token_ids=[EOT]).eos_token_ids == (EOS, EOT)
+
+
+def test_a_tokenizer_without_eos_has_the_ends_of_the_files(tmp_path):
+    write(tmp_path, [IM_END, EOT])
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    settings["eos_token"] = None
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    lm = load(tmp_path)
+    assert lm.eos_token_id is None and lm.eos_token_ids == (EOS, IM_END, EOT)
