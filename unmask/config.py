@@ -52,6 +52,9 @@ class ModelConfig(Config):
     """Whether to run Python code that a hub model brings along."""
     device_map: Literal["balanced"] | None = None
     """balanced: spread the layers of one model over all GPUs of one process, by their memory; needs two GPUs or more."""
+    eos_token_ids: list[int] | None = None
+    """The tokens that end a text, besides the tokenizer's EOS; unset: as saved, and of other models those of generation_config.json,
+    config.json and the chat template's end of turn."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Hold the weights of the linear layers in 4 or 8 bits (bitsandbytes); to train such a model, set `lora` (QLoRA)."""
 

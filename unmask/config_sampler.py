@@ -18,7 +18,7 @@ class SamplerConfig(Config):
     """
 
     max_new_tokens: int = Field(default=128, ge=1)
-    """The length of the completion, in tokens; shorter where it stops at EOS."""
+    """The length of the completion, in tokens; shorter where it stops at an end token."""
     steps: int | None = Field(default=None, ge=1)
     """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
     each); within a block the tokens per step are as even as possible, the larger counts first."""
@@ -67,7 +67,7 @@ class SamplerConfig(Config):
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
     """Token ids that are not produced. The mask token never is."""
     stop_at_eos: bool = True
-    """Whether a completion ends with its first end-of-sequence token."""
+    """Whether a completion ends with its first end token, whichever of the model's (`DiffusionLM.eos_token_ids`) that is."""
     cache: Literal["exact", "prefix", "dual"] = "exact"
     """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
     before the current block, dual also those behind it."""

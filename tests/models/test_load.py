@@ -29,7 +29,8 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import AttentionMask, Layout, make_mask
 from unmask.models.blueprint import Blueprint, is_tied
-from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, split_layers, with_pattern
+from unmask.models.device_map import split_layers
+from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, with_pattern
 
 SETTINGS = [
     ("causal", None, True),

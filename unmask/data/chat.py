@@ -8,8 +8,11 @@
 | preference | `chosen`, `rejected`: str, and `prompt` or a common beginning | the same of messages |
 
 A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised apart, for sampling sees the prompt alone. The beginning
-of sequence belongs to the prompt, where the tokenizer adds one; a completion ends with exactly one end of sequence, which is supervised.
-Of `messages` the assistant's turns may be told apart from the rest (`render_turns`). How to truncate is the caller's choice.
+of sequence belongs to the prompt, where the tokenizer adds one; a completion ends with exactly one end token, which is supervised: the one
+that the template or the text closes it with, else the tokenizer's EOS. Of `messages` the assistant's turns may be told apart from the rest
+(`render_turns`). How to truncate is the caller's choice.
+
+`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); none given: the tokenizer's EOS alone.
 """
 
 from __future__ import annotations
@@ -31,6 +34,10 @@ Side = TypeVar("Side", str, Sequence[Message])
 Learn = Literal["all", "last"]
 """Which of the assistant's turns are learnt."""
 
+Ends = Sequence[int]
+"""The ids of tokens that end a text."""
+
+ANSWER = "zqxj"  # that no template writes by itself
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
 EQUAL = "chosen equals rejected"
 TEMPLATES = {
@@ -68,7 +75,25 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: 
     return ids
 
 
-def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text) -> tuple[list[int], list[int]]:
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the chat template writes behind an assistant's answer, as `<|im_end|>` in ChatML and `<|eot_id|>` in Llama 3.
+
+    Found by rendering an answer that nothing follows, so that what opens the next turn is not taken for an end. White space may stand
+    between. None: the template ends a turn with plain text or not at all, does not render, or there is none.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = _template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}])
+    except DataError:
+        return None
+    behind = text.rpartition(ANSWER)[2].lstrip()
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if number != tokenizer.mask_token_id}
+    found = [token for token in added if token.strip() and behind.startswith(token)]
+    return added[max(found, key=len)] if found else None
+
+
+def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
@@ -77,41 +102,43 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
             training would see another prompt than sampling).
     """
     if isinstance(completion, str) and not _is_messages(prompt):
-        answer = encode_completion(tokenizer, prompt, _without_end(tokenizer, completion))
-        return encode_prompt(tokenizer, prompt), _finish(tokenizer, answer)
+        text, end = _split_end(tokenizer, completion, ends)
+        return encode_prompt(tokenizer, prompt), _finish(tokenizer, [*encode_completion(tokenizer, prompt, text), *end], ends)
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
     _require_answer(prompt, completion)
-    completion = [_without_ends(tokenizer, message) for message in completion]
+    completion = [_without_end(tokenizer, message, ends) for message in completion]
     start = _prompt_text(tokenizer, prompt)
     whole = _template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
-    return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]))
+    return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]), ends)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
     """The prompt ids and completion ids of a language-modelling or prompt-completion example, in the columns above; of the former the
     prompt is only the beginning of sequence, if any."""
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
             raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="of another type")
-        return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text))
+        return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text), ends)
     if "messages" in example:
         _require_messages(example["messages"])
         ids = _encode(tokenizer, _template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
-        return ids[:start], _finish(tokenizer, ids[start:])
-    return render_pair(tokenizer, example["prompt"], example["completion"])
+        return ids[:start], _finish(tokenizer, ids[start:], ends)
+    return render_pair(tokenizer, example["prompt"], example["completion"], ends)
 
 
-def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn) -> tuple[list[int], list[int], list[bool]]:
+def render_turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = ()
+) -> tuple[list[int], list[int], list[bool]]:
     """The ids of a conversation up to its last answer, those of this answer, and which of the former are learnt.
 
-    The ids are those of `render_pair`, whatever is learnt. The last answer ends with exactly one end of sequence, and what follows it is
-    left out. An earlier one is learnt with the end that the template gives it, without white space behind.
+    The ids are those of `render_pair`, whatever is learnt. The last answer ends with exactly one end token, and what follows it is left
+    out. An earlier one is learnt with the end that the template gives it, without white space behind.
 
     Args:
         tokenizer: with a chat template that only appends.
@@ -130,9 +157,9 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             what = f"message {turn} is the assistant's, but answers nobody"
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
-    messages = [_without_ends(tokenizer, message) for message in messages]
+    messages = [_without_end(tokenizer, message, ends) for message in messages]
     last = answers.pop()
-    prompt, answer = render_pair(tokenizer, messages[:last], messages[last : last + 1])
+    prompt, answer = render_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
     learnt = [False] * len(prompt)
     if learn == "all" and answers:
         whole = _prompt_text(tokenizer, messages[:last])
@@ -144,12 +171,14 @@ def render_turns(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
             _require_end(until[len(context) :], messages[turn])
             # White space may be trimmed from where a token stands: of what is nothing else the end alone is left.
             inside = [index for index, (a, b) in enumerate(spans) if len(context) <= a and len(context) < b <= len(until)]
-            for index in inside[: _stop(tokenizer, [prompt[index] for index in inside])]:
+            for index in inside[: _stop(tokenizer, [prompt[index] for index in inside], ends)]:
                 learnt[index] = True
     return prompt, answer, learnt
 
 
-def render_preference(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any]) -> tuple[list[int], list[int], list[int]]:
+def render_preference(
+    tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
+) -> tuple[list[int], list[int], list[int]]:
     """The ids of the prompt, the chosen and the rejected completion; an example without `prompt` has it as their common beginning."""
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
@@ -157,8 +186,8 @@ def render_preference(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, 
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             what, remedy = "they begin with nothing in common, which would be the prompt", "Give a prompt, or remove the row."
             raise DataError(what, where="chosen, rejected", remedy=remedy, reason="empty")
-    prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen)
-    return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected)[1]
+    prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen, ends)
+    return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected, ends)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
@@ -261,25 +290,26 @@ def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) ->
         raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answers that follow nothing")
 
 
-def _without_ends(tokenizer: PreTrainedTokenizerBase, message: Message) -> Message:
-    """A message whose content, if it is the assistant's, is without the end of sequence: the template writes one, or it is added."""
+def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: Ends) -> Message:
+    """A message whose content, if it is the assistant's, is without end tokens: the template writes one, or it is added."""
     if message["role"] != "assistant" or not isinstance(message.get("content"), str):
         return message
-    return {**message, "content": _without_end(tokenizer, message["content"])}
+    return {**message, "content": _split_end(tokenizer, message["content"], ends)[0]}
 
 
-def _without_end(tokenizer: PreTrainedTokenizerBase, answer: str) -> str:
-    """An answer without the end of sequence that it may bring along. One that goes on behind it: DataError."""
-    eos = tokenizer.eos_token
-    if not eos or eos not in answer:
-        return answer
-    answer = answer.rstrip().removesuffix(eos)
-    if not answer.strip():
+def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> tuple[str, list[int]]:
+    """An answer without the end tokens that it may bring along, each once, and the first of these. One that goes on behind: DataError."""
+    texts = {text: token for token in _all_ends(tokenizer, ends) if (text := str(tokenizer.decode([token])))}
+    first, left = list[int](), list(texts)
+    while closing := next((text for text in left if answer.rstrip().endswith(text)), None):
+        answer, first = answer.rstrip().removesuffix(closing), [texts[closing]]
+        left.remove(closing)
+    if first and not answer.strip():
         raise DataError("an answer is its end alone", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
-    if eos in answer:
-        what = f"the answer holds the end of sequence {eos!r} before its end"
+    if inside := next((text for text in texts if text in answer), None):
+        what = f"the answer holds the end of sequence {inside!r} before its end"
         raise DataError(what, where="completion", remedy="Remove it, or write it otherwise.", reason="with an end of sequence in it")
-    return answer
+    return answer, first
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
@@ -297,17 +327,26 @@ def _require_end(text: str, message: Message) -> None:
         raise DataError(what, remedy="Learn the last turn alone (learn: last), or use a template that ends turns.")
 
 
-def _stop(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> int:
-    """How many tokens of a turn are learnt: without white space behind its end of sequence."""
-    last = max((index for index, token in enumerate(ids) if token == tokenizer.eos_token_id), default=len(ids) - 1)
-    return len(ids) if str(tokenizer.decode(ids[last + 1 :])).strip() else last + 1
+def _all_ends(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Ends:
+    """The end tokens given, or the tokenizer's EOS, if it has one."""
+    return ends or [token for token in [tokenizer.eos_token_id] if token is not None]
 
 
-def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
-    """A completion that ends with exactly one end of sequence: the template's own, less the white space it puts after it, or a new one."""
+def _stop(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> int:
+    """How many tokens of a turn are learnt: up to the first end token behind which are only white space and other ends."""
+    known, stop, behind = _all_ends(tokenizer, ends), len(ids), len(ids)
+    for index in reversed([index for index, token in enumerate(ids) if token in known]):
+        if str(tokenizer.decode(ids[index + 1 : behind])).strip():
+            break
+        stop, behind = index + 1, index
+    return stop
+
+
+def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> list[int]:
+    """A completion that ends with exactly one end token: its own, less what the template puts after it, or the tokenizer's EOS."""
     eos = tokenizer.eos_token_id
     if eos is None:
         what = "the tokenizer has no end-of-sequence token"
         raise DataError(what, where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")
-    ended = ids[: _stop(tokenizer, ids)]
-    return ended if ended[-1:] == [eos] else [*ended, eos]
+    ended = ids[: _stop(tokenizer, ids, ends)]
+    return ended if ended and ended[-1] in _all_ends(tokenizer, ends) else [*ended, eos]

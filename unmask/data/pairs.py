@@ -1,8 +1,9 @@
 """Token rows of prompts and what follows them: completions that are learnt, and answers that are compared.
 
-Only the completion is learnt, with its end of sequence. What is beyond that end is what a sampler will have to fill with something, and
-is therefore learnt too, as further ends of sequence: the rest of the attention block of a block-causal model, whose sampler stops at the
-end of the block that ends the text, or a whole canvas, where one is asked for. A completion that was cut has no end, and nothing beyond.
+Only the completion is learnt, with the token that ends it. What is beyond that end is what a sampler will have to fill with something,
+and is therefore learnt too. It is the tokenizer's EOS, whichever token ended the text: the rest of the attention block of a block-causal
+model, whose sampler stops at the end of the block that ends the text, or a whole canvas, where one is asked for. A completion that was cut
+has no end, and nothing beyond.
 
 A row is as in `unmask.data.rows`.
 """
@@ -17,7 +18,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import EQUAL, Learn, render, render_preference, render_turns
+from unmask.data.chat import EQUAL, Ends, Learn, render, render_preference, render_turns
 from unmask.data.layouts import PREFERENCES, SUPERVISED, Example, Layout, Reader
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -34,7 +35,7 @@ class Room:
 
     Attributes:
         max_length: tokens at most.
-        canvas_length: tokens that each completion is filled to with ends of sequence; None: the rest of its last block.
+        canvas_length: tokens that each completion is filled to with EOS; None: the rest of its last block.
         block_size: of block-causal attention; 1: no blocks.
         truncate_prompt: keep only the end of a prompt that leaves no room for the completion, behind its beginning of sequence.
         truncate_completion: cut a completion that is too long, to whole blocks.
@@ -81,6 +82,7 @@ def pair_rows(
     room: Room,
     report: DataReport,
     *,
+    ends: Ends = (),
     layouts: Sequence[Layout] = SUPERVISED,
     learn: Learn | None = None,
     packed: bool = False,
@@ -92,6 +94,7 @@ def pair_rows(
         examples: rows of one of the layouts.
         room: what a row may hold.
         report: counts them, and decides what becomes of bad ones.
+        ends: the model's end tokens; none: the tokenizer's EOS alone.
         layouts: `SUPERVISED` or `UNPAIRED`.
         learn: which turns of `messages` are learnt; None: all of the conversation is.
         packed: lay examples together in rows, without labels; they do not see one another.
@@ -103,7 +106,7 @@ def pair_rows(
     for index, example in enumerate(examples):
         with report.row(index):
             read = reader.read(example)
-            prompt, completion, learnt = _render(tokenizer, read, learn)
+            prompt, completion, learnt = _render(tokenizer, read, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.measure(prompt=len(prompt), completion=len(completion))
             kept, [answer] = room.fit(tokenizer, prompt, completion)
@@ -117,11 +120,13 @@ def pair_rows(
     return made
 
 
-def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room: Room, report: DataReport) -> Rows[dict[str, Any]]:
+def preference_rows(
+    tokenizer: PreTrainedTokenizerBase, examples: Examples, room: Room, report: DataReport, *, ends: Ends = ()
+) -> Rows[dict[str, Any]]:
     """Rows of a preference: `chosen` and `rejected`, each a row of its own.
 
     Args:
-        tokenizer, room, report: as in `pair_rows`; answers are never cut.
+        tokenizer, room, report, ends: as in `pair_rows`; answers are never cut.
         examples: rows of a layout of `PREFERENCES`.
 
     Raises:
@@ -130,7 +135,7 @@ def preference_rows(tokenizer: PreTrainedTokenizerBase, examples: Examples, room
     reader, pairs = Reader(PREFERENCES), list[dict[str, Any]]()
     for index, example in enumerate(examples):
         with report.row(index):
-            prompt, chosen, rejected = render_preference(tokenizer, reader.read(example))
+            prompt, chosen, rejected = render_preference(tokenizer, reader.read(example), ends)
             if chosen == rejected:
                 remedy = "Remove the row: it states no preference."
                 raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL)
@@ -164,11 +169,11 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
     return make_row(ids, documents, maskable, sample_id)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None) -> tuple[Ids, Ids, Sequence[bool]]:
+def _render(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
     """Prompt, completion, and what of the prompt is learnt: of a conversation earlier answers."""
     if learn is not None and "messages" in example:
-        return render_turns(tokenizer, example["messages"], learn)
-    prompt, completion = render(tokenizer, example)
+        return render_turns(tokenizer, example["messages"], learn, ends)
+    prompt, completion = render(tokenizer, example, ends)
     return prompt, completion, [False] * len(prompt)
 
 
@@ -189,7 +194,7 @@ def _row(
     cut: bool = False,
     learnt: Sequence[bool] = (),
 ) -> Row:
-    """One row: the completion, unless it was cut filled with ends of sequence, is learnt, and of the prompt what `learnt` says."""
+    """One row: the completion, unless it was cut filled with EOS, is learnt, and of the prompt what `learnt` says."""
     filling = 0 if cut else room.filling(len(prompt), len(completion))
     ids = [*prompt, *completion, *[tokenizer.eos_token_id] * filling]
     maskable = [*(learnt or [False] * len(prompt))] + [True] * (len(completion) + filling)

@@ -236,7 +236,7 @@ class VLLMBackend(RemoteBackend):
         super().__init__(config, lm, folder)
         self.adapter = f"unmask-{hashlib.sha256(str(folder).encode()).hexdigest()[:8]}"  # runs with adapters may share a server
         options: dict[str, Any] = {"timeout": config.timeout, "patience": config.patience, "api_key": self.api_key}
-        self.remote = RemoteLM(str(config.url), lm.tokenizer, config.model, **options)
+        self.remote = RemoteLM(str(config.url), lm.tokenizer, config.model, eos_token_ids=lm.eos_token_ids, **options)
         try:
             self.processed = self._probe()
         except GenerationError:

@@ -281,13 +281,14 @@ class Engine:
         return ended
 
     def _stopped(self, sequences: list[Job]) -> set[Job]:
-        """Those of them that have produced EOS."""
-        eos = self.lm.eos_token_id
+        """Those of them that have produced an end token."""
+        ends = self.lm.eos_token_ids
         asking = [sequence for sequence in sequences if sequence.request.stops]
-        if eos is None or not asking:
+        if not ends or not asking:
             return set()
         spans = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in asking]
-        found = [self.slots.ids_SC[span].eq(eos).any() for span in spans]
+        end_E = torch.tensor(ends, device=self.slots.ids_SC.device)
+        found = [torch.isin(self.slots.ids_SC[span], end_E).any() for span in spans]
         return {sequence for sequence, stops in zip(asking, torch.stack(found).tolist(), strict=True) if stops}
 
     def _leave(self, sequence: Job) -> None:

@@ -61,7 +61,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             for at in chosen:
                 ids[at], hidden[at], steps[at], revealed[at] = int(decisions[at].token_N), False, passes, decisions[at]
             step, passes = step + 1, passes + 1
-        if request.stops and lm.eos_token_id in ids[request.start : stop]:
+        if request.stops and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
             break
     shown = range(request.start, request.length)
 

@@ -15,12 +15,13 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from unmask.config import SamplerConfig
 from unmask.config_rollout import unread_by_vllm
+from unmask.data.chat import turn_end
 from unmask.diffusion.noise import sequence_key
 from unmask.errors import GenerationError
 from unmask.generation.http import HttpClient
 from unmask.generation.http import RemoteError as RemoteError
 from unmask.generation.requests import checked_keys, encode_all
-from unmask.generation.trace import Generation
+from unmask.generation.trace import Generation, text_of
 from unmask.generation.weights import nccl_sender
 
 BANNED = -100.0  # the least bias that a server accepts
@@ -36,6 +37,8 @@ class RemoteLM:
         timeout: seconds to wait for an answer.
         patience: seconds to wait for a server that does not take requests, at the start or after it died.
         api_key: what the server was started with, if anything.
+        eos_token_ids: the tokens that end a text, besides those that the server finds in the model's generation_config.json; None: the
+            tokenizer's EOS and its chat template's end of turn.
 
     Raises:
         GenerationError: the server is absent, or holds several models and none is named.
@@ -50,8 +53,11 @@ class RemoteLM:
         timeout: float = 300.0,
         patience: float = 30.0,
         api_key: str | None = None,
+        eos_token_ids: Sequence[int] | None = None,
     ):
         self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        ends = [self.tokenizer.eos_token_id, turn_end(self.tokenizer)] if eos_token_ids is None else eos_token_ids
+        self.eos_token_ids = [*dict.fromkeys(token for token in ends if token is not None)]
         self._sender: tuple[nn.Module, Any] | None = None
         self.http = HttpClient(url, "a vLLM server", timeout=timeout, patience=patience, api_key=api_key)
         models = self.http.read(self.http.call("GET", "/v1/models"), base_models)
@@ -90,7 +96,7 @@ class RemoteLM:
         log_probs = [done[index][1] for index in range(len(bodies))]
         return Generation(
             prompts=[list(ids) for ids in encoded],
-            texts=[self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
+            texts=[text_of(self.tokenizer, ids, self.eos_token_ids) for ids in tokens],
             tokens=tokens,
             log_probs=log_probs,
             steps=[list(range(len(ids))) for ids in tokens],
@@ -165,6 +171,7 @@ class RemoteLM:
             "top_k": config.top_k or -1,
             "repetition_penalty": config.repetition_penalty,
             "ignore_eos": not config.stop_at_eos,
+            "stop_token_ids": self.eos_token_ids if config.stop_at_eos else None,
             "allowed_token_ids": config.allowed_tokens,
             "logit_bias": {str(token): BANNED for token in banned} or None,
             "seed": sequence_key([config.seed, key]),

@@ -32,7 +32,7 @@ class Request:
         blocks: (start, stop) of each decoding block that hides something, in positions of the whole sequence; none crosses the edge
             of an attention block.
         counts: for each block the number of tokens to reveal at each of its steps; None where the predictions decide.
-        stops: whether it ends with the block that produces EOS.
+        stops: whether it ends with the block that produces an end token.
     """
 
     prompt: list[int]

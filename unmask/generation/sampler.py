@@ -43,15 +43,15 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
         keys: as for `generate`.
 
     Returns:
-        One whole text each, with what was filled in. EOS is filled in only where `allowed_tokens` names it.
+        One whole text each, with what was filled in. End tokens are filled in only where `allowed_tokens` names them.
 
     Raises:
         GenerationError: a text that hides nothing or is too long, or settings that do not fit the model.
     """
     config = config or SamplerConfig()
-    eos = lm.eos_token_id
-    if eos is not None and eos not in (config.allowed_tokens or []):
-        config = config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), eos]})
+    ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
+    if ends:
+        config = config.model_copy(update={"forbidden_tokens": [*(config.forbidden_tokens or []), *ends]})
     return complete(lm, make_infill_requests(lm, texts, config, keys), config)
 
 

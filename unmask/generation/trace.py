@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from transformers import PreTrainedTokenizerBase
+
 from unmask.config import SamplerConfig
 from unmask.generation.requests import Request
 from unmask.models.diffusion_lm import DiffusionLM
@@ -37,8 +39,8 @@ class Generation:
 
     Attributes:
         prompts: token ids, as the model saw them.
-        texts: decoded, without special tokens.
-        tokens: completion ids, up to and including the first EOS; of infilling the whole sequence.
+        texts: decoded, without special tokens and without the end token.
+        tokens: completion ids, up to and including the first end token; of infilling the whole sequence.
         log_probs: of these tokens when they were revealed, in nats, at temperature 1.
         steps: the denoising step at which each of them was revealed.
         forward_passes: how often the model saw each sequence.
@@ -59,18 +61,28 @@ class Generation:
     prompt_reuse: float | None = None
 
 
+def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
+    """How many tokens there are up to and including the first end token; without one all."""
+    return next((number for number, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], eos_token_ids: Sequence[int]) -> str:
+    """Tokens decoded without special tokens, and without the end token that closes them, whether it is special or not."""
+    ended = bool(tokens) and tokens[-1] in eos_token_ids
+    return str(tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True))
+
+
 def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequence[Trace], config: SamplerConfig) -> Generation:
-    """Cut the canvases of completions at their first EOS and decode them."""
+    """Cut the canvases of completions at their first end token and decode them."""
     ends = []
     for request, trace in zip(requests, traces, strict=True):
         hidden = request.hidden[request.start :]
         shown = next((i for i, step in enumerate(trace.steps) if step < 0 and hidden[i]), len(trace.steps))
-        stops = [i + 1 for i in range(shown) if trace.canvas[i] == lm.eos_token_id] if request.stops else []
-        ends.append(stops[0] if stops else shown)
+        ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stops else shown)
     tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
     return Generation(
         prompts=[request.prompt for request in requests],
-        texts=[lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens],
+        texts=[text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in tokens],
         tokens=tokens,
         log_probs=[trace.log_probs[:end] for trace, end in zip(traces, ends, strict=True)],
         steps=[trace.steps[:end] for trace, end in zip(traces, ends, strict=True)],

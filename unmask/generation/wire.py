@@ -38,15 +38,15 @@ class UpdateRequest(Config):
     """What these weights are called from now on."""
 
 
-def model_facts(lm: DiffusionLM) -> dict[str, str | int | bool | None]:
-    """What the model of a server must share with the one that is trained: everything but the weights and their type."""
+def model_facts(lm: DiffusionLM) -> dict[str, Any]:
+    """What the model of a server must share with the one that is trained: everything but the weights and their type. `settings`
+    have the end tokens."""
     vocabulary = json.dumps(sorted(lm.tokenizer.get_vocab().items()))
     return {
         "model_type": lm.config.model_type,
         **lm.settings,
         "vocab_size": lm.config.vocab_size,
         "context_length": lm.context_length,
-        "eos_token_id": lm.eos_token_id,
         "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
     }
 

@@ -89,6 +89,7 @@ def _on_hub(name: str) -> bool:
 
 def _facts(lm: DiffusionLM) -> list[tuple[str, str]]:
     token = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
+    ends = [f"`{lm.tokenizer.convert_ids_to_tokens(end)}` ({end})" for end in lm.eos_token_ids]
     shift = "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"
     return [
         ("architecture", type(lm.model).__name__),
@@ -98,6 +99,7 @@ def _facts(lm: DiffusionLM) -> list[tuple[str, str]]:
         ("logit shift", shift),
         *([("time embedding", "of the share of hidden tokens")] if lm.has_time_embedding else []),
         ("mask token", f"`{token}` ({lm.mask_token_id})"),
+        *([("end tokens", ", ".join(ends))] if ends else []),
         *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),
     ]
 

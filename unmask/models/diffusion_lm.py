@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +60,8 @@ class DiffusionLM:
         attention: "causal", "block_causal" or "bidirectional".
         block_size: the attention block of a block-causal model, else None.
         mask_token_id: the id that stands at hidden positions in the input; it is never predicted.
+        eos_token_ids: the tokens that end a text, each of them: decoding stops and a completion is cut at the first. The tokenizer's
+            EOS comes first; it alone fills canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
         causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
             was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
@@ -78,6 +80,7 @@ class DiffusionLM:
         attention: Pattern,
         block_size: int | None,
         mask_token_id: int,
+        eos_token_ids: Sequence[int],
         logit_shift: bool,
         causal_context: bool = False,
         time_embedding: bool = False,
@@ -88,6 +91,7 @@ class DiffusionLM:
         self.attention: Pattern = attention
         self.block_size = block_size
         self.mask_token_id = mask_token_id
+        self.eos_token_ids = tuple(eos_token_ids)
         self.logit_shift = logit_shift
         self.causal_context = causal_context
         self.config = model.config
@@ -128,6 +132,7 @@ class DiffusionLM:
 
     @property
     def eos_token_id(self) -> int | None:
+        """The one end token that fills canvases, the tokenizer's; `eos_token_ids` has all that end a text."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -142,8 +147,13 @@ class DiffusionLM:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
-    def settings(self) -> dict[str, str | int | bool | None]:
+    def settings(self) -> dict[str, Any]:
         """What the model's config must remember for `unmask.load`."""
+        return self.pattern | {"eos_token_ids": list(self.eos_token_ids), "padding_idx": self.padding_idx}
+
+    @property
+    def pattern(self) -> dict[str, str | int | bool | None]:
+        """The settings that log-probabilities depend on."""
         return {
             "attention": self.attention,
             "block_size": self.block_size,
@@ -151,7 +161,6 @@ class DiffusionLM:
             "logit_shift": self.logit_shift,
             "causal_context": self.causal_context,
             "time_embedding": self.has_time_embedding,
-            "padding_idx": self.padding_idx,
         }
 
     def bind(self, model: nn.Module) -> DiffusionLM:

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,14 +26,16 @@ from transformers.integrations import deepspeed as zero
 from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, Pattern
+from unmask.models.device_map import split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.ends import resolve_ends
 from unmask.models.families import Family, family_of, name_mask_token, tokenizer_choice
 from unmask.models.time_embedding import load_time_embedding
 
 MASK_TOKEN = "<|mask|>"
-STOCK = {
+STOCK: dict[str, Any] = {
     **{"attention": "causal", "block_size": None, "logit_shift": None, "causal_context": False, "time_embedding": False},
-    "padding_idx": None,
+    **{"eos_token_ids": None, "padding_idx": None},
 }
 Quantization = Literal["4bit", "8bit"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -51,6 +52,7 @@ def load(
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
     device_map: Literal["balanced"] | None = None,
+    eos_token_ids: Sequence[int] | None = None,
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released LLaDA, Dream or SDAR model.
 
@@ -66,14 +68,16 @@ def load(
         quantization: hold the weights of the linear layers in 4 bits (NF4, its scales quantised too) or 8 bits, by bitsandbytes;
             embeddings and head stay in `dtype`. Such a model is trained through adapters only.
         device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
+        eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and of other models those of
+            generation_config.json, config.json and the chat template's end of turn.
 
     Returns:
         The model in eval mode. The tokenizer's own mask token is used when it has one, else one is added.
 
     Raises:
         ModelError: nothing to load there, no tokenizer, no safetensors weights or not all of them, an architecture that
-            cannot take a mask, a tokenizer with tokens that the embeddings lack, an unknown dtype, a device that is not
-            there, or quantization without bitsandbytes.
+            cannot take a mask, a tokenizer with tokens that the embeddings lack, an end token outside the vocabulary, an unknown
+            dtype, a device that is not there, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where = str(path_or_id)
@@ -98,44 +102,11 @@ def load(
                 module.support_avx512bf16_for_cpu = False
     align_weights(model)
     settings = pattern_settings(config, attention, block_size, logit_shift)
+    if eos_token_ids is not None:
+        settings["eos_token_ids"] = eos_token_ids
     if settings["time_embedding"]:
         load_time_embedding(model, where, revision)
     return make_diffusion(model, tokenizer, **settings)
-
-
-def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
-    """The device of each part of a model, by its name: layers in their order, each device with a share by its memory.
-
-    Raises:
-        ModelError: there are fewer than two devices.
-    """
-    if len(memory) < 2:
-        what = f"a model is spread over two GPUs or more, but there {'is one' if memory else 'are none'} here"
-        raise ModelError(what, where="device_map", remedy="Leave it out")
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    parts = list(_parts(model))
-    sizes = [sum(weight.nbytes for weight in part.parameters()) for _, part in parts]
-    ends = [sum(memory[: number + 1]) / sum(memory) for number in range(len(memory))]
-    places, before = dict[str, str](), 0.0
-    for (name, part), size in zip(parts, sizes, strict=True):
-        middle = (before + size / 2) / sum(sizes)
-        places[name] = f"cuda:{next(number for number, end in enumerate(ends) if middle <= end)}"
-        before += size
-        if part is model.get_output_embeddings() and part.weight is model.get_input_embeddings().weight:
-            places[name] = "cuda:0"  # where the embeddings are
-    return places
-
-
-def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What is put on a device as a whole, in the order of a forward pass: layers, and what stands beside their list."""
-    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
-    for name, part in module.named_children():
-        inside = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
-        if inside and not (isinstance(module, nn.ModuleList)):
-            yield from _parts(part, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", part
 
 
 def pattern_settings(
@@ -151,16 +122,26 @@ def pattern_settings(
         "attention": attention or saved["attention"],
         "block_size": block_size,
         "logit_shift": logit_shift,
+        "eos_token_ids": saved["eos_token_ids"],
         "causal_context": saved["causal_context"] and same_pattern,
         "time_embedding": saved["time_embedding"],
         "padding_idx": saved["padding_idx"],
     }
 
 
-def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", device: str = "cpu", **source: Any) -> DiffusionLM:
+def initialise(
+    path: str | pathlib.Path,
+    *,
+    seed: int,
+    dtype: str = "float32",
+    device: str = "cpu",
+    eos_token_ids: Sequence[int] | None = None,
+    **source: Any,
+) -> DiffusionLM:
     """A causal model with new random weights, of the architecture and with the tokenizer found at `path`.
 
-    `source`: `revision` and `trust_remote_code`, as in `load`.
+    Arguments as in `load`; `source`: `revision` and `trust_remote_code`. End tokens that only a generation_config.json there names do
+    not count.
 
     Raises:
         ModelError: no config or no tokenizer there.
@@ -168,7 +149,7 @@ def initialise(path: str | pathlib.Path, *, seed: int, dtype: str = "float32", d
     config, family = read_config(str(path), source)
     tokenizer = read_tokenizer(str(path), source, config, family)
     torch.manual_seed(seed)
-    return make_diffusion(random_model(config, _dtype(dtype)).to(resolve_device(device)), tokenizer)
+    return make_diffusion(random_model(config, _dtype(dtype)).to(resolve_device(device)), tokenizer, eos_token_ids=eos_token_ids)
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -203,17 +184,19 @@ def make_diffusion(
     attention: Pattern = "causal",
     block_size: int | None = None,
     logit_shift: bool | None = None,
+    eos_token_ids: Sequence[int] | None = None,
     causal_context: bool = False,
     time_embedding: bool = False,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
-    """A DiffusionLM over a model in memory: switches its attention function and adds the mask token, in place.
+    """A DiffusionLM over a model in memory: switches its attention function, adds the mask token and names the end tokens, in place.
 
     `padding_idx` is the token whose embedding gets no gradient; None: there is none, whatever the architecture makes of its config.
     Padding is never read, and what stands for it is often the EOS, which is.
 
     Raises:
-        ModelError: the architecture does not use the attention interface of transformers, or not that alone.
+        ModelError: the architecture does not use the attention interface of transformers, or not that alone; or an end token outside
+            the vocabulary.
     """
     # Of an architecture without pluggable attention transformers refuses this with a warning, and only after construction.
     model.set_attn_implementation(ATTENTION_NAME)
@@ -235,6 +218,7 @@ def make_diffusion(
         attention=attention,
         block_size=block_size,
         mask_token_id=tokenizer.mask_token_id,
+        eos_token_ids=resolve_ends(model, tokenizer, eos_token_ids),
         logit_shift=attention == "causal" if logit_shift is None else logit_shift,
         causal_context=causal_context,
         time_embedding=time_embedding,
@@ -298,6 +282,7 @@ def with_pattern(
         attention=attention,
         block_size=block_size,
         logit_shift=logit_shift,
+        eos_token_ids=lm.eos_token_ids,
         causal_context=causal_context,
         time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
         padding_idx=lm.padding_idx,

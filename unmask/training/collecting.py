@@ -176,8 +176,8 @@ class CollectingTrainer(ViewwiseTrainer):
             self.backend.sync(merged(self.lm) if whole else self.lm, self.state.global_step)
 
     def truncated(self, generation: Generation) -> Tensor:
-        """Which completions [B] fill their canvas without an end."""
-        return torch.tensor([not tokens or tokens[-1] != self.lm.eos_token_id for tokens in generation.tokens], dtype=torch.bool)
+        """Which completions [B] fill their canvas without an end token."""
+        return torch.tensor([not tokens or tokens[-1] not in self.lm.eos_token_ids for tokens in generation.tokens], dtype=torch.bool)
 
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
         """The rewards, less for what is nearly too long."""

@@ -115,12 +115,12 @@ class DPOTrainer(ViewwiseTrainer):
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
         fits, report = room(lm, args), args.data_report(where)
         if args.loss_type != "kto":
-            pairs = preference_rows(lm.tokenizer, dataset, fits, report)
+            pairs = preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids)
             return report.of([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
         if any("label" in row for row in islice(dataset, 100) if isinstance(row, Mapping)):
-            rows: Sequence[Row] = pair_rows(lm.tokenizer, dataset, fits, report, layouts=UNPAIRED)
+            rows: Sequence[Row] = pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, layouts=UNPAIRED)
         else:
-            rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report))
+            rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
         return report.of(beside_others(rows, fits.max_length, where))
 
     # Views, and what their scores come to.

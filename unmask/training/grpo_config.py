@@ -108,7 +108,7 @@ class GRPOConfig(StageConfig):
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
     policy: str | None = of_method("confidence", "Unmasking policy of a rollout")
-    stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end of sequence, as the completion always does")
+    stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end token, as the completion always does")
     beyond_eos: str | None = of_method(
         "hidden",
         "What was sampled behind the end of a completion: hidden, shown (noised as the completion is), or learnt as its part (docs/rl.md)",

@@ -97,7 +97,7 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     """
     config, _ = read_config(path, {})
     own, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
-    pattern: dict[str, Any] = {} if own else {name: lm.settings[name] for name in ("attention", "block_size", "logit_shift")}
+    pattern: dict[str, Any] = {} if own else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
     sizes = [each.config.vocab_size for each in (other, lm)]
     if sizes[0] != sizes[1]:
@@ -106,9 +106,8 @@ def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
         what = "its tokens have other numbers than the policy's"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
-    read = lm.settings.keys() - {"padding_idx"}  # which is about training
-    if differing := [name for name in sorted(read) if other.settings[name] != lm.settings[name]]:
-        what = " and ".join(f"its {name} is {other.settings[name]}, the policy's {lm.settings[name]}" for name in differing)
+    if differing := [name for name, value in lm.pattern.items() if other.pattern[name] != value]:
+        what = " and ".join(f"its {name} is {other.pattern[name]}, the policy's {lm.pattern[name]}" for name in differing)
         remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if own else ''}, or leave it out"
         raise ConfigError(what, where=where, remedy=remedy)
     return other.compile_as(lm)

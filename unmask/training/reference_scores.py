@@ -71,7 +71,7 @@ def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
 
 def identity(lm: DiffusionLM) -> dict[str, str]:
     """A hash each of a model and of its tokenizer."""
-    model = f"{fingerprint(lm.model)} {json.dumps(lm.settings)}"
+    model = f"{fingerprint(lm.model)} {json.dumps(lm.pattern)}"
     tokenizer = json.dumps([sorted(lm.tokenizer.get_vocab().items()), lm.mask_token_id])
     return {"model": _hash(model), "tokenizer": _hash(tokenizer)}
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset, Sampler
 from unmask.data.rows import pad_rows
 from unmask.diffusion.score import noise_groups
 from unmask.errors import GenerationError
-from unmask.generation.trace import Generation
+from unmask.generation.trace import Generation, end_of, text_of
 from unmask.methods import Rollout
 from unmask.models.diffusion_lm import DiffusionLM
 
@@ -69,10 +69,10 @@ def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_
 
 
 def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
-    """Completions that end with their first EOS, where the whole canvas was sampled; traces stay as they are."""
-    ends = [tokens.index(lm.eos_token_id) + 1 if lm.eos_token_id in tokens else len(tokens) for tokens in generation.tokens]
+    """Completions that end with their first end token, where the whole canvas was sampled; traces stay as they are."""
+    ends = [end_of(tokens, lm.eos_token_ids) for tokens in generation.tokens]
     cut = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in ("tokens", "log_probs", "steps")}
-    texts = [lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in cut["tokens"]]
+    texts = [text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in cut["tokens"]]
     return replace(generation, texts=texts, tokens=cut["tokens"], log_probs=cut["log_probs"], steps=cut["steps"])
 
 

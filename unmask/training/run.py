@@ -25,6 +25,7 @@ from unmask.data.sources import load_examples, load_mixture, load_rows
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.ends import set_chat_template
 from unmask.models.load import initialise, load
 from unmask.monitor import Progress, write_atomic, write_manifest
 from unmask.tasks import Puzzle, Row, Task, as_puzzle, get_task
@@ -209,7 +210,7 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
     train, held_out = read_data(config, kind, task, args)
     lm = load_model(config)
     if config.data.chat_template is not None:
-        lm.tokenizer.chat_template = read_template(config.data.chat_template)
+        set_chat_template(lm, read_template(config.data.chat_template))
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     if verb == "grpo":
@@ -279,6 +280,6 @@ def load_model(config: RunConfig) -> DiffusionLM:
     """The model to start from: saved weights, or new ones for an architecture."""
     settings = config.model.model_dump(exclude={"path", "from_scratch"})
     if config.model.from_scratch:
-        kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code")}
+        kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids")}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)

@@ -53,14 +53,15 @@ class SFTTrainer(DiffusionTrainer):
     The loss is sum(CE / t) / completion tokens, of the whole accumulated batch on all processes; a causal model gets plain next-token loss.
     d1 (Zhao et al. 2025) divides so in each micro-batch, and takes the mean of these. With `aggregation: sequence` each answer's sum is
     divided by its own tokens, and the mean is over answers: LLaDA's (Nie et al. 2025, its GUIDELINES.md).
-    EOS is learnt, padding never. Behind a completion, the rest of its block of block-causal attention, or the canvas asked for, is EOS
-    that is learnt too.
+    The end token is learnt, padding never. Behind a completion, the rest of its block of block-causal attention, or the canvas asked
+    for, is EOS that is learnt too.
     """
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[Row]:
         fits = room(lm, args, truncate_completion=args.truncate_completion)
-        return pair_rows(lm.tokenizer, dataset, fits, args.data_report(where), learn=args.learn, packed=args.packing)
+        report = args.data_report(where)
+        return pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         if self.lm.autoregressive:

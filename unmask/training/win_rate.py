@@ -12,6 +12,7 @@ from unmask.data.rows import Row
 from unmask.errors import GenerationError, TrainingError
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
+from unmask.generation.trace import end_of, text_of
 from unmask.models.diffusion_lm import DiffusionLM, evaluating
 from unmask.rewards.workers import load_function, told
 
@@ -44,7 +45,8 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
     split = [split_row(pair) for pair in pairs]
     with evaluating(lm):
         completions = generate(lm, [prompt for prompt, _ in split], sampler).texts
-    prompts, chosen = (lm.tokenizer.batch_decode(list(ids), skip_special_tokens=True) for ids in zip(*split, strict=True))
+    prompts: list[str] = lm.tokenizer.batch_decode([prompt for prompt, _ in split], skip_special_tokens=True)
+    chosen = [text_of(lm.tokenizer, ids[: end_of(ids, lm.eos_token_ids)], lm.eos_token_ids) for _, ids in split]
     try:
         values: Any = judge(prompts, completions, chosen)
         values = [float(value) for value in values]

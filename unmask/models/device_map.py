@@ -1,0 +1,47 @@
+"""Which device each part of a model lies on, where one process spreads it over several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PretrainedConfig
+
+from unmask.errors import ModelError
+
+
+def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
+    """The device of each part of a model, by its name: layers in their order, each device with a share by its memory.
+
+    Raises:
+        ModelError: there are fewer than two devices.
+    """
+    if len(memory) < 2:
+        what = f"a model is spread over two GPUs or more, but there {'is one' if memory else 'are none'} here"
+        raise ModelError(what, where="device_map", remedy="Leave it out")
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    parts = list(_parts(model))
+    sizes = [sum(weight.nbytes for weight in part.parameters()) for _, part in parts]
+    ends = [sum(memory[: number + 1]) / sum(memory) for number in range(len(memory))]
+    places, before = dict[str, str](), 0.0
+    for (name, part), size in zip(parts, sizes, strict=True):
+        middle = (before + size / 2) / sum(sizes)
+        places[name] = f"cuda:{next(number for number, end in enumerate(ends) if middle <= end)}"
+        before += size
+        if part is model.get_output_embeddings() and part.weight is model.get_input_embeddings().weight:
+            places[name] = "cuda:0"  # where the embeddings are
+    return places
+
+
+def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """What is put on a device as a whole, in the order of a forward pass: layers, and what stands beside their list."""
+    lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
+    for name, part in module.named_children():
+        inside = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
+        if inside and not (isinstance(module, nn.ModuleList)):
+            yield from _parts(part, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", part

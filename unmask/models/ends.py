@@ -1,0 +1,69 @@
+"""Which tokens end a text: read when a model is loaded, kept in its settings and in generation_config.json.
+
+A model may have several: the tokenizer names one, generation_config.json others, and the chat template ends a turn with one of them. The
+tokenizer's is the only one that fills canvases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from unmask.data.chat import turn_end
+from unmask.errors import ModelError
+
+if TYPE_CHECKING:
+    from unmask.models.diffusion_lm import DiffusionLM
+
+
+def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] | None) -> tuple[int, ...]:
+    """The end tokens of a model, which its generation config then names: the tokenizer's EOS first, the others by number.
+
+    Args:
+        eos_token_ids: those besides the tokenizer's EOS; None: those that generation config, config and chat template name.
+
+    Raises:
+        ModelError: one of them is the mask token, or no token of the model.
+    """
+    rows = model.get_input_embeddings().weight.shape[0]
+    for token in eos_token_ids or ():
+        if token == tokenizer.mask_token_id or not 0 <= token < rows:
+            what = f"{token} is {'the mask token' if token == tokenizer.mask_token_id else f'outside the vocabulary of {rows}'}"
+            raise ModelError(what, where="eos_token_ids", remedy="Give ids of tokens that end a text, or leave it out")
+    ends = _in_order(tokenizer, _find(model, tokenizer) if eos_token_ids is None else eos_token_ids)
+    _name(model, ends)
+    return ends
+
+
+def set_chat_template(lm: DiffusionLM, template: str) -> None:
+    """Give the tokenizer another chat template; what ends its turns then ends a text too."""
+    lm.tokenizer.chat_template = template
+    lm.eos_token_ids = _in_order(lm.tokenizer, {*lm.eos_token_ids, *_ids(turn_end(lm.tokenizer))})
+    _name(lm.model, lm.eos_token_ids)
+
+
+def _find(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Of what the configs name only tokens that were added to the vocabulary count: a config class has a default (2 in Llama's), which
+    is a word of many vocabularies."""
+    configs = [model.config, model.config.get_text_config(), getattr(model, "generation_config", None)]
+    named = {token for config in configs for token in _ids(getattr(config, "eos_token_id", None))}
+    return named & (tokenizer.added_tokens_decoder.keys() - {tokenizer.mask_token_id}) | {*_ids(turn_end(tokenizer))}
+
+
+def _in_order(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys([*_ids(tokenizer.eos_token_id), *sorted(eos_token_ids)]))
+
+
+def _name(model: Any, ends: Sequence[int]) -> None:
+    """Have generation_config.json name them, which transformers, vLLM and other engines stop at."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and ends and {*_ids(generation.eos_token_id)} != {*ends}:
+        generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
+        generation._from_model_config = False  # else transformers may make it again, from the config
+
+
+def _ids(value: int | Sequence[int] | None) -> Sequence[int]:
+    """An `eos_token_id` may be one, several or none."""
+    return [] if value is None else [value] if isinstance(value, int) else value
