@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 from typer.testing import CliRunner
 
 from tests.models.released import (
@@ -182,6 +182,14 @@ def qwen3(**changes: Any) -> DiffusionLM:
     return make_diffusion(model, tokenizer, **asked)
 
 
+def mixture(**changes: Any) -> DiffusionLM:
+    tokenizer = character_tokenizer("abcdefgh")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
+    experts = {"num_key_value_heads": 2, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": len(tokenizer)}
+    model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, **changes))
+    return make_diffusion(model, tokenizer, attention="bidirectional")
+
+
 @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as published
 def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
     lm = qwen3(attention="causal", block_size=None, logit_shift=True, rope_theta=1e6, use_sliding_window=True, sliding_window=8)
@@ -215,6 +223,7 @@ def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
             lambda: make_diffusion(*stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"),
             "rope_par",
         ),
+        ("llada_moe", lambda: mixture(norm_topk_prob=True), "norm_topk_prob=True"),
         ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar, fast_dllm_v2, llada_moe, llada2, hf"),
     ],
 )
@@ -255,4 +264,4 @@ def test_names_are_mapped_one_to_one():
         names = [name for names in family.weights.values() for name in ([names] if isinstance(names, str) else names)]
         assert len(set(names)) == len(names)
         elsewhere = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}  # in rope_parameters, or only where it is set
-        assert all(hasattr(family.stock(), name) for name in {*family.fields.values(), *family.fixed} - elsewhere)
+        assert all(hasattr(family.stock(), name) for name in {*family.fields.values(), *family.defaults} - elsewhere)

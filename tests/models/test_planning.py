@@ -187,6 +187,14 @@ def test_a_blueprint_counts_what_the_real_model_has(name: str) -> None:
     assert network.adapter_parameters(3) == adapters
 
 
+def test_a_token_meets_some_of_the_experts() -> None:
+    mixture = dataclasses.replace(NETWORK, experts=((1024, 512),) * 64, expert_share=1 / 8)
+    work, sharded = Workload(sequence_length=128), Workload(sequence_length=128, shards=2)
+    assert matmul_flops(mixture, work) - matmul_flops(NETWORK, work) == 6 * 128 * 8 * 1024 * 512
+    assert mixture.adapter_parameters(2) - NETWORK.adapter_parameters(2) == 64 * 2 * (1024 + 512)
+    assert peak_memory(mixture, sharded).workspace > peak_memory(NETWORK, sharded).workspace  # all are gathered
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_states_and_gradients_are_those_of_the_real_optimiser(precision: str) -> None:
     real = tiny_lm("llama", dtype=getattr(torch, precision)).model

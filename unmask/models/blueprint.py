@@ -15,9 +15,10 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
 from unmask.config import ModelConfig
@@ -28,6 +29,7 @@ from unmask.models.load import Quantization, check_vocabulary, first_line, make_
 from unmask.models.planning import Network, Workload
 
 DEFAULT_LENGTH = 512
+BALANCED = "unmask_balanced"
 WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
 """The type of the weights, by precision."""
 
@@ -81,7 +83,7 @@ class Blueprint:
         mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
         return {
             "architecture": type(network).__name__,
-            "parameters": f"{sum(weight.numel() for weight in network.parameters()):,}",
+            "parameters": describe_size(network),
             "vocabulary": f"{rows:,}",
             "tied embeddings": "yes" if is_tied(network) else "no",
             "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
@@ -146,6 +148,8 @@ class Blueprint:
         return Network(
             parameters=sum(weight.numel() for weight in model.parameters()),
             linears=tuple(linear_shapes(model)),
+            experts=tuple(expert_shapes(model)),
+            expert_share=expert_share(model),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=model.get_input_embeddings().weight.shape[0],
@@ -190,6 +194,43 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
     return shapes + [tuple(module.weight.shape) for module in model.modules() if isinstance(module, Conv1D)]
 
 
+def expert_modules(model: Any) -> list[nn.Module]:
+    """The experts of every layer that has some, stacked as transformers holds them."""
+    return [module for module in model.modules() if any(weight.dim() == 3 for weight in module.parameters(recurse=False))]
+
+
+def expert_shapes(model: Any) -> list[tuple[int, int]]:
+    """In and out width of every matrix of every expert."""
+    stacks = [weight for module in expert_modules(model) for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    return [(stack.shape[2], stack.shape[1]) for stack in stacks for _ in range(len(stack))]
+
+
+def expert_share(model: Any) -> float:
+    """The share of its experts that a token is sent to; 1 where there are none."""
+    counts = [len(next(module.parameters(recurse=False))) for module in expert_modules(model)]
+    return model.config.get_text_config().num_experts_per_tok / counts[0] if counts else 1.0
+
+
+def describe_size(model: Any) -> str:
+    """How many parameters it has and, of a mixture of experts, how many a token meets."""
+    total = sum(weight.numel() for weight in model.parameters())
+    idle = (1 - expert_share(model)) * sum(width_in * width_out for width_in, width_out in expert_shapes(model))
+    return f"{total:,}" + (f", {round(total - idle):,} active" if idle else "")
+
+
+def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    """What the grouped products of all experts keep for a backward pass, of one expert alone: fake tensors choose none."""
+    first, last = (stack[0].T if module.is_transposed else stack[0] for stack in module.parameters(recurse=False))
+    with torch.autocast("cpu", enabled=False):  # grouped products know none
+        chosen_MD = hidden_ND.repeat_interleave(index_NK.shape[1], 0).to(first.dtype)
+        gated_MI = module._apply_gate(chosen_MD @ first.T) if module.has_gate else module.act_fn(chosen_MD @ first.T)
+        out_MD = (gated_MI @ last.T) * weight_NK.reshape(-1, 1)
+    return out_MD.view(*index_NK.shape, -1).sum(1).to(hidden_ND.dtype)
+
+
+ExpertsInterface.register(BALANCED, balanced_experts)
+
+
 def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, rows: int) -> int:
     """Bytes that a forward pass up to the output head keeps for the backward pass, parameters aside."""
     kept: dict[int, torch.UntypedStorage] = {}
@@ -201,7 +242,7 @@ def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Work
 
     compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
     with FakeTensorMode():
-        model = architecture(config, WEIGHTS[work.precision], attn_implementation=ATTENTION_NAME).train()
+        model = architecture(config, WEIGHTS[work.precision], attn_implementation=ATTENTION_NAME, experts_implementation=BALANCED).train()
         layout = Layout.full(work.sequence_length, torch.device("cpu"))
         layout = layout.with_noised_copies(work.copies) if work.attention == "block_causal" else layout
         mask = make_mask(work.attention, pattern["block_size"], layout, layout)

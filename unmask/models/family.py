@@ -45,7 +45,7 @@ class Family:
         block_field: what config.json calls it.
         mask_token_id: where config.json does not say it; released code and engines assume it.
         fields: names in config.json, with the names in the stock config.
-        fixed: fields of the stock config that are the same for every model of the family.
+        defaults: fields of the stock config where config.json does not say them.
         sparse_layers: what config.json calls a list of which layers have experts (1) or are dense (0); None: it has none.
         constants: what config.json says beyond them. Another value is another architecture.
         refused: values that the stock class does not compute as the published one does.
@@ -67,7 +67,7 @@ class Family:
     mask_token_id: int
     frozen_padding: bool = False
     fields: Mapping[str, str]
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     sparse_layers: str | None = None
     constants: Mapping[str, Any]
     refused: Mapping[str, Any] = field(default_factory=dict)
@@ -109,7 +109,8 @@ class Family:
         for name, weight in state.items():
             new, part = self._published_name(name)
             if part is None:
-                published[new] = weight.clone()  # experts are parts of one tensor
+                apart = weight.nbytes == weight.untyped_storage().nbytes()  # safetensors takes one name for a storage
+                published[new] = weight if apart else weight.clone()
             else:
                 parts.setdefault(new, {})[part] = weight
         return published | {name: torch.cat([pieces[part] for part in sorted(pieces)]) for name, pieces in parts.items()}
@@ -133,12 +134,12 @@ class Family:
         if architecture != self.architecture:
             raise ModelError(f"a {self.model_type} config of another architecture, {architecture}", where=where, remedy=remedy)
         for name, value in self.constants.items():
-            if published.get(name, value) != value:
+            if published.get(name) not in (None, value):
                 raise ModelError(f"{name} is {published[name]!r}, and only {value!r} is supported", where=where, remedy=remedy)
         for name, value in self.refused.items():
             if published.get(name) == value:
                 raise ModelError(f"{name} is {value!r}, which is not supported", where=where, remedy=remedy)
-        values = dict(self.fixed) | {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
+        values = dict(self.defaults) | {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
         lacking = [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]
         if lacking:
             raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)

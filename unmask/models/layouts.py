@@ -35,9 +35,9 @@ class SDARConfig(PretrainedConfig):
 '''
 
 
-def _code(repository: str, config: str, model: str) -> dict[str, str]:
-    """The `auto_map` to the classes that a repository of the hub holds; they run only where remote code is trusted."""
-    return {"AutoConfig": f"{repository}--{config}", "AutoModelForCausalLM": f"{repository}--{model}"}
+def _code(repository: str, **classes: str) -> dict[str, str]:
+    """The `auto_map` to classes that a repository of the hub holds; they run only where remote code is trusted."""
+    return {auto: f"{repository}--{name}" for auto, name in classes.items()}
 
 
 LLADA = Family(
@@ -136,7 +136,11 @@ FAST_DLLM_V2 = Family(
     frozen_padding=True,
     fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
     constants=NO_WINDOWS,
-    auto_map=_code("Efficient-Large-Model/Fast_dLLM_v2_7B", "configuration.Fast_dLLM_QwenConfig", "modeling.Fast_dLLM_QwenForCausalLM"),
+    auto_map=_code(
+        "Efficient-Large-Model/Fast_dLLM_v2_7B",
+        AutoConfig="configuration.Fast_dLLM_QwenConfig",
+        AutoModelForCausalLM="modeling.Fast_dLLM_QwenForCausalLM",
+    ),
 )
 LLADA_MOE = Family(
     name="llada_moe",
@@ -148,9 +152,10 @@ LLADA_MOE = Family(
     logit_shift=False,
     mask_token_id=156895,
     frozen_padding=True,
-    fields=_same(*SIZES, *SHARED, "attention_bias", "num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
-    | {"dense_intermediate_size": "intermediate_size", "expert_intermediate_size": "moe_intermediate_size", "pad_token_id": "pad_token_id"},
-    fixed={"norm_topk_prob": False},
+    fields=_same("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "attention_bias", "pad_token_id", *SHARED)
+    | _same("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+    | {"dense_intermediate_size": "intermediate_size", "expert_intermediate_size": "moe_intermediate_size"},
+    defaults={"norm_topk_prob": False},
     sparse_layers="moe_layer_freq",
     constants={
         "clip_qkv": None,
@@ -161,7 +166,11 @@ LLADA_MOE = Family(
         "routed_scaling_factor": 1,
         "shared_expert_intermediate_size": None,
     },
-    auto_map=_code("inclusionAI/LLaDA-MoE-7B-A1B-Instruct", "configuration_lladamoe.LLaDAConfig", "modeling_lladamoe.LLaDAMoEModelLM"),
+    auto_map=_code(
+        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+        AutoConfig="configuration_lladamoe.LLaDAConfig",
+        AutoModel="modeling_lladamoe.LLaDAMoEModelLM",
+    ),
 )
 LLADA2 = Family(
     name="llada2",
@@ -176,7 +185,7 @@ LLADA2 = Family(
     fields=_same(*SIZES, *SHARED, "pad_token_id", "head_dim", "partial_rotary_factor", "first_k_dense_replace", "moe_intermediate_size")
     | _same("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "output_router_logits")
     | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-    fixed={"use_qk_norm": True},
+    defaults={"use_qk_norm": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0},
     constants={
         "moe_router_enable_expert_bias": True,
         "norm_head": False,
@@ -199,7 +208,11 @@ LLADA2 = Family(
         "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
         "model.layers.*.mlp.gate.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     },
-    auto_map=_code("inclusionAI/LLaDA2.0-mini", "configuration_llada2_moe.LLaDA2MoeConfig", "modeling_llada2_moe.LLaDA2MoeModelLM"),
+    auto_map=_code(
+        "inclusionAI/LLaDA2.0-mini",
+        AutoConfig="configuration_llada2_moe.LLaDA2MoeConfig",
+        AutoModelForCausalLM="modeling_llada2_moe.LLaDA2MoeModelLM",
+    ),
 )
 FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2, LLADA_MOE, LLADA2)}
 

@@ -48,7 +48,9 @@ class Network:
 
     Attributes:
         parameters: all of them; tied ones once.
-        linears: in and out width of every matrix but the output head.
+        linears: in and out width of every matrix but the output head and those of experts.
+        experts: in and out width of every matrix of an expert, that is one of many.
+        expert_share: of these, what a token is multiplied with.
         layers, hidden, vocabulary: as the architecture has them (vocabulary: rows of the embeddings).
         attention_width: heads times their width.
         tied: whether the output head is the embedding table.
@@ -65,14 +67,25 @@ class Network:
     tied: bool
     saved_fixed: int
     saved_per_row: int
+    experts: tuple[tuple[int, int], ...] = ()
+    expert_share: float = 1.0
 
     @property
     def linear_weights(self) -> int:
         return sum(width_in * width_out for width_in, width_out in self.linears)
 
+    @property
+    def expert_weights(self) -> int:
+        return sum(width_in * width_out for width_in, width_out in self.experts)
+
+    @property
+    def multiplied_weights(self) -> float:
+        """Those that a token is multiplied with."""
+        return self.linear_weights + self.expert_share * self.expert_weights
+
     def adapter_parameters(self, rank: int) -> int:
-        """Of low-rank adapters on every linear layer but the head."""
-        return rank * sum(width_in + width_out for width_in, width_out in self.linears)
+        """Of low-rank adapters on every linear layer but the head, and on every expert."""
+        return rank * sum(width_in + width_out for width_in, width_out in (*self.linears, *self.experts))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +256,9 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     chunk = 4 * min(work.predicted * network.vocabulary, LOGITS_AT_ONCE)
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
     # Of sharded weights the layer at work and the next one are whole.
-    gathered = 2 * network.linear_weights / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
+    gathered = (
+        2 * (network.linear_weights + network.expert_weights) / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
+    )
     held = gradients if work.accumulate or work.passes > 1 else 0.0
     moments = [  # gradients, activations, logits, workspace
         (held, activations, LOGIT_COPIES * chunk, 0.0),
@@ -307,8 +322,10 @@ def matmul_flops(network: Network, work: Workload) -> float:
     chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
-    teacher = 2 * work.batch * work.sequence_length * (network.linear_weights + network.hidden * network.vocabulary) if work.teacher else 0
-    return work.tokens * (network.linear_weights * work.flops_per_weight + adapters) + head + teacher
+    teacher = (
+        2 * work.batch * work.sequence_length * (network.multiplied_weights + network.hidden * network.vocabulary) if work.teacher else 0
+    )
+    return work.tokens * (network.multiplied_weights * work.flops_per_weight + adapters) + head + teacher
 
 
 def attention_flops(network: Network, work: Workload) -> float:

@@ -54,6 +54,7 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21 asks for it
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # which it makes for stacked experts
         return get_peft_model(model, peft_config)
 
 

@@ -132,8 +132,9 @@ def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, devic
 
 def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
     """Seconds per step of a network on this CPU, from a few steps of models with fewer layers and, where need be, a smaller batch."""
-    few = dataclasses.replace(network, layers=DEEPER, linears=network.linears[: DEEPER * len(network.linears) // network.layers])
-    if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights > CALIBRATION_PARAMETERS:
+    linears, experts = (parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts))
+    few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
+    if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
     small = dataclasses.replace(work, passes=1, scorings=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
