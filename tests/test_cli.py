@@ -266,6 +266,7 @@ SAMPLERS = [
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5),
     SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
+    SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
 ]
 
 
