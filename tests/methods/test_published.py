@@ -62,9 +62,9 @@ def scored(head_DK: Tensor, views: Views) -> Tensor:
 def made(record: dict[str, Any]) -> Rollout:
     """The completions, up to and including their first EOS, in decoding blocks of two."""
     place_BT = torch.arange(LENGTH).expand(BATCH, -1) - PROMPT
-    canvas_BT = place_BT >= 0
-    ended_BT = ((IDS_BT == PUBLISHED["eos"]) & canvas_BT).cumsum(1)
-    completion_BT = canvas_BT & ((ended_BT == 0) | ((ended_BT == 1) & (IDS_BT == PUBLISHED["eos"])))
+    canvas_BT, end_BT = place_BT >= 0, torch.eq(IDS_BT, PUBLISHED["eos"])
+    ended_BT = (end_BT & canvas_BT).cumsum(1)
+    completion_BT = canvas_BT & ((ended_BT == 0) | ((ended_BT == 1) & end_BT))
     steps_BT = torch.full_like(IDS_BT, -1)
     steps_BT[:, PROMPT:] = torch.tensor(record.get("steps", [[0] * (LENGTH - PROMPT)] * BATCH))
     blocks_BT, group_BT = torch.where(canvas_BT, place_BT // 2, -1), torch.where(canvas_BT, 0, -1)
