@@ -264,7 +264,7 @@ SAMPLERS = [
     SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
     SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
     SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5),
-    SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2),
+    SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
     SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
     SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
 ]

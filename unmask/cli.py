@@ -383,7 +383,9 @@ def inspect(
 @spread_configs
 def export(
     model: ModelConfig,
-    layout: Annotated[str, typer.Option(metavar="NAME", help="llada, dream, sdar, or hf: a causal model as a stock one.")],
+    layout: Annotated[
+        str, typer.Option(metavar="NAME", help="llada, llada_moe, llada2, dream, sdar, fast_dllm_v2, or hf for a causal model.")
+    ],
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:

@@ -79,7 +79,7 @@ class Own(LlamaForCausalLM):
     [
         (
             lambda: tiny_lm("llama", "bidirectional"),
-            "causal, and this one is bidirectional.*llada, dream or sdar, or serve it with `unmask serve`",
+            "causal, and this one is bidirectional.*of a released family, or serve it with `unmask serve`",
         ),
         (lambda: tiny_lm("llama", "block_causal", 4), "this one is block_causal"),
         (lambda: tiny_lm("llama", shift=False), "this one is causal without logit shift"),

@@ -1,7 +1,8 @@
 """The layouts that released models are published in.
 
 Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al.
-2025) and Fast-dLLM v2 (Wu et al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).
+2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR
+(SGLang, LMDeploy).
 """
 
 from __future__ import annotations
@@ -175,6 +176,7 @@ LLADA_MOE = Family(
 LLADA2 = Family(
     name="llada2",
     model_type="llada2_moe",
+    aliases=("llada21_moe",),
     architecture="LLaDA2MoeModelLM",
     stock=Glm4MoeConfig,
     attention="block_causal",

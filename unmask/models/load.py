@@ -54,7 +54,7 @@ def load(
     device_map: Literal["balanced"] | None = None,
     eos_token_ids: Sequence[int] | None = None,
 ) -> DiffusionLM:
-    """Load a causal language model, stock or saved by Unmask, or a released LLaDA, Dream or SDAR model.
+    """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
 
     Args:
         path_or_id: a local folder or a hub id.

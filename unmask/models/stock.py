@@ -58,7 +58,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> 
 def _check(lm: DiffusionLM) -> None:
     if not lm.autoregressive or lm.causal_context or lm.has_time_embedding:
         shift = "" if lm.logit_shift else " without logit shift"
-        remedy = "Use --layout llada, dream or sdar, or serve it with `unmask serve`"
+        remedy = "Use the --layout of a released family, or serve it with `unmask serve`"
         raise ModelError(f"a stock model is causal, and this one is {lm.attention}{shift}", where="layout", remedy=remedy)
     kind = type(lm.model)
     if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
