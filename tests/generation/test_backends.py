@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
@@ -202,6 +203,16 @@ def test_traces_of_vllm_hold_what_is_known(fake, tmp_path, settings, processed, 
         assert trace.sampled_log_probs == ([] if sampled == "none" else [*expected[sampled], 0.0, 0.0])
     rollout = make_rollout(lm, made, slice(0, 2))
     assert rollout.completion_BT.sum(1).tolist() == [3, 3] and rollout.steps_BT[0].tolist() == [-1, -1, 0, 1, 2, -1, -1]
+
+
+def test_vllm_is_told_the_ends_of_the_model(fake, tmp_path):
+    lm = copy.copy(tiny())
+    lm.eos_token_ids = (2, 7)
+    vllm, url = fake(lm, processed=True)
+    backend = make_backend(to_vllm(url), lm, tmp_path)
+    backend.generate([[4, 5]], SamplerConfig(max_new_tokens=5))
+    backend.close()
+    assert vllm.asked[-1][1]["stop_token_ids"] == [2, 7]
 
 
 def test_vllm_is_for_causal_models(tmp_path):

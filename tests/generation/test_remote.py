@@ -86,6 +86,22 @@ def test_completions_come_back_in_the_order_of_their_prompts():
     assert made.tokens == [[4], [5], [7]] and made.log_probs == [[-0.5]] * 3 and made.prompts == [[4], [5], [6, 7]]
 
 
+@pytest.mark.parametrize(("ends", "asked"), [(None, [2]), ([2, 5], [2, 5]), ([], [])])
+def test_a_server_is_told_which_tokens_end_a_text(ends, asked):
+    bodies = []
+
+    def note(path, body):
+        bodies.append(body)
+        return echo(path, body)
+
+    with serving(note) as url:
+        lm = RemoteLM(url, TOKENIZER, eos_token_ids=ends)
+        made = lm.generate([[4], [5]])
+        lm.generate([[4]], SamplerConfig(stop_at_eos=False))
+    assert [(body["stop_token_ids"], body["ignore_eos"]) for body in bodies] == [(asked, False)] * 2 + [(None, True)]
+    assert made.tokens == [[4], [5]] and made.texts[1] == ("" if 5 in asked else TOKENIZER.decode([5]))
+
+
 def test_a_server_that_comes_back_loses_nothing():
     failed: set[tuple[int, ...]] = set()
 
@@ -230,6 +246,19 @@ def test_vllm_gives_the_tokens_of_the_engine(vllm):
     assert there.prompts == here.prompts and there.tokens == here.tokens and there.texts == here.texts
     for got, expected in zip(there.log_probs, here.log_probs, strict=True):
         torch.testing.assert_close(torch.tensor(got), torch.tensor(expected), atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+def test_vllm_stops_at_each_end_token(vllm):
+    lm = unmask.load(vllm.model)
+    prompts, config = ["Once upon a time", "The dog", "Lily and her mom went to the"], SamplerConfig(max_new_tokens=24)
+    lm.eos_token_ids = (lm.eos_token_id, *(tokens[7] for tokens in unmask.generate(lm, prompts, config).tokens))
+    here = unmask.generate(lm, prompts, config)
+    with RemoteLM(vllm.url, str(vllm.model), eos_token_ids=lm.eos_token_ids) as remote:
+        there = remote.generate(prompts, config)
+    assert there.tokens == here.tokens and there.texts == here.texts and all(tokens[-1] in lm.eos_token_ids for tokens in here.tokens)
+    assert [len(row) for row in there.log_probs] == [len(row) for row in here.tokens]
 
 
 @pytest.mark.slow

@@ -39,11 +39,11 @@ def stock(dtype: torch.dtype = torch.float32, **config: Any) -> tuple[LlamaForCa
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.chat_template = CHAT_TEMPLATE
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
-    shape["max_position_embeddings"] = 64
+    shape |= {"max_position_embeddings": 64, "vocab_size": len(tokenizer)}
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape | ids | config))
+        model = LlamaForCausalLM(LlamaConfig(**shape | ids | config))
     return model.to(dtype), tokenizer
 
 

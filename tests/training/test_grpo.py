@@ -290,6 +290,28 @@ def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, mess
         make("grpo", tmp_path, lm, **given)
 
 
+def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
+    """Of a model with several end tokens, as SDAR-Chat; rollouts are sampled whole, so that there is something behind."""
+    seen: list[tuple[str, list[int]]] = []
+
+    def look(completions, completion_ids, **_):
+        seen.extend(zip(completions, completion_ids, strict=True))
+        return [float(len(text)) for text in completions]
+
+    lm = tiny()
+    ends = lm.eos_token_ids = (lm.eos_token_id, *lm.tokenizer.convert_tokens_to_ids(["c", "d"]))
+    trainer = make("grpo", tmp_path, lm, reward=look, max_steps=1, stop_at_eos=False, max_completion_length=8, mask_truncated=True)
+    rows = [[trainer.train_dataset[index] for index in range(16)]]
+    update = trainer.experience(rows)[0][0]
+    closed = [ids[-1] in ends for _, ids in seen]
+    assert sum(ids[-1] in ends[1:] for _, ids in seen) > 0 and 0 < sum(closed) < 16
+    for row, (text, ids) in enumerate(seen):
+        assert not set(ends) & set(ids[:-1]) and not set("cd") & set(text)
+        assert update.rollout.ids_BT[row, update.rollout.completion_BT[row]].tolist() == ids
+    assert update.learnt_BT.any(1).tolist() == closed
+    assert (update.rollout.revealed_BT & ~update.rollout.completion_BT).any()
+
+
 QUICK = ("diffu-grpo", "spg", "trace-rl")
 
 

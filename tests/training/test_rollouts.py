@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,6 +40,22 @@ def test_a_whole_canvas_is_cut_behind_its_first_end():
     rollout = make_rollout(lm, cut, slice(None))
     assert rollout.completion_BT.sum(1).tolist() == [len(tokens) for tokens in cut.tokens]
     assert torch.equal(rollout.revealed_BT, (rollout.documents_BT > 0) & ~rollout.prompt_BT)
+
+
+@pytest.mark.parametrize("stop_at_eos", [False, True])
+def test_any_end_token_ends_a_completion(stop_at_eos):
+    lm, (_, whole) = copy.copy(stopping("bidirectional")), sampled(stop_at_eos=False)
+    other = Counter(tokens[0] for tokens in whole.tokens if tokens[0] != lm.eos_token_id).most_common(1)[0][0]
+    lm.eos_token_ids = (lm.eos_token_id, other)
+    made = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=LENGTH, temperature=1.0, trace=True, stop_at_eos=stop_at_eos))
+    cut = cut_at_end(lm, made)
+    assert sum(tokens[-1] == other for tokens in cut.tokens) > 0 and cut.trace == whole.trace
+    for tokens, text, canvas in zip(cut.tokens, cut.texts, whole.tokens, strict=True):
+        ends = [at for at, token in enumerate(canvas, start=1) if token in lm.eos_token_ids]
+        assert tokens == canvas[: min([*ends, LENGTH])]
+        assert text == lm.tokenizer.decode([token for token in tokens if token not in lm.eos_token_ids], skip_special_tokens=True)
+    rollout = make_rollout(lm, cut, slice(None))
+    assert rollout.completion_BT.sum(1).tolist() == [len(tokens) for tokens in cut.tokens]
 
 
 def test_what_stopped_at_its_end_is_left_as_it_is():

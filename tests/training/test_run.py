@@ -222,6 +222,20 @@ def test_the_shared_preferences_train_a_small_model_that_has_no_chat_template(tm
     assert load(tmp_path / "out" / "model").tokenizer.chat_template == TEMPLATES["simple"]
 
 
+def test_the_ends_of_a_run_are_those_of_its_template_or_as_set(tmp_path):
+    lm, rows = tiny(vocab_size=16), [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}] * 4
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    end = lm.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    lm.save(tmp_path / "tiny")
+    (tmp_path / "rows.jsonl").write_text(lines(*rows))
+    (tmp_path / "chat.jinja").write_text("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
+    run = ["sft", "--model", tmp_path / "tiny", "--data", tmp_path / "rows.jsonl", f"data.chat_template={tmp_path}/chat.jinja", *QUICK]
+    for name, more, ends in (("template", [], (2, end)), ("set", ["model.eos_token_ids=[8]"], (2, 8))):
+        result = unmask(*run, "--output", tmp_path / name, *more)
+        assert result.exit_code == 0, (result.output, result.exception)
+        assert load(tmp_path / name / "model").eos_token_ids == ends
+
+
 def test_reasoning_traces_in_the_layout_of_s1k_train_by_the_recipe(tmp_path):
     rows = [
         {"question": f"{n} and {n}?", "thinking_trajectories": [f"{n} " * 9 * n, "unused"], "attempt": str(2 * n), "solution": None}

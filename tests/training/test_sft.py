@@ -8,6 +8,7 @@ import torch
 import unmask
 from tests.training.conftest import CHAT_TEMPLATE, PAIRS, batch, make, tiny
 from unmask.errors import ConfigError, DataError
+from unmask.models.ends import set_chat_template
 from unmask.training.sft import SFTTrainer
 
 
@@ -140,6 +141,27 @@ def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, lea
     hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT.any(1)
     assert lm.tokenizer.decode(rows["input_ids"][0]) == "<s>abcd</s>efghg</s>"
     assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == learnt
+
+
+CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("more", "filling"),
+    [({}, "</s>" * 3), ({"canvas_length": 6}, "</s>" * 2), ({"learn": "last"}, "</s>" * 3)],
+    ids=["block", "canvas", "last"],
+)
+def test_a_turns_own_end_is_learnt_and_what_is_behind_it_is_eos(more, filling, tmp_path):
+    """The row ends as the sampler leaves it: at the first end token, the rest of its block being EOS."""
+    lm = tiny("block_causal", 5, vocab_size=16)
+    lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    set_chat_template(lm, CHATML)
+    trainer = make("sft", tmp_path, lm, rows=[{"messages": CONVERSATION}], views=32, **more)
+    rows = batch(trainer, 0)
+    hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT.any(1)
+    earlier = "" if "learn" in more else "cd<|im_end|>"
+    assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == f"{earlier}ghg<|im_end|>{filling}"
+    assert lm.tokenizer.decode(rows["input_ids"][0]).count("</s>") == filling.count("</s>")
 
 
 def test_packed_rows_hide_each_example_at_a_time_of_its_own(tmp_path):

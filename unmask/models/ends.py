@@ -37,9 +37,11 @@ def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos
     return ends
 
 
-def set_chat_template(lm: DiffusionLM, template: str) -> None:
-    """Give the tokenizer another chat template; what ends its turns then ends a text too."""
+def set_chat_template(lm: DiffusionLM, template: str, *, ends: bool = True) -> None:
+    """Give the tokenizer another chat template; unless `ends` is False, what ends its turns then ends a text too."""
     lm.tokenizer.chat_template = template
+    if not ends:
+        return
     lm.eos_token_ids = _in_order(lm.tokenizer, {*lm.eos_token_ids, *_ids(turn_end(lm.tokenizer))})
     _name(lm.model, lm.eos_token_ids)
 

@@ -210,7 +210,7 @@ def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -
     train, held_out = read_data(config, kind, task, args)
     lm = load_model(config)
     if config.data.chat_template is not None:
-        set_chat_template(lm, read_template(config.data.chat_template))
+        set_chat_template(lm, read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     if verb == "grpo":
