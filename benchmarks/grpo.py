@@ -3,10 +3,11 @@
     python -m benchmarks.grpo [--threads 1] [--rounds 2] [--steps 64] [--only time memory views]
 
 Float32, hidden 512, 8 layers, vocabulary 32k; one group of 8 completions of 128 tokens behind prompts of 128; four inner updates (mu),
-each with masks of its own; a reference. The baseline samples as `benchmarks/published.py` does, computes all logits of all positions, and
-scores old policy and reference for all four masks in one batch. What is compared is a whole update, from rollout to the last of its four
-steps, with half as many denoising steps as tokens (as published, Zhao et al. 2025, d1); memory is that of references, optimizer states,
-gradients and all else beside the weights. First it is shown that loss and gradients are the same on the same rollouts and masks.
+each with masks of its own; a reference. The baseline is diffu-GRPO as d1 publishes it (Zhao et al. 2025): it samples as
+`benchmarks/published.py` does, at temperature 0.9 with half as many denoising steps as tokens, scores at temperature 1, computes all logits
+of all positions, and scores old policy and reference for all four masks in one batch; but for its adapters, 4-bit weights and GPU. What is
+compared is a whole update, from rollout to the last of its four steps; memory is that of references, optimizer states, gradients and all
+else beside the weights. First it is shown that loss and gradients are the same on the same rollouts and masks.
 
 Shapes: B completions, T positions, V vocabulary, D parameters.
 """
@@ -48,6 +49,7 @@ def trainer_of(lm: DiffusionLM, folder: str, steps: int, **more: Any) -> GRPOTra
         block_size=BLOCK if lm.attention == "bidirectional" else None,
         steps=steps,
         temperature=TEMPERATURE,
+        score_temperature=1.0,
         stop_at_eos=False,
         learning_rate=1e-6,
         logging_strategy="no",
@@ -95,8 +97,8 @@ class Plain:
 
     @staticmethod
     def log_probs(lm: DiffusionLM, ids_BT: Tensor, hidden_BT: Tensor) -> Tensor:
-        """Of the completion's tokens, from all logits."""
-        logits_BTV = lm.logits(torch.where(hidden_BT, lm.mask_token_id, ids_BT))[:, PROMPT:] / TEMPERATURE
+        """Of the completion's tokens, from all logits, at temperature 1."""
+        logits_BTV = lm.logits(torch.where(hidden_BT, lm.mask_token_id, ids_BT))[:, PROMPT:]
         return logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, PROMPT:, None]).squeeze(-1)
 
 

@@ -67,7 +67,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "trace-rl": {},
 }
 """With what differs from a method's own settings."""
-SAMPLED = {"temperature": 0.3}
+SCORED = {
+    f"{method}, T 0.3, scored at {scored:g}": {"method": method, **METHODS[method], "temperature": 0.3, "score_temperature": scored}
+    for method in ("diffu-grpo", "cj-grpo")
+    for scored in (0.3, 1.0)
+}
 BEYOND = {
     f"{method}, {end}": {"method": method, **METHODS.get(method, {}), "beyond_eos": end, "stop_at_eos": False}
     for method, ends in {
@@ -79,13 +83,7 @@ BEYOND = {
 }
 COMPARISONS: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
     "methods": {"sudoku": METHODS, "countdown": {name: METHODS[name] for name in ("sft", "diffu-grpo", "cj-grpo")}},
-    "temperature": {
-        "sudoku": {
-            f"{method}, T 0.3, scored at {scored:g}": {"method": method, **METHODS[method], **SAMPLED, "score_temperature": scored}
-            for method in ("diffu-grpo", "cj-grpo")
-            for scored in (0.3, 1.0)
-        },
-    },
+    "temperature": {"sudoku": SCORED, "short-sudoku": SCORED},
     "beyond": {"short-sudoku": BEYOND, "countdown": BEYOND},
 }
 """What is compared, by task: contenders with their settings, `method` where it is not their name."""

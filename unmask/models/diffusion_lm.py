@@ -66,7 +66,7 @@ class DiffusionLM:
         causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
             was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
         config: of the model itself, whatever wraps it.
-        padding_idx: the token whose embedding is never trained, as released Dream models have one; else None.
+        padding_idx: the token whose embedding is never trained, of released models that have one (docs/models.md); else None.
         flash_attention: whether rows without blocks are attended by FlashAttention 2, on a GPU in 16 bits.
     """
 
