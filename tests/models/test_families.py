@@ -72,7 +72,7 @@ def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
 
 
 def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(name, published, tmp_path):
-    """It is the EOS; the released modelling code of LLaDA and SDAR trains every row."""
+    """It is the EOS. LLaDA's modelling code trains every row; SDAR's does, as its configs name no padding token."""
     lm = load(published)
     lm.save(tmp_path)
     for model in (lm, load(tmp_path)):
