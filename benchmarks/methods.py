@@ -84,6 +84,7 @@ BEYOND = {
 COMPARISONS: dict[str, dict[str, dict[str, dict[str, Any]]]] = {
     "methods": {"sudoku": METHODS, "countdown": {name: METHODS[name] for name in ("sft", "diffu-grpo", "cj-grpo")}},
     "temperature": {"sudoku": SCORED, "short-sudoku": SCORED},
+    "ratio": {"sudoku": {f"gdpo, {ratio}": {"method": "gdpo", "ratio": ratio, "num_iterations": 4} for ratio in ("sequence", "product")}},
     "beyond": {"short-sudoku": BEYOND, "countdown": BEYOND},
 }
 """What is compared, by task: contenders with their settings, `method` where it is not their name."""

@@ -1,7 +1,6 @@
 """The losses and gradients that the authors' own code gave for the same model, completions and masks (data/published.json names it).
 
-The model is a formula, so that it can be made again: E, W and H of sines; h_t = tanh(E[x_t] + W_t) + mean_j tanh(E[x_j] + W_j), logits
-2 h H. Gradients are those by H. The policy that sampled has H + 0.2 cos, the reference H + 0.2 sin.
+The model is that of tests/published.py. The policy that sampled has H + 0.2 cos, the reference H + 0.2 sin.
 
 Shapes: B completions, V views, T positions, D hidden width, K vocabulary.
 """
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.methods.rollouts import config
+from tests.published import HEAD_DK, OLD_DK, REFERENCE_DK, scored
 from unmask.diffusion.noise import Stream
 from unmask.diffusion.views import Views
 from unmask.methods import Rollout, Scores, get_method
@@ -26,7 +26,7 @@ from unmask.objectives.policy import advantages, count_items, shares
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 IDS_BT, REWARD_B = torch.tensor(PUBLISHED["ids"]), torch.tensor(PUBLISHED["reward"])
 BATCH, LENGTH = IDS_BT.shape
-PROMPT, VOCABULARY, WIDTH = PUBLISHED["prompt"], 9, 4
+PROMPT = PUBLISHED["prompt"]
 CASES: dict[str, dict[str, Any]] = {
     "diffu-grpo": {"prompt_mask_rate": 0.5},
     "wd1": {"prompt_mask_rate": 0.5},
@@ -39,24 +39,6 @@ CASES: dict[str, dict[str, Any]] = {
     "trace-rl, sdar": {"beyond_eos": "learnt", "aggregation": "view-constant", "log_ratio_clamp": 10.0},
 }
 """With what gives the published method, beside the settings that it was run with."""
-
-
-def wave(function: Any, rate: float, shift: float, *shape: int) -> Tensor:
-    return function(rate * torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + shift).view(shape)
-
-
-EMBEDDING_KD, PLACE_TD = 0.5 * wave(torch.sin, 1.0, 1.0, VOCABULARY, WIDTH), 0.3 * wave(torch.cos, 0.7, 0.0, LENGTH, WIDTH)
-HEAD_DK = wave(torch.sin, 1.3, 0.5, WIDTH, VOCABULARY)
-OLD_DK, REFERENCE_DK = (HEAD_DK + 0.2 * wave(function, rate, 0.0, WIDTH, VOCABULARY) for function, rate in ((torch.cos, 1), (torch.sin, 2)))
-
-
-def scored(head_DK: Tensor, views: Views) -> Tensor:
-    """The log-probability of every token in every view [B, V, T]."""
-    noisy_BVT = torch.where(views.hidden_BVT, PUBLISHED["mask"], IDS_BT[:, None])
-    state_BVTD = (EMBEDDING_KD[noisy_BVT] + PLACE_TD).tanh()
-    log_prob_BVTK = (2 * (state_BVTD + state_BVTD.mean(2, keepdim=True)) @ head_DK).log_softmax(-1)
-    target_BVT1 = IDS_BT[:, None, :, None].expand(-1, views.count, -1, -1)
-    return torch.where(views.scored_BVT, log_prob_BVTK.gather(3, target_BVT1).squeeze(3), 0)
 
 
 def made(record: dict[str, Any]) -> Rollout:
@@ -119,11 +101,13 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
     if name != "wd1":  # whose published advantage is weighed in its loss
         torch.testing.assert_close(advantage_B, torch.tensor(record["advantage"]))
     head_DK = HEAD_DK.clone().requires_grad_()
-    old_BVT = scored(OLD_DK, views)
-    reference_BVT = (old_BVT if args.kl_to == "old" else scored(REFERENCE_DK, views)) if args.beta else None
+    old_BVT = scored(IDS_BT, OLD_DK, views)
+    reference_BVT = (old_BVT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
     learnt_BT, part_BT = learnable(rollout, views), parts_of(rollout, views, args.aggregation)
     share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
-    scores = Scores(scored(head_DK, views), old_BVT, reference_BVT, rollout, views, advantage_B[:, None].double(), share_BT.double())
+    scores = Scores(
+        scored(IDS_BT, head_DK, views), old_BVT, reference_BVT, rollout, views, advantage_B[:, None].double(), share_BT.double()
+    )
     loss = get_method(name).loss(scores, args).total / count_items(learnt_BT, args.aggregation, part_BT)
     loss = loss * BATCH if name == "wd1" else loss  # published as a sum over the group
     loss.backward()

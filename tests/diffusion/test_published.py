@@ -1,0 +1,85 @@
+"""Likelihoods, losses and weights that the authors' own code gave for the same model, rows and masks (data/published.json names it).
+
+Shapes: B rows, V views, T positions, D hidden width, K vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.published import HEAD_DK, LENGTH, scored
+from unmask.diffusion.noise import Stream
+from unmask.diffusion.schedules import Noise, get_schedule
+from unmask.diffusion.views import Views, cart_weights, exact_count_views, group_sizes, random_views
+from unmask.objectives.supervised import weighted_cross_entropy
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+IDS_BT, PROMPT = torch.tensor(PUBLISHED["ids"]), PUBLISHED["prompt"]
+NOISE = Noise(get_schedule("linear"))
+
+
+class Injected:
+    """A Draw by which a plan hides what the published code hid, at its times."""
+
+    order_B = None
+
+    def __init__(self, hidden_BVT: Tensor, time_BV: Tensor):
+        self.hidden_BVT, self.time_BV = hidden_BVT, time_BV
+
+    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+        if stream == Stream.TIME:
+            return self.time_BV[:, :, None].expand(-1, -1, position_BT.shape[1])
+        return torch.where(self.hidden_BVT, 0.0, 1 - 2.0**-53).double()
+
+
+def at_times(record: dict[str, Any]) -> tuple[Views, Tensor]:
+    """Views of the recorded masks and times, and the groups that are noised together [B, T]: whole rows."""
+    group_BT = torch.tensor(record["maskable"]) - 1
+    time_BV = (torch.tensor(record["time"], dtype=torch.float64)[:, None] - NOISE.low) / (NOISE.high - NOISE.low)
+    draw: Any = Injected(torch.tensor(record["hidden"]).bool()[:, None], time_BV)
+    return random_views(group_BT, draw, NOISE), group_BT
+
+
+def test_the_likelihood_is_lladas_given_its_masks():
+    """Each of its draws is a view of an exact count; its estimate is the mean over them."""
+    record = PUBLISHED["of"]["likelihood"]
+    hidden_BVT = torch.tensor(record["hidden"]).bool()[None]
+    views, size = hidden_BVT.shape[1], LENGTH - PROMPT
+    group_BT = torch.where(torch.arange(LENGTH) >= PROMPT, 0, -1)[None]
+    time_BV = (hidden_BVT.sum(2) - 0.5) / size * views - torch.arange(views)  # undoes the strata
+    draw: Any = Injected(hidden_BVT, time_BV)
+    plan = exact_count_views(group_BT, draw, views=views)
+    assert torch.equal(plan.hidden_BVT, hidden_BVT)
+    bound = (plan.weight_BVT * scored(IDS_BT[:1], HEAD_DK, plan)).sum()
+    assert bound.item() == pytest.approx(record["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["mdlm, token", "mdlm, sequence", "sft of d1"])
+def test_losses_are_the_published_ones_given_their_masks_and_times(name):
+    record = PUBLISHED["of"][name]
+    views, group_BT = at_times(record)
+    assert torch.equal(views.hidden_BVT[:, 0], torch.tensor(record["hidden"]).bool())
+    if name == "mdlm, sequence":
+        items, weight_BVT = len(IDS_BT), views.weight_BVT / group_sizes(group_BT)[:, None]
+    else:
+        items, weight_BVT = int((group_BT >= 0).sum()), views.weight_BVT
+    head_DK = HEAD_DK.clone().requires_grad_()
+    shared = Views(views.hidden_BVT, views.scored_BVT, weight_BVT)
+    loss = weighted_cross_entropy(scored(IDS_BT, head_DK, shared), shared) / items
+    loss.backward()
+    assert loss.item() == pytest.approx(record["loss"], rel=1e-6)
+    torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
+
+
+def test_cart_weights_are_dreams_given_the_masks():
+    record = PUBLISHED["of"]["cart"]
+    hidden_BVT = torch.tensor(record["hidden"]).bool()[:, None]
+    rows_BT = torch.ones_like(IDS_BT)
+    views = cart_weights(Views(hidden_BVT, hidden_BVT, hidden_BVT.float()), rows_BT, rows_BT, p=record["p"])
+    torch.testing.assert_close(views.weight_BVT[:, 0], torch.tensor(record["weight"]), rtol=1e-5, atol=1e-6)
