@@ -1,0 +1,36 @@
+"""Tokens of published samplers, recorded over the model of `recorded.py`: ours are the same, given the same random numbers.
+
+Each file of `data/` names the repository, file, function and commit, each case the published arguments and our settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.generation.recorded import recorded_model
+from unmask.config import SamplerConfig
+from unmask.generation import reference, sampler
+
+CASES = [
+    pytest.param(case, id=f"{path.stem}-{number}")
+    for path in sorted((Path(__file__).parent / "data").glob("*.json"))
+    for number, case in enumerate(json.loads(path.read_text())["cases"])
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_published_sampler_gives_these_tokens(case):
+    lm = recorded_model(**case["model"])
+    config = SamplerConfig(**case["settings"], stop_at_eos=False)
+    assert sampler.generate(lm, case["prompts"], config, case["keys"]).tokens == case["tokens"]
+    if config.lossy is None:
+        assert reference.generate(lm, case["prompts"][:1], config, case["keys"][:1]).tokens == case["tokens"][:1]
+
+
+def test_every_sampler_is_recorded():
+    settings = [case.values[0]["settings"] for case in CASES]
+    assert len(settings) > 40
+    for name in ("steps", "threshold", "guidance", "schedule", "filtered_confidence", "order_temperature", "top_p", "top_k", "cache"):
+        assert any(name in given for given in settings), name
