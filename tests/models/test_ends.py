@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PhiConfig
 
 from tests.data.test_chat import CHATML, LLAMA3
 from tests.models.test_families import END, MASK, write_published
+from tests.training.conftest import make
 from unmask.data.characters import character_tokenizer
 from unmask.data.chat import TEMPLATES
 from unmask.errors import ModelError
@@ -51,6 +52,8 @@ def write(folder: Path, generation: Any = None, template: str | None = None, con
         ({"template": CHATML}, (EOS, IM_END)),
         ({"template": LLAMA3, "generation": [EOM, EOS]}, (EOS, EOT, EOM)),
         ({"template": TEMPLATES["simple"], "generation": EOS}, (EOS,)),
+        ({"generation": "<eos>"}, (EOS,)),
+        ({"generation": 11.0}, (EOS,)),
         ({"config": A, "generation": [A, ROWS + 9, IM_END]}, (EOS, IM_END)),  # a class's default may be a word of the vocabulary, or none
     ],
 )
@@ -78,6 +81,31 @@ def test_saving_loading_and_exporting_keep_them(asked, tmp_path):
     assert load(tmp_path / "own", eos_token_ids=[EOM]).eos_token_ids == (EOS, EOM)
     names = ", ".join(f"`{lm.tokenizer.convert_ids_to_tokens(end)}` ({end})" for end in ends)
     assert f"| end tokens | {names} |" in render_card(again).replace("\\|", "|")
+
+
+@pytest.mark.parametrize("template", [None, CHATML])
+def test_a_generation_config_that_transformers_would_not_write_is_kept(template, tmp_path):
+    """Many published ones name a temperature without `do_sample`; transformers saves such a config only where nothing in it was changed."""
+    folder, odd = write(tmp_path / "stock", template=template), {"temperature": 0.9, "top_p": 0.6}
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": EOS} | odd))
+    lm = load(folder)
+    lm.save(tmp_path / "own")
+    export(lm, tmp_path / "hf", "hf")
+    trainer = make("sft", tmp_path / "run", lm, save_strategy="steps", save_steps=2)  # it names the tokenizer's special tokens
+    trainer.train()
+    trainer.save_model(str(tmp_path / "trained"))
+    for saved in ("own", "hf", "run/checkpoint-2", "trained"):
+        assert odd.items() <= json.loads((tmp_path / saved / "generation_config.json").read_text()).items()
+
+
+def test_a_released_model_with_an_odd_generation_config_is_exported(tmp_path):
+    folder = write_published("sdar", tmp_path / "sdar")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_p": 0.6}))
+    lm = load(folder)
+    lm.model.generation_config.bos_token_id = END
+    with pytest.warns(RuntimeWarning, match="the mask token is"):
+        export(lm, tmp_path / "back", "sdar")
+    assert json.loads((tmp_path / "back/generation_config.json").read_text())["top_p"] == 0.6
 
 
 def test_a_server_of_a_model_with_other_ends_holds_another_model(tmp_path):
@@ -116,6 +144,16 @@ def test_ends_that_cannot_be_generated_are_refused(wrong, tmp_path):
     lm = load(write(tmp_path))
     with pytest.raises(ModelError, match=r"eos_token_ids: .*(outside the vocabulary of 16|the mask token).*Give ids of tokens"):
         load(tmp_path, eos_token_ids=[IM_END, lm.mask_token_id if wrong is None else wrong])
+
+
+@pytest.mark.parametrize("wrong", [["<|im_end|>"], "<|im_end|>", [11.0]])
+def test_ends_that_are_no_ids_are_refused(wrong, tmp_path):
+    with pytest.raises(ModelError, match=r"eos_token_ids: .* is no token id\. Give ids"):
+        load(write(tmp_path), eos_token_ids=wrong)
+
+
+def test_one_end_may_stand_alone(tmp_path):
+    assert load(write(tmp_path), eos_token_ids=IM_END).eos_token_ids == (EOS, IM_END)
 
 
 def test_another_chat_template_brings_its_end(tmp_path):

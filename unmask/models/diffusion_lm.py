@@ -22,6 +22,7 @@ from unmask.errors import ModelError
 from unmask.models import flash, head
 from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
 from unmask.models.card import write_card
+from unmask.models.ends import accept_generation_config
 from unmask.models.head import RowSelector, token_log_probs
 from unmask.models.last_layer import LastLayer
 from unmask.models.time_embedding import add_time_embedding
@@ -367,6 +368,7 @@ class DiffusionLM:
 
         Of a model with adapters only these are written; merge them first (as the trainers do)."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
+        accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)
         self.tokenizer.save_pretrained(path)
         write_card(self, path)

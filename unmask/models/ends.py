@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.data.chat import turn_end
 from unmask.errors import ModelError
@@ -28,11 +28,13 @@ def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos
         ModelError: one of them is the mask token, or no token of the model.
     """
     rows = model.get_input_embeddings().weight.shape[0]
-    for token in eos_token_ids or ():
+    for token in _ids(eos_token_ids):
+        if not isinstance(token, int):
+            raise ModelError(f"{token!r} is no token id", where="eos_token_ids", remedy="Give ids of tokens that end a text, as integers")
         if token == tokenizer.mask_token_id or not 0 <= token < rows:
             what = f"{token} is {'the mask token' if token == tokenizer.mask_token_id else f'outside the vocabulary of {rows}'}"
             raise ModelError(what, where="eos_token_ids", remedy="Give ids of tokens that end a text, or leave it out")
-    ends = _in_order(tokenizer, _find(model, tokenizer) if eos_token_ids is None else eos_token_ids)
+    ends = _in_order(tokenizer, _find(model, tokenizer) if eos_token_ids is None else _ids(eos_token_ids))
     _name(model, ends)
     return ends
 
@@ -46,11 +48,18 @@ def set_chat_template(lm: DiffusionLM, template: str, *, ends: bool = True) -> N
     _name(lm.model, lm.eos_token_ids)
 
 
+def accept_generation_config(generation: GenerationConfig | None) -> None:
+    """Let transformers save a generation config as it is. Many published ones name a temperature without `do_sample`, which it refuses
+    to save once the config was changed: by the end tokens named here, or by its trainer, which names the tokenizer's special tokens."""
+    if generation is not None:
+        generation._original_object_hash = hash(generation)
+
+
 def _find(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Of what the configs name only tokens that were added to the vocabulary count: a config class has a default (2 in Llama's), which
     is a word of many vocabularies."""
     configs = [model.config, model.config.get_text_config(), getattr(model, "generation_config", None)]
-    named = {token for config in configs for token in _ids(getattr(config, "eos_token_id", None))}
+    named = {token for config in configs for token in _ids(getattr(config, "eos_token_id", None)) if isinstance(token, int)}
     return named & (tokenizer.added_tokens_decoder.keys() - {tokenizer.mask_token_id}) | {*_ids(turn_end(tokenizer))}
 
 
@@ -66,6 +75,6 @@ def _name(model: Any, ends: Sequence[int]) -> None:
         generation._from_model_config = False  # else transformers may make it again, from the config
 
 
-def _ids(value: int | Sequence[int] | None) -> Sequence[int]:
+def _ids(value: int | Collection[int] | None) -> Collection[int]:
     """An `eos_token_id` may be one, several or none."""
-    return [] if value is None else [value] if isinstance(value, int) else value
+    return [] if value is None else value if isinstance(value, Collection) else [value]

@@ -15,6 +15,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from unmask.errors import ConfigError, ModelError
 from unmask.models.card import write_card
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.ends import accept_generation_config
 from unmask.models.family import Family as Family
 from unmask.models.layouts import FAMILIES as FAMILIES
 from unmask.models.layouts import family_of as family_of
@@ -52,6 +53,7 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(family.published_weights(lm.model), folder)
+    accept_generation_config(lm.model.generation_config)
     lm.model.generation_config.save_pretrained(folder)
     save_tokenizer(lm.tokenizer, folder)
     for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():

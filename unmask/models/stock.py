@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.errors import ModelError
 from unmask.models.card import HISTORY_KEY, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.ends import accept_generation_config
 
 
 def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
@@ -29,6 +30,7 @@ def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
         if hasattr(config, name):
             own[name] = getattr(config, name)
             delattr(config, name)
+    accept_generation_config(lm.model.generation_config)
     try:
         lm.model.save_pretrained(folder)
     finally:
@@ -37,6 +39,7 @@ def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
     generation = copy.deepcopy(lm.model.generation_config)
     generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), lm.mask_token_id})
     generation._from_model_config = False  # else transformers may make it again, without these tokens
+    accept_generation_config(generation)
     generation.save_pretrained(folder)
     _name_rotary_base(folder / "config.json")
     save_tokenizer(lm.tokenizer, folder)

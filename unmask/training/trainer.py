@@ -27,6 +27,7 @@ from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.models.card import HISTORY_KEY, history, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.ends import accept_generation_config
 from unmask.models.load import as_diffusion_lm, first_line
 from unmask.monitor import write_atomic
 from unmask.objectives.supervised import weighted_cross_entropy
@@ -343,6 +344,7 @@ class DiffusionTrainer(EvaluatingTrainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Checkpoints hold what is trained, and what was recorded since the last log line; a save of one's own holds the whole model, with
         adapters merged in."""
+        accept_generation_config(self.lm.model.generation_config)
         if _internal_call:
             recorded = self.means.state_everywhere()
             if self.args.should_save:
