@@ -22,6 +22,7 @@ from tests.models.released import (
     FROZEN,
     HIDDEN,
     MASK,
+    MIXTURES,
     NOT_KEPT,
     VOCABULARY,
     by_hand,
@@ -137,6 +138,27 @@ def test_what_a_config_leaves_out_is_as_released(tmp_path):
     assert load(write_published("llada", tmp_path / "llada", embedding_size=None, n_kv_heads=None)).config.vocab_size == VOCABULARY
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_a_config_that_names_no_shared_experts_has_none(tmp_path):
+    weights = published_weights("llada2")
+    for name, weight in weights.items():
+        if "shared_experts" in name:
+            weights[name] = weight[:, :0].clone() if "down_proj" in name else weight[:0].clone()
+    for count in (0, ...):  # its config class makes 0 of what is left out
+        lm = load(write_published("llada2", tmp_path / "published", weights, num_shared_experts=count))
+        assert lm.config.n_shared_experts == 0 and lm.logits(some_ids()).isfinite().any()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_compute_in_float64(tmp_path, family):
+    """The grouped products of torch do not."""
+    folder = write_published(family, tmp_path / "published")
+    single, double = load(folder), load(folder, dtype="float64")
+    assert double.logits(some_ids()).dtype == torch.float64
+    torch.testing.assert_close(double.logits(some_ids()).float(), single.logits(some_ids()), rtol=1e-4, atol=1e-4)
+    initialise(folder, seed=0, dtype="float64").logits(some_ids())
+
+
 def test_new_weights_for_a_released_architecture(published):
     assert initialise(published, seed=0).mask_token_id == MASK
 
@@ -147,6 +169,8 @@ REFUSED_CONFIGS = {
     "one expert": ("llada2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which is not supported"),
     "biases": ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, and only False"),
     "another block": ("llada", {"block_type": "sequential"}, "block_type is 'sequential'"),
+    "layers by a number": ("llada_moe", {"moe_layer_freq": 1}, "moe_layer_freq is 1, and not a number for each of 2 layers"),
+    "layers that are too few": ("llada_moe", {"moe_layer_freq": [0]}, r"moe_layer_freq is \[0\], and not a number"),
     "windows": ("sdar", {"use_sliding_window": True}, "use_sliding_window is True"),
     "no sizes": ("llada", {"d_model": ..., "n_heads": ...}, "the config lacks d_model, n_heads"),
 }

@@ -251,6 +251,13 @@ def test_a_broken_folder_is_named_with_a_remedy(stock, damage, words):
     assert error.value.where == str(stock) and error.value.remedy and "\n" not in str(error.value)
 
 
+def test_a_padding_token_outside_the_vocabulary_is_refused(stock):
+    config = json.loads((stock / "config.json").read_text())
+    (stock / "config.json").write_text(json.dumps(config | {"pad_token_id": 99999}))
+    with pytest.raises(ModelError, match=r"cannot load the weights \(Padding_idx must be within num_embeddings\)"):
+        load(stock)
+
+
 def test_weights_that_are_missing_are_not_made_up(stock):
     weights = load_file(stock / "model.safetensors")
     del weights["lm_head.weight"]

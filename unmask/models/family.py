@@ -143,8 +143,11 @@ class Family:
         lacking = [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]
         if lacking:
             raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)
-        if self.sparse_layers and published.get(self.sparse_layers):
-            values["mlp_only_layers"] = [layer for layer, sparse in enumerate(published[self.sparse_layers]) if not sparse]
+        if self.sparse_layers and (kinds := published.get(self.sparse_layers)):
+            if not isinstance(kinds, list) or len(kinds) != values["num_hidden_layers"]:
+                what = f"{self.sparse_layers} is {kinds!r}, and not a number for each of {values['num_hidden_layers']} layers"
+                raise ModelError(what, where=where, remedy=remedy)
+            values["mlp_only_layers"] = [layer for layer, sparse in enumerate(kinds) if not sparse]
         config = self.stock(**values)
         settings = {
             "attention": self.attention,

@@ -187,7 +187,8 @@ LLADA2 = Family(
     fields=_same(*SIZES, *SHARED, "pad_token_id", "head_dim", "partial_rotary_factor", "first_k_dense_replace", "moe_intermediate_size")
     | _same("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "output_router_logits")
     | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
-    defaults={"use_qk_norm": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0},
+    defaults={"use_qk_norm": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0}
+    | {"n_shared_experts": 0},
     constants={
         "moe_router_enable_expert_bias": True,
         "norm_head": False,

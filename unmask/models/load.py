@@ -209,6 +209,8 @@ def make_diffusion(
             "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
         )
     _check_layers(model)
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped products of torch do not compute in it
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx
@@ -343,7 +345,7 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
             model, info = AutoModelForCausalLM.from_pretrained(
                 where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
     if info["missing_keys"]:  # transformers would leave them random
         raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
