@@ -121,12 +121,13 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     """
     grid = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
     if grid is not None and config.block_size not in (None, grid):
-        raise GenerationError(
-            f"decoding block {config.block_size} for an attention block of {grid}", where="block_size", remedy="Leave it out for this model"
-        )
+        what = f"decoding block {config.block_size} for an attention block of {grid}"
+        remedy = "Leave it out for this model" + (", or sample with sub_block_size" if config.block_size < grid else "")
+        raise GenerationError(what, where="block_size", remedy=remedy)
     if config.sub_block_size is not None and (lm.block_size is None or config.sub_block_size > lm.block_size):
         what = f"{config.sub_block_size} for {lm.attention} attention" + (f" by {lm.block_size} tokens" if lm.block_size else "")
-        remedy = "Use the attention block's size or less" if lm.block_size else "Leave it out for this model, or set block_size"
+        remedy = "Use the attention block's size or less" if lm.block_size else "Leave it out for this model"
+        remedy = "Use block_size in its place" if lm.attention == "bidirectional" else remedy
         raise GenerationError(what, where="sub_block_size", remedy=remedy)
     if grid is not None and config.cache != "exact":
         raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
