@@ -244,6 +244,42 @@ def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
     assert total.isfinite() and torch.autograd.grad(total, policy_BVT)[0].isfinite().all()
 
 
+def far_apart(name, by, **settings):
+    """The loss and its gradient in float32, as training has it, where the policy has moved this far in each token."""
+    _, rollout = usual("bidirectional")
+    args = config(name, **settings)
+    scores, _ = made_up(rollout, plan(name, rollout, **settings), args)
+    policy_BVT = torch.where(scores.views.scored_BVT, scores.policy_BVT.detach() + by, 0).float().requires_grad_()
+    parts = {part: getattr(scores, part) for part in ("old_BVT", "reference_BVT", "advantage_BT")}
+    single = {part: None if value is None else value.float() for part, value in parts.items()}
+    total = get_method(name).loss(replace(scores, policy_BVT=policy_BVT, **single), args).total
+    return total, torch.autograd.grad(total, policy_BVT)[0]
+
+
+@pytest.mark.parametrize("by", [-30.0, 30.0])
+def test_k3_of_espos_whole_bounds_is_bounded(by):
+    """A token's 30 nats are 240 of the whole, beyond the numbers of float32."""
+    assert config("espo", kl="k3").log_ratio_clamp == 20.0 and config("espo").log_ratio_clamp is None
+    for total in far_apart("espo", by, kl="k3", beta=0.1):
+        assert total.isfinite().all()
+    closer, held = far_apart("espo", by, kl="k3", beta=0.1, log_ratio_clamp=2.0), far_apart("espo", by, kl="k3", beta=0.1)
+    assert abs(closer[0]) <= abs(held[0]) and (by > 0 or closer[0] < 1e-3 * held[0])
+
+
+@pytest.mark.parametrize("by", [-30.0, 30.0])
+@pytest.mark.parametrize("name", ["diffu-grpo", "uni-grpo", "cj-grpo"])
+def test_a_product_over_all_tokens_is_bounded_in_every_method(name, by):
+    assert config(name, ratio="product").log_ratio_clamp == 20.0 and config(name).log_ratio_clamp is None
+    assert config(name, ratio="product", log_ratio_clamp=3.0).log_ratio_clamp == 3.0
+    for total in far_apart(name, by, ratio="product"):
+        assert total.isfinite().all()
+
+
+def test_bgpo_has_a_gradient_wherever_the_policy_has_gone():
+    for total in far_apart("bgpo", 300.0):
+        assert total.isfinite().all()
+
+
 def test_bgpo_is_linear_where_the_advantage_is_positive_and_exponential_up_to_3_where_it_is_negative():
     assert_loss("bgpo", bgpo, samples=3)
     assert_loss("bgpo", bgpo, samples=3, spread=6.0)  # some ratios above 3

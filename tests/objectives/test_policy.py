@@ -155,6 +155,16 @@ def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_
     assert not made.ratio.requires_grad
 
 
+def test_what_is_clipped_has_no_gradient_however_large_its_ratio():
+    """exp(100) is none of float32's numbers, and 0 times it is none at all."""
+    for dual_clip, advantages_ in ((None, [1.0, 0.0]), (3.0, [1.0, 0.0, -1.0])):
+        gap = torch.full((len(advantages_),), 100.0, requires_grad=True)
+        made = clipped_surrogate(gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
+        made.loss.sum().backward()
+        assert made.loss.tolist() == pytest.approx([-1.2, 0.0, 3.0][: len(advantages_)])
+        assert gap.grad.tolist() == [0.0] * len(advantages_)
+
+
 def categorical(seed):
     """A policy of six categories [V] with gradients, and a reference."""
     logits_2V = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -13,7 +13,7 @@ import torch
 from unmask.diffusion.noise import Stream, uniform
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
 from unmask.methods.base import SURROGATE, Loss, Method, Rollout, Scores, of_elements, surrogate
-from unmask.objectives.policy import divergence
+from unmask.objectives.policy import LARGEST, divergence
 
 
 def structured_time(rollout: Rollout, draw: Draw, config: Any) -> Views:
@@ -62,7 +62,10 @@ def mean_ratio(scores: Scores, config: Any) -> Loss:
     made = surrogate(gap_B1 / length_B1, None, scores.advantage_B1, scores.share_B1, config)
     if scores.reference_BVT is None:
         return made
-    kl_B1 = divergence(scores.of_sequences(scores.reference_BVT) - policy_B1, config.kl) / length_B1
+    reference_B1 = scores.of_sequences(scores.reference_BVT) - policy_B1
+    if config.log_ratio_clamp is not None:
+        reference_B1 = reference_B1.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
+    kl_B1 = divergence(reference_B1, config.kl) / length_B1
     return made._replace(total=made.total + (scores.share_B1 * config.beta * kl_B1).sum(), kl=kl_B1[scores.share_B1 > 0].detach())
 
 
@@ -86,9 +89,10 @@ def linear_bound(scores: Scores, config: Any) -> Loss:
     delta_BV = (views.weight_BVT * (scores.policy_BVT - scores.old_BVT)).sum(2) * count / scores.length_B1
     advantage_B1 = scores.advantage_B1
     most = torch.inf if config.dual_clip is None else config.dual_clip
-    value_BV = torch.where(advantage_B1 > 0, 1 + delta_BV, delta_BV.exp().clamp_max(most))
+    ratio_BV = delta_BV.clamp_max(LARGEST).exp()  # even where it is not taken, the gradient of an infinite one is none
+    value_BV = torch.where(advantage_B1 > 0, 1 + delta_BV, ratio_BV.clamp_max(most))
     share_BV = (scores.share_B1 / count).expand_as(delta_BV)
-    ratio_BV = delta_BV.detach().exp()
+    ratio_BV = ratio_BV.detach()
     return of_elements(-advantage_B1 * value_BV, share_BV, ratio_BV, (advantage_B1 < 0) & (ratio_BV > most))
 
 

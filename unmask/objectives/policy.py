@@ -16,6 +16,10 @@ Divergence = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "step", "view", "view-constant", "constant", "sum"]
 
 
+LARGEST = 80.0
+"""A logarithm whose exponential float32 still holds."""
+
+
 class Surrogate(NamedTuple):
     """A loss and what to log beside it, all of one shape."""
 
@@ -87,7 +91,9 @@ def clipped_surrogate(gap: Tensor, advantage: Tensor, *, clip_low: float, clip_h
     At the first update, where they agree, the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio, as the loss grows
     with it where the advantage is negative (Ye et al. 2020).
     """
-    ratio = gap.exp()
+    # Where the loss is bounded, a ratio that overflows would still have 0 * inf for its gradient.
+    most = torch.where(advantage < 0, torch.inf if dual_clip is None else LARGEST, LARGEST)
+    ratio = gap.clamp(max=most).exp()
     plain, bounded = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     value = torch.minimum(plain, bounded)
     clipped = bounded < plain
