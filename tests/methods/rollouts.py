@@ -86,9 +86,7 @@ def held(name: str) -> dict[str, float]:
 
 def config(name, **more):
     """The settings of a method, with its defaults as users get them."""
-    args = GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more)
-    args.settle("bidirectional")
-    return args
+    return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more).settled("bidirectional")
 
 
 def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -> Views:

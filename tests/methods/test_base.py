@@ -297,8 +297,8 @@ def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_b
     assert_loss("trace-rl", trace_rl(LENGTH), aggregation="view-constant")
     args = GRPOConfig(output_dir="unused", method="trace-rl", use_cpu=True)
     assert args.aggregation is None
-    args.settle("block_causal")
-    assert (args.aggregation, args.log_ratio_clamp) == ("view-constant", 10.0)
+    by_blocks = args.settled("block_causal")
+    assert (by_blocks.aggregation, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
     with pytest.raises(ConfigError, match=r"^aggregation: tokens of coupled-grpo are scored in several views"):
         config("coupled-grpo", aggregation="view")
 

@@ -435,6 +435,8 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
         ({"per_device_train_batch_size": 2}, r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]"),
         ({"num_iterations": 3}, "was made with num_iterations 2, not 3"),
         ({"method": "cj-grpo"}, "was made with method diffu-grpo, not cj-grpo"),
+        ({"score_temperature": 0.5}, "was made with scored_at 1.0, not 0.5"),
+        ({"beta": 0.1}, "was made with needs_reference False, not True"),
     ],
 )
 def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_path):
@@ -442,6 +444,13 @@ def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_pa
     make("grpo", tmp_path, **shape).train()
     with pytest.raises(TrainingError, match=rf"cannot be gone on from: rollouts-0.pt {message}.*Delete this checkpoint"):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_one_config_trains_models_of_several_families(tmp_path):
+    args = GRPOConfig(**settings(tmp_path, num_generations=2, max_completion_length=4), method="trace-rl")
+    for attention, block_size, expected in (("block_causal", 4, ("view-constant", 10.0)), ("bidirectional", None, ("view", None))):
+        trainer = GRPOTrainer(tiny(attention, block_size), share_of_a, args, PAIRS)
+        assert (trainer.aggregation, trainer.args.aggregation, trainer.args.log_ratio_clamp) == (expected[0], *expected)
 
 
 def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):

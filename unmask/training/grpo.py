@@ -37,6 +37,8 @@ from unmask.training.rollouts import GroupSampler, PromptRow, make_rollout
 from unmask.training.viewwise import Piece
 
 BUFFER_FILE = "rollouts-{rank}.pt"
+OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
+"""What cannot change amid the updates of a rollout, which is scored beforehand."""
 
 
 @dataclass
@@ -94,7 +96,7 @@ class GRPOTrainer(CollectingTrainer):
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
-        args.settle(self.lm.attention)
+        self.args = args = args.settled(self.lm.attention)
         self.temperature = args.scored_at
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
@@ -171,8 +173,8 @@ class GRPOTrainer(CollectingTrainer):
         folder = Path(str(output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         if self.state.global_step % self.args.num_iterations:
-            made = {"method": self.args.method, "num_iterations": self.args.num_iterations, "updates": self.buffer}
-            torch.save(made, folder / BUFFER_FILE.format(rank=self.args.process_index))
+            made = {name: getattr(self.args, name) for name in OF_A_ROLLOUT}
+            torch.save(made | {"updates": self.buffer}, folder / BUFFER_FILE.format(rank=self.args.process_index))
         if self.args.should_save:
             self.history.save(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
@@ -199,8 +201,8 @@ class GRPOTrainer(CollectingTrainer):
             raise OSError(f"{path.name} is missing or torn")
         with torch.serialization.safe_globals([Update, Rollout, Views]):
             made = torch.load(path, map_location=self.lm.device)
-        for name in ("method", "num_iterations"):
-            if made[name] != (now := getattr(self.args, name)):
+        for name in OF_A_ROLLOUT:
+            if made.get(name, now := getattr(self.args, name)) != now:
                 raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
         self.buffer = made["updates"]
         wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, fields
@@ -260,11 +261,13 @@ class GRPOConfig(StageConfig):
         find_masking(self, exact=True)
         self.refuse_unread(None, exact=True)
 
-    def settle(self, attention: str) -> None:
-        """Fill in what the method leaves to the model's attention."""
+    def settled(self, attention: str) -> Self:
+        """The same, with what the method leaves to the model's attention."""
+        settled = copy.copy(self)
         for name, value in get_method(self.method).by_attention.get(attention, {}).items():
             if getattr(self, name) is None:
-                setattr(self, name, value)
+                setattr(settled, name, value)
+        return settled
 
     @property
     def corrected(self) -> bool:
