@@ -88,6 +88,13 @@ def test_they_sum_to_zero_and_the_unscored_do_not_count(kind, groups):
         assert torch.equal(value_B[scored_B], advantages(reward_B[scored_B], group_B[scored_B], kind))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [3, 6, 7])
+def test_equal_rewards_give_no_advantage_though_their_mean_is_rounded(kind, size):
+    reward_B = torch.full((size,), 0.1, dtype=torch.float64)
+    torch.testing.assert_close(advantages(reward_B, torch.zeros(size).long(), kind), torch.zeros(size), rtol=0, atol=1e-9)
+
+
 @settings(max_examples=30)
 @given(groups=groups, temperature=st.sampled_from([1e-5, 1e-3, 0.1, 3.0, 1e3]))
 def test_a_softmax_has_any_temperature(groups, temperature):

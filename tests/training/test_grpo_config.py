@@ -16,6 +16,7 @@ from unmask.config_files import parse_yaml, read_layers
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError
 from unmask.methods import METHODS, get_method
+from unmask.methods.masking import find_masking
 from unmask.monitor import MetricsLog
 from unmask.tasks import get_rewards, get_task
 from unmask.training.grpo_config import GRPOConfig
@@ -187,6 +188,19 @@ def test_a_setting_is_refused_without_what_it_needs(given, needed, message, tmp_
     with pytest.raises(ConfigError, match=f"^{message}"):
         GRPOConfig(output_dir=str(tmp_path), **given)
     GRPOConfig(output_dir=str(tmp_path), **given | needed)
+
+
+@pytest.mark.parametrize("masking", [None, "optimized", "diffusion"])
+@pytest.mark.parametrize("name", ["diffu-grpo", "spg", "coupled-grpo"])
+def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(name, masking):
+    """Optimized masks are the method's own views."""
+    args = config(name, masking=masking, beyond_eos="shown")
+    strategy = find_masking(args)
+    if name == "coupled-grpo" or masking == "diffusion":
+        args.refuse_unread(strategy)
+        return
+    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} hides what stands behind the end"):
+        args.refuse_unread(strategy)
 
 
 @pytest.mark.parametrize("name", METHODS)

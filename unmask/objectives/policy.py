@@ -50,7 +50,8 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
         centred_B = centred_B / (deviation_B + 1e-4)
     elif kind == "population-z-score":
         deviation_B = (total(centred_B**2) / count_B.clamp_min(1)).sqrt()
-        centred_B = torch.where(deviation_B > 0, centred_B / deviation_B, 0)
+        rounding_B = 1e-9 * (total(value_B**2) / count_B.clamp_min(1)).sqrt()  # of the mean of equal rewards
+        centred_B = torch.where(deviation_B > rounding_B, centred_B / deviation_B, 0)
     elif kind == "leave-one-out":
         centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
     elif kind == "softmax":

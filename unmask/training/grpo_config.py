@@ -187,7 +187,8 @@ class GRPOConfig(StageConfig):
         if exact and self.beyond_eos != "hidden":
             what = "a causal model predicts nothing from what stands behind the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
-        if final and self.beyond_eos == "shown" and strategy is None and not method.partial:
+        own = strategy is None or strategy.uses is None  # the views are the method's
+        if final and self.beyond_eos == "shown" and own and not method.partial:
             what = f"{self.method} hides what stands behind the end, or has it as it was sampled"
             raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
         planning = method.plan_uses if strategy is None or strategy.uses is None else strategy.uses
