@@ -18,12 +18,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import peak_bytes, report, timed
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator
+from unmask.diffusion.log_probs import noise_groups, score, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, with_pattern
-from unmask.objectives.supervised import weighted_cross_entropy
 
 BATCH, LENGTH, VOCABULARY = 4, 512, 32_000
 DOCUMENTS = 32

@@ -25,12 +25,12 @@ import unmask
 from benchmarks import published
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
-from unmask.generation.cached import commit
-from unmask.generation.engine import Engine
+from unmask.generation.engine.cached_forward import commit
+from unmask.generation.engine.engine import Engine
+from unmask.generation.engine.slots import Window
+from unmask.generation.engine.steps import Job
 from unmask.generation.policies import decide, first_by_priority
 from unmask.generation.requests import Request, block_start, make_requests
-from unmask.generation.slots import Window
-from unmask.generation.steps import Job
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 

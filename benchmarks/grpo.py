@@ -26,8 +26,8 @@ from benchmarks import published
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report, timed
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.grpo import GRPOTrainer, Update
-from unmask.training.grpo_config import GRPOConfig
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer, Update
 
 GROUP, PROMPT, LENGTH, BLOCK, MU = 8, 128, 128, 32, 4
 TEMPERATURE, EPSILON, BETA = 0.9, 0.5, 0.04

@@ -20,19 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import heading
+from unmask.artifacts import write_atomic
+from unmask.console import Progress
 from unmask.demo import Demo, DemoSettings
 from unmask.evaluation.tasks import evaluate_task
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
-from unmask.monitor import Progress, write_atomic
 from unmask.rewards.verdict import MALFORMED, Verdict
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.tasks import Puzzle
 from unmask.tasks.base import Row
 from unmask.tasks.countdown import Countdown
 from unmask.tasks.sudoku import Sudoku
-from unmask.training.grpo import GRPOTrainer
-from unmask.training.grpo_config import GRPOConfig
-from unmask.training.sft import SFTConfig, SFTTrainer
 
 
 class ShortSudoku(Sudoku):

@@ -27,15 +27,15 @@ from benchmarks import stories
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report
 from benchmarks.methods import make_start
-from unmask.data.chat import read_template
+from unmask.commands.margin_variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, variances
 from unmask.data.sources import load_examples, load_rows
 from unmask.demo import Demo, DemoSettings
 from unmask.evaluation.tasks import evaluate_task
+from unmask.models.chat_template import read_template
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.tasks import as_puzzle, get_task
 from unmask.training.trainer import DiffusionTrainer
-from unmask.training.variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, variances
 
 Pairs = list[dict[str, Any]]
 CONVERSION = {"recipe": "full", "steps": 1000, "batch": 16, "rate": 3e-3}

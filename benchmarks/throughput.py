@@ -23,11 +23,11 @@ import unmask
 from benchmarks import published
 from benchmarks.generation import Ours, agree
 from benchmarks.harness import report, timed
-from unmask.config import DeviceConfig
+from unmask.config.run import DeviceConfig
 from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.training.presets import Preset
+from unmask.planning.hardware import Preset
 
 
 def random_model(options: argparse.Namespace, device: str, attention: str, block_size: int | None = None) -> DiffusionLM:

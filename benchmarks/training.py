@@ -25,13 +25,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, documents_apart, make_row
+from unmask.diffusion.log_probs import noise_groups, score, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
-from unmask.diffusion.score import noise_groups, score
 from unmask.diffusion.views import Draw, Views, all_masked_views, random_views
 from unmask.models.attention import Layout, clear_mask_cache, make_mask, mask_cache_stats
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, with_pattern
-from unmask.objectives.supervised import weighted_cross_entropy
 
 VOCABULARY = 8_000
 NOISE = Noise(get_schedule("linear"))

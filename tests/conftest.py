@@ -10,6 +10,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+pytest_plugins = ["tests.fixtures"]
+
 hypothesis.settings.register_profile("repeatable", max_examples=50, derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("repeatable")
 

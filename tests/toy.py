@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from unmask.data.characters import SPECIAL, character_tokenizer
-from unmask.diffusion.noise import Stream
-from unmask.diffusion.score import noise_groups
+from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion

@@ -12,43 +12,44 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from unmask import generation
-    from unmask.config import SamplerConfig
+    from unmask.config.run import SamplerConfig
+    from unmask.convert.config import ConvertConfig
+    from unmask.convert.trainer import ConvertTrainer
     from unmask.errors import UnmaskError
     from unmask.evaluation.likelihood import log_likelihood
+    from unmask.generation.output import Generation
     from unmask.generation.sampler import generate, infill
-    from unmask.generation.trace import Generation
     from unmask.models.attention import clear_mask_cache, mask_cache_stats
     from unmask.models.diffusion_lm import DiffusionLM
     from unmask.models.load import load
-    from unmask.training.convert import ConvertConfig, ConvertTrainer
-    from unmask.training.dpo import DPOTrainer
-    from unmask.training.dpo_config import DPOConfig
-    from unmask.training.grpo import GRPOTrainer
-    from unmask.training.grpo_config import GRPOConfig
-    from unmask.training.pretrain import PretrainConfig, PretrainTrainer
-    from unmask.training.sft import SFTConfig, SFTTrainer
+    from unmask.preference.config import DPOConfig
+    from unmask.preference.trainer import DPOTrainer
+    from unmask.rl.config import GRPOConfig
+    from unmask.rl.trainer import GRPOTrainer
+    from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
+    from unmask.supervised.sft import SFTConfig, SFTTrainer
 
 _HOMES = {
-    "SamplerConfig": "unmask.config",
+    "SamplerConfig": "unmask.config.run",
     "UnmaskError": "unmask.errors",
     "log_likelihood": "unmask.evaluation.likelihood",
-    "Generation": "unmask.generation.trace",
+    "Generation": "unmask.generation.output",
     "generate": "unmask.generation.sampler",
     "infill": "unmask.generation.sampler",
     "clear_mask_cache": "unmask.models.attention",
     "mask_cache_stats": "unmask.models.attention",
     "DiffusionLM": "unmask.models.diffusion_lm",
     "load": "unmask.models.load",
-    "ConvertConfig": "unmask.training.convert",
-    "ConvertTrainer": "unmask.training.convert",
-    "DPOConfig": "unmask.training.dpo_config",
-    "DPOTrainer": "unmask.training.dpo",
-    "GRPOConfig": "unmask.training.grpo_config",
-    "GRPOTrainer": "unmask.training.grpo",
-    "PretrainConfig": "unmask.training.pretrain",
-    "PretrainTrainer": "unmask.training.pretrain",
-    "SFTConfig": "unmask.training.sft",
-    "SFTTrainer": "unmask.training.sft",
+    "ConvertConfig": "unmask.convert.config",
+    "ConvertTrainer": "unmask.convert.trainer",
+    "DPOConfig": "unmask.preference.config",
+    "DPOTrainer": "unmask.preference.trainer",
+    "GRPOConfig": "unmask.rl.config",
+    "GRPOTrainer": "unmask.rl.trainer",
+    "PretrainConfig": "unmask.supervised.pretrain",
+    "PretrainTrainer": "unmask.supervised.pretrain",
+    "SFTConfig": "unmask.supervised.sft",
+    "SFTTrainer": "unmask.supervised.sft",
 }
 
 __all__ = [  # noqa: RUF022 (in the order of the pipeline)

@@ -17,22 +17,25 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from unmask.config import SamplerConfig, claim_output
+from unmask.artifacts import write_atomic, write_manifest
+from unmask.config.run import SamplerConfig, claim_output
+from unmask.console import Progress, Stage
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
 from unmask.evaluation.report import Denoising, Report, StageResult, write_report
 from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, random_model
-from unmask.monitor import Progress, Stage, peak_memory_bytes, write_atomic, write_manifest
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
+from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.tasks import Puzzle, as_puzzle, get_task
-from unmask.training.convert import ConvertConfig, ConvertTrainer
-from unmask.training.dpo import DPOTrainer
-from unmask.training.dpo_config import DPOConfig
-from unmask.training.grpo import GRPOTrainer
-from unmask.training.grpo_config import GRPOConfig
-from unmask.training.pretrain import PretrainConfig, PretrainTrainer
-from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.training.memory import peak_memory_bytes
 
 Rows = Sequence[Mapping[str, Any]]
 

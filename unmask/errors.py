@@ -5,6 +5,9 @@ Every error a user can cause is an `UnmaskError`: the command line prints it wit
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class UnmaskError(ValueError):
     """Base of all errors that a user can cause and mend.
@@ -48,3 +51,25 @@ class GenerationError(UnmaskError):
 
 class TrainingError(UnmaskError):
     """A run that must not go on: a loss that is not finite, an output directory in use."""
+
+
+NAMES_ELSEWHERE = {
+    "use_amp": "bf16",
+    "log_gpu_memory": "log_memory_usage",
+    "batch_size": "per_device_train_batch_size",
+    "epochs": "num_train_epochs",
+    "seq_len": "max_length",
+}
+"""Settings that other training loops call by a name unlike ours (docs/switches.md), by that name."""
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The remedy for an unknown name: the known one of that meaning, else the nearest, or all of them where none is near."""
+    known = sorted(known)
+    nearest = [ours] if (ours := NAMES_ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, n=1)
+    return f"Did you mean {nearest[0]!r}?" if nearest else f"Known: {', '.join(known)}."
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for one clear message instead of a page."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,19 +12,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import (
-    TEMPLATES,
-    encode_prompt,
-    is_conversational,
-    read_template,
-    render,
-    render_pair,
-    render_preference,
-    render_turns,
-    split_implicit_prompt,
-    turn_end,
-)
+from unmask.data.chat import encode_prompt, is_conversational, render, render_pair, render_preference, render_turns, split_implicit_prompt
 from unmask.errors import ConfigError, DataError
+from unmask.models.chat_template import TEMPLATES, read_template, turn_end
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

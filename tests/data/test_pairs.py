@@ -14,17 +14,18 @@ from hypothesis import strategies as st
 
 from tests.helpers import shared_path
 from tests.models.configurations import tiny_lm
-from unmask.config import SamplerConfig
+from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import TEMPLATES, encode_prompt, render_pair
-from unmask.data.layouts import SPEAKERS, UNPAIRED
+from unmask.data.chat import encode_prompt, render_pair
+from unmask.data.formats import SPEAKERS, UNPAIRED
 from unmask.data.pairs import Room, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
 from unmask.data.rows import Collator, Row
-from unmask.diffusion.score import score
+from unmask.diffusion.log_probs import score
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
 from unmask.generation.requests import make_requests
+from unmask.models.chat_template import TEMPLATES
 
 TOKENIZER = character_tokenizer(string.ascii_lowercase)
 BOS, EOS = TOKENIZER.bos_token_id, TOKENIZER.eos_token_id

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 
-from unmask.config import DataSource
+from unmask.config.run import DataSource
 from unmask.data.problems import pose, read_problems
 from unmask.errors import ConfigError, DataError
 from unmask.tasks import get_task

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, column, documents_apart, iter_text_rows, pad_rows
-from unmask.diffusion.score import score
+from unmask.diffusion.log_probs import score
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers import shared_path
-from unmask.config import DataSource
+from unmask.config.run import DataSource
 from unmask.data.sources import load_examples, load_mixture, load_rows, split_documents
 from unmask.errors import DataError
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.published import HEAD_DK, LENGTH, scored
-from unmask.diffusion.noise import Stream
+from unmask.diffusion.log_probs import weighted_cross_entropy
+from unmask.diffusion.rng import Stream
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Views, cart_weights, exact_count_views, group_sizes, random_views
-from unmask.objectives.supervised import weighted_cross_entropy
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 IDS_BT, PROMPT = torch.tensor(PUBLISHED["ids"]), PUBLISHED["prompt"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from unmask.diffusion.noise import Stream, uniform
+from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, random_views
 

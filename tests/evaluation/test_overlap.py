@@ -13,7 +13,7 @@ from rouge_score import rouge_scorer
 from typer.testing import CliRunner
 
 from unmask.cli import app
-from unmask.config import SamplerConfig
+from unmask.config.run import SamplerConfig
 from unmask.data.problems import read_problems
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError, DataError

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from unmask.config import SamplerConfig
+from unmask.config.run import SamplerConfig
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import DataError
 from unmask.evaluation import tasks

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from unmask.data.characters import character_tokenizer
-from unmask.diffusion.noise import Stream, uniform
+from unmask.diffusion.rng import Stream, uniform
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.generation.conftest import PROMPTS, every_pattern, tiny
-from unmask.config import SamplerConfig
+from tests.generation.tiny_models import PROMPTS, every_pattern, tiny
+from unmask.config.run import SamplerConfig
 from unmask.generation import sampler
 
 

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.conftest import ALPHABET, PROMPTS, every_pattern, tiny
+from tests.generation.tiny_models import ALPHABET, PROMPTS, every_pattern, tiny
 from tests.models.test_ends import EOS, IM_END, A, write
-from unmask.config import SamplerConfig
-from unmask.generation import reference, sampler
-from unmask.generation.trace import end_of, text_of
+from unmask.config.run import SamplerConfig
+from unmask.generation import naive, sampler
+from unmask.generation.output import end_of, text_of
 from unmask.models.load import load
 
 ENDS = (2, 5, 8)  # EOS and two letters
@@ -34,7 +34,7 @@ def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
         lm.model.get_output_embeddings().bias[IM_END] = 2.0
     config = SamplerConfig(max_new_tokens=12, temperature=1.0, seed=3)
     made = sampler.generate(lm, [[A, A, 5 + number] for number in range(4)] * 2, config)
-    assert made.tokens == reference.generate(lm, made.prompts, config).tokens
+    assert made.tokens == naive.generate(lm, made.prompts, config).tokens
     assert sum(tokens[-1] == IM_END for tokens in made.tokens) > 3
     assert not any(IM_END in tokens[:-1] or EOS in tokens[:-1] for tokens in made.tokens)
     assert sum(made.forward_passes) < 8 * 12 / 2  # the blocks behind are not decoded
@@ -48,7 +48,7 @@ def test_the_completion_is_what_it_is_without_the_stop_up_to_its_first_end(atten
     config = SamplerConfig(max_new_tokens=length, temperature=1.5, seed=seed, trace=True)
     if attention == "bidirectional":
         config = config.model_copy(update={"block_size": 2})
-    made, slow = sampler.generate(lm, prompts, config), reference.generate(lm, prompts, config)
+    made, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
     whole = sampler.generate(lm, prompts, config.model_copy(update={"stop_at_eos": False}))
     assert made.tokens == slow.tokens == [tokens[: end_of(tokens, ENDS)] for tokens in whole.tokens]
     assert made.forward_passes == slow.forward_passes and made.texts == slow.texts

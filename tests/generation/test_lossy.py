@@ -7,10 +7,10 @@ import copy
 import pytest
 import torch
 
-from tests.generation.conftest import PATTERNS, PROMPTS, tiny
-from unmask.config import SamplerConfig
-from unmask.generation import reference, sampler
-from unmask.generation.engine import Engine
+from tests.generation.tiny_models import PATTERNS, PROMPTS, tiny
+from unmask.config.run import SamplerConfig
+from unmask.generation import naive, sampler
+from unmask.generation.engine.engine import Engine
 from unmask.generation.requests import make_requests
 from unmask.generation.sampler import agreement
 
@@ -22,7 +22,7 @@ def test_a_cache_that_is_always_fresh_is_exact(family, cache, logit_shift):
     lm = tiny(family, "bidirectional", None, logit_shift)
     config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=1)
     made = sampler.generate(lm, PROMPTS, config)
-    assert made.tokens == reference.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
+    assert made.tokens == naive.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])
@@ -33,7 +33,7 @@ def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift)
     lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=refresh_interval, guidance=0.5)
     made = sampler.generate(lm, PROMPTS, config)
-    assert made.tokens == reference.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
+    assert made.tokens == naive.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -49,7 +49,7 @@ def test_a_cache_is_refreshed_when_told(cache):
 def test_a_prefix_of_nothing_is_exact():
     lm = tiny("phi", "bidirectional", None, False)
     config = SamplerConfig(max_new_tokens=8, cache="prefix")
-    assert sampler.generate(lm, [[]], config).tokens == reference.generate(lm, [[]], config).tokens
+    assert sampler.generate(lm, [[]], config).tokens == naive.generate(lm, [[]], config).tokens
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
@@ -63,7 +63,7 @@ def test_stale_keys_cost_agreement_and_save_work(cache):
     assert made.agreement is None and len(seen) == 16
     whole = [width for width in seen if width == max(seen)]
     assert len(whole) == 4 and sum(seen) < 0.75 * 16 * max(seen)
-    exact = reference.generate(lm, PROMPTS, config)
+    exact = naive.generate(lm, PROMPTS, config)
     measured = sampler.generate(lm, PROMPTS, config)
     assert measured.tokens == made.tokens
     assert measured.agreement == agreement(exact.tokens, made.tokens) < 1
@@ -91,7 +91,7 @@ def test_an_early_commit_ends_a_block_that_is_sure(attention, block_size):
     blocks = {"bidirectional": 1}.get(attention, 12 // (block_size or 12))
     assert all(passes <= blocks + 1 for passes in made.forward_passes) and made.agreement is not None
     never = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1.0))
-    assert never.agreement == 1.0 and never.tokens == reference.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12)).tokens
+    assert never.agreement == 1.0 and never.tokens == naive.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12)).tokens
 
 
 @torch.no_grad()

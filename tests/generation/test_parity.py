@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from benchmarks import published
-from tests.generation.conftest import tiny
-from unmask.config import SamplerConfig
-from unmask.diffusion.noise import Stream, uniform
-from unmask.generation import reference, sampler
+from tests.generation.tiny_models import tiny
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import Stream, uniform
+from unmask.generation import naive, sampler
 from unmask.generation.policies import keep_likely
 from unmask.generation.requests import make_requests
 
@@ -46,7 +46,7 @@ def test_a_thousand_seeds(attention, block_size, policy):
     lm = tiny("phi", attention, block_size)
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=0.8, batch_size=64, **POLICIES[policy])
     prompts, keys = prompts_and_keys()
-    expected = reference.generate(lm, prompts, config, keys)
+    expected = naive.generate(lm, prompts, config, keys)
     for batch_size in (64, 1):
         made = sampler.generate(lm, prompts, config.model_copy(update={"batch_size": batch_size}), keys)
         assert made.tokens == expected.tokens and made.steps == expected.steps
@@ -61,7 +61,7 @@ def test_in_float32_sequences_part_at_near_ties_only(attention, block_size, temp
     lm = exact.bind(copy.deepcopy(exact.model).float())
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=temperature, trace=True)
     prompts, keys = prompts_and_keys()
-    made, expected = (generate(lm, prompts, config, keys) for generate in (sampler.generate, reference.generate))
+    made, expected = (generate(lm, prompts, config, keys) for generate in (sampler.generate, naive.generate))
     parted = [index for index in range(SEEDS) if made.tokens[index] != expected.tokens[index]]
     for index in parted:
         assert tie(lm, prompts[index], keys[index], config, made.trace[index], expected.trace[index]) < 1e-5

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, TopPLogitsWarper
 
-from unmask.config import SamplerConfig
-from unmask.diffusion.noise import Stream, uniform
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 from unmask.generation.policies import best, decide, draw, first_by_priority, hidden_again, how_many, keep_likely, reshape_logits
 

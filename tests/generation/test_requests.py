@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.generation.conftest import CONTEXT, every_pattern, tiny
-from unmask.config import SamplerConfig
+from tests.generation.tiny_models import CONTEXT, every_pattern, tiny
+from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import make_infill_requests, make_requests, step_counts
 

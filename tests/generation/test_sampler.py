@@ -12,11 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.generation.conftest import ALPHABET, PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists, tiny
-from unmask.config import SamplerConfig
-from unmask.diffusion.noise import sequence_keys
+from tests.generation.tiny_models import ALPHABET, PATTERNS, PROMPTS, Watch, configs, every_pattern, prompt_lists, tiny
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import sequence_keys
 from unmask.errors import GenerationError
-from unmask.generation import reference, sampler
+from unmask.generation import naive, sampler
 from unmask.generation.requests import make_infill_requests, make_requests
 
 
@@ -40,7 +40,7 @@ def test_the_tokens_are_those_of_the_reference(family, attention, block_size, lo
     prompts = data.draw(prompt_lists(shortest=int(logit_shift)))
     config = data.draw(configs(attention, block_size))
     fast = sampler.generate(lm, prompts, config)
-    assert_same(fast, reference.generate(lm, prompts, config))
+    assert_same(fast, naive.generate(lm, prompts, config))
     assert fast.prompts == prompts
     assert all(0 <= token < lm.mask_token_id for tokens in fast.tokens for token in tokens)
 
@@ -75,7 +75,7 @@ def test_a_prompt_is_read_once_wherever_its_repeats_stand(attention, block_size)
     whole = 7 - 7 % (block_size or 1)
     reuse = None if attention == "bidirectional" else 9 * whole / (12 * 7)
     assert sampler.generate(lm, prompts, config).prompt_reuse == reuse
-    assert reference.generate(lm, prompts, config).prompt_reuse is None
+    assert naive.generate(lm, prompts, config).prompt_reuse is None
     assert sampler.generate(lm, [], config).prompt_reuse is None
 
 
@@ -95,7 +95,7 @@ def test_keys_and_seeds_name_the_noise():
     assert sampler.generate(lm, prompts, config, sequence_keys(prompts)).tokens == tokens
     same_key = sampler.generate(lm, prompts, config, [8, 8, 8]).tokens
     assert same_key[0] == same_key[2] != same_key[1]
-    assert reference.generate(lm, prompts, config, [8, 8, 8]).tokens == same_key
+    assert naive.generate(lm, prompts, config, [8, 8, 8]).tokens == same_key
     assert sampler.generate(lm, prompts, config.model_copy(update={"seed": 1})).tokens != tokens
 
 
@@ -105,7 +105,7 @@ def test_neither_the_global_generator_nor_dropout_plays_a_part():
     expected = sampler.generate(lm, PROMPTS, config)
     lm.model.train()
     assert any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in lm.model.modules())
-    for generate in (sampler.generate, reference.generate):
+    for generate in (sampler.generate, naive.generate):
         torch.manual_seed(1)
         state = torch.get_rng_state()
         assert_same(generate(lm, PROMPTS, config), expected)
@@ -156,7 +156,7 @@ def test_without_the_stop_every_token_is_given(attention, block_size):
     assert set("".join(generation.texts)) <= set(ALPHABET)
 
 
-@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+@pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_a_model_without_end_tokens_never_stops(generate):
     lm = copy.copy(tiny("phi", eos_bias=9.0))
     eos, lm.eos_token_ids = lm.eos_token_id, ()
@@ -173,7 +173,7 @@ def test_blocks_of_one_with_a_shift_are_the_causal_model(family, temperature):
     assert without.tokens != causal.tokens
 
 
-@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+@pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_prompts_are_strings_ids_or_messages(generate):
     lm = copy.copy(tiny("phi", "bidirectional"))
     lm.tokenizer = copy.deepcopy(lm.tokenizer)
@@ -185,7 +185,7 @@ def test_prompts_are_strings_ids_or_messages(generate):
     assert generate(lm, ["abc"], config).tokens == generate(lm, [ids], config).tokens
 
 
-@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+@pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_no_prompts_and_no_settings(generate):
     assert generate(tiny(), []).texts == []
     short = copy.copy(tiny("phi", eos_bias=99.0))
@@ -193,7 +193,7 @@ def test_no_prompts_and_no_settings(generate):
     assert generate(short, ["abc"]).forward_passes == [1]
 
 
-@pytest.mark.parametrize("generate", [sampler.generate, reference.generate])
+@pytest.mark.parametrize("generate", [sampler.generate, naive.generate])
 def test_requests_that_cannot_be_served(generate):
     fitting = SamplerConfig(max_new_tokens=30)
     with pytest.raises(GenerationError, match=r"prompts: prompts is one string\. Give a list"):
@@ -225,7 +225,7 @@ def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, 
     texts = data.draw(texts_with_holes(lm))
     config = data.draw(configs(attention, block_size)).model_copy(update={"forbidden_tokens": [lm.eos_token_id], "allowed_tokens": None})
     filled = sampler.infill(lm, texts, config)
-    assert_same(filled, reference.complete(lm, make_infill_requests(lm, texts, config), config))
+    assert_same(filled, naive.complete(lm, make_infill_requests(lm, texts, config), config))
     for ids, tokens in zip(texts, filled.tokens, strict=True):
         assert len(tokens) == len(ids) and not {lm.mask_token_id, lm.eos_token_id} & set(tokens)
         assert all(token in (given, *[token] * (given == lm.mask_token_id)) for given, token in zip(ids, tokens, strict=True))
@@ -237,7 +237,7 @@ def test_what_is_hidden_again_does_not_depend_on_last_bits():
     for seed in range(12):
         config = SamplerConfig(max_new_tokens=7, tokens_per_step=2, remask=0.6, stop_at_eos=False, seed=seed)
         alone = sampler.generate(lm, [[]], config).tokens[0]
-        assert alone == sampler.generate(lm, [[], [5]], config).tokens[0] == reference.generate(lm, [[]], config).tokens[0]
+        assert alone == sampler.generate(lm, [[], [5]], config).tokens[0] == naive.generate(lm, [[]], config).tokens[0]
 
 
 @every_pattern

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from tests.migration.examples import ACCELERATE, CONVERTER_HARDWARE, CONVERTER_MODEL, D1_YAML, EXAMPLES, Example
-from tests.training.conftest import unmask
-from unmask.config import RunConfig
-from unmask.config_files import parse_yaml
+from tests.training.tiny_runs import unmask
+from unmask.commands.verbs import VERBS
+from unmask.config.run import RunConfig
+from unmask.config.yaml import parse_yaml
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError
 from unmask.migration.formats import FORMATS, candidates
 from unmask.migration.migrate import OWN_NAME, migrate
 from unmask.migration.rules import DroppedError
 from unmask.tasks import get_task
-from unmask.training.run import VERBS
 
 SAMPLES = (True, False, "true", "false", 1, 3, 0.5, "fp16", "bfloat16", "no", "1", "a/b", "sigmoid", "dapo", "linear", "sudoku", ["a"], {})
 
@@ -212,7 +212,7 @@ def test_tables_name_only_settings_that_there_are(name):
 
 
 def sections(name: str) -> set[str]:
-    import unmask.config as config
+    import unmask.config.run as config
 
     classes = {"model": config.ModelConfig, "data": config.DataConfig, "lora": config.LoraSettings, "hardware": config.HardwareConfig}
     return set(classes[name].model_fields) if name in classes else set()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.training.conftest import tiny
+from tests.training.tiny_runs import tiny
 from unmask.data.characters import character_tokenizer
 from unmask.models.alignment import ALIGNMENT, align_weights
 from unmask.models.load import as_diffusion_lm, load

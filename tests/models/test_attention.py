@@ -24,7 +24,8 @@ from unmask.models.attention import (
     unmask_attention,
     unpadded_mask,
 )
-from unmask.models.diffusion_lm import Reading, disable_dropout
+from unmask.models.diffusion_lm import Reading
+from unmask.models.model_state import disable_dropout
 
 BLOCK = 3
 BLOCKS = {"causal": None, "block_causal": BLOCK, "bidirectional": None}

@@ -12,8 +12,8 @@ from torch import nn
 from tests.models.configurations import CONFIGURATIONS, NAMES, VOCABULARY, WINDOW, random_ids, tiny_lm
 from unmask.errors import ModelError
 from unmask.models.attention import PATTERNS
-from unmask.models.diffusion_lm import disable_dropout, evaluating, fingerprint
 from unmask.models.load import with_pattern
+from unmask.models.model_state import disable_dropout, evaluating, fingerprint
 
 BLOCK = 3
 BLOCKS = {"causal": None, "block_causal": BLOCK, "bidirectional": None}

@@ -11,16 +11,16 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PhiConfig
 
 from tests.data.test_chat import CHATML, LLAMA3
-from tests.models.test_families import END, MASK, write_published
-from tests.training.conftest import make
+from tests.models.test_released import END, MASK, write_published
+from tests.training.tiny_runs import make
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import TEMPLATES
 from unmask.errors import ModelError
-from unmask.generation.wire import model_facts
-from unmask.models.card import render_card
+from unmask.generation.remote.protocol import model_facts
+from unmask.models.chat_template import TEMPLATES
 from unmask.models.ends import set_chat_template
-from unmask.models.families import export
+from unmask.models.export import export
 from unmask.models.load import initialise, load, with_pattern
+from unmask.models.model_card import render_card
 
 TURNS = ["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>"]
 EOS, IM_END, EOT, EOM, A = 2, 11, 12, 13, 4

@@ -1,291 +1,97 @@
-"""Released models in their published layouts: every tensor lands where it belongs and goes back byte for byte."""
+"""Released families against their authors' code: logits and completions recorded from it, on small models with the same weights."""
 
 from __future__ import annotations
 
-import copy
 import json
+import zlib
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
-from typer.testing import CliRunner
 
-from tests.models.released import (
-    CONFIGS,
-    END,
-    EXPECTED,
-    FROZEN,
-    HIDDEN,
-    MASK,
-    MIXTURES,
-    NOT_KEPT,
-    VOCABULARY,
-    by_hand,
-    published_weights,
-    write_published,
-)
-from tests.training.conftest import TEXTS, settings, stock
-from unmask.cli import app
-from unmask.config import SamplerConfig
-from unmask.data.characters import character_tokenizer
-from unmask.errors import ConfigError, ModelError
+from tests.models.released import MIXTURES, write_published, write_tokenizer
+from tests.training.tiny_runs import equal, make, ranks, weights
+from unmask.config.run import LoraSettings, SamplerConfig
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.families import FAMILIES, export
-from unmask.models.load import initialise, load, make_diffusion
-from unmask.training.convert import ConvertConfig, ConvertTrainer
+from unmask.models.export import export
+from unmask.models.load import load
 
-pytestmark = pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
+RECORDED = {path.stem: path for path in sorted((Path(__file__).parent / "data").glob("*.json"))}
 
 
-@pytest.fixture(params=list(CONFIGS))
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+def seeded_weight(name: str, shape: list[int]) -> Tensor:
+    """As the weights were made for the recording."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    weight = torch.randn(*shape, generator=generator) * (1.0 if name == "lm_head.weight" else 0.3)
+    return weight + 1.0 if len(shape) == 1 and not name.endswith("bias") else weight
+
+
+@pytest.fixture(params=list(RECORDED))
+def recorded(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return json.loads(RECORDED[request.param].read_text())
 
 
 @pytest.fixture
-def published(name: str, tmp_path: Path) -> Path:
-    return write_published(name, tmp_path / "published")
+def lm(recorded: dict[str, Any], tmp_path: Path) -> DiffusionLM:
+    (tmp_path / "config.json").write_text(json.dumps(recorded["config"]))
+    weights = {name: seeded_weight(name, shape) for name, shape in recorded["weights"].items()}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer("sdar", tmp_path)
+    return load(tmp_path)
 
 
-def some_ids(length: int = 11) -> Tensor:
-    return torch.randint(0, 256, (2, length), generator=torch.Generator().manual_seed(1))
+def test_logits_are_those_of_the_published_code(recorded, lm):
+    published_TV = torch.tensor(recorded["logits"]["rows"])
+    logits_TV = lm.logits(torch.tensor([recorded["ids"]]))[0, :, recorded["logits"]["columns"]]
+    shift = int(lm.logit_shift)
+    torch.testing.assert_close(logits_TV[shift:], published_TV[: len(published_TV) - shift], rtol=0, atol=3e-5)
 
 
-def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
-    lm = load(published)
-    assert (lm.attention, lm.block_size, lm.logit_shift) == EXPECTED[name]
-    assert lm.mask_token_id == MASK == lm.tokenizer.mask_token_id and lm.eos_token_id == END
-    assert lm.tokenizer("abc").input_ids == [256, lm.tokenizer.convert_tokens_to_ids("c")]
-    assert lm.tokenizer(f"ab{lm.tokenizer.mask_token}").input_ids == [256, MASK]
-    attention, block_size, shift = EXPECTED[name]
-    tokenizer = load(published).tokenizer
-    expected = make_diffusion(by_hand(name), tokenizer, attention=attention, block_size=block_size, logit_shift=shift)
-    assert torch.equal(lm.logits(some_ids()), expected.logits(some_ids()))
-    assert (
-        generate(lm, ["ab"], SamplerConfig(max_new_tokens=8)).tokens == generate(expected, ["ab"], SamplerConfig(max_new_tokens=8)).tokens
-    )
+def test_completions_are_those_of_the_published_sampler(recorded, lm):
+    """The published samplers fill whole attention blocks; LLaDA2's cuts the last one, Fast-dLLM v2's adds the first token of the next."""
+    settings, block = recorded["sampler"], lm.block_size
+    by_length: dict[int, list[int]] = {}
+    for index, prompt in enumerate(recorded["prompts"]):
+        length = len(prompt) + 16
+        canvas = length if block is None else -(-length // block) * block
+        by_length.setdefault(canvas - len(prompt), []).append(index)
+    compared = 0
+    for length, indices in by_length.items():
+        made = generate(lm, [recorded["prompts"][index] for index in indices], SamplerConfig(**{"max_new_tokens": length} | settings))
+        for index, tokens in zip(indices, made.tokens, strict=True):
+            published = recorded["completions"][index][:length]
+            assert tokens[: len(published)] == published
+            compared += len(published)
+    assert compared > 800
 
 
-def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(name, published, tmp_path):
-    """It is the EOS. LLaDA's modelling code trains every row; SDAR's does, as its configs name no padding token."""
-    lm = load(published)
-    lm.save(tmp_path)
-    for model in (lm, load(tmp_path)):
-        model.logits(torch.tensor([[5, 6, END, 7]])).logsumexp(2).sum().backward()
-        assert (model.model.get_input_embeddings().weight.grad[END] == 0).all() == (name in FROZEN)
-        assert model.padding_idx == (END if name in FROZEN else None)
-
-
-def test_nobody_is_asked_whether_to_run_code(published, capfd):
-    load(published)
-    load(published, trust_remote_code=True)  # there is none to run, and none is missed
-    assert "run the custom code" not in "".join(capfd.readouterr())
-
-
-def test_the_round_trip_is_byte_for_byte(name, published, tmp_path):
-    export(load(published), tmp_path / "back", name)
-    before, after = load_file(published / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
-    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
-    config = json.loads((tmp_path / "back/config.json").read_text())
-    kept = {key: value for key, value in CONFIGS[name].items() if key not in NOT_KEPT}
-    assert {key: config[key] for key in kept} == kept
-    again = load(tmp_path / "back")
-    assert again.settings == load(published).settings and again.tokenizer.get_vocab() == load(published).tokenizer.get_vocab()
-    assert torch.equal(again.logits(some_ids()), load(published).logits(some_ids()))
-
-
-def test_what_unmask_saves_is_a_stock_model(published, tmp_path):
-    lm = load(published)
-    lm.save(tmp_path / "saved")
-    again = load(tmp_path / "saved")
-    assert again.settings == lm.settings and torch.equal(again.logits(some_ids()), lm.logits(some_ids()))
-    _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not info["missing_keys"] and not info["unexpected_keys"]
-
-
-def test_shards_types_and_tied_embeddings(name, tmp_path):
-    weights = {key: value if "expert_bias" in key else value.bfloat16() for key, value in published_weights(name).items()}
-    del weights["model.transformer.ff_out.weight" if name == "llada" else "lm_head.weight"]
-    tied = {"weight_tying" if name == "llada" else "tie_word_embeddings": True, "torch_dtype": "bfloat16"}
-    folder = write_published(name, tmp_path / "one", weights, **tied)
-    halves = list(weights)[::2], list(weights)[1::2]
-    (folder / "model.safetensors").unlink()
-    index = {"metadata": {}, "weight_map": {}}
-    for number, half in enumerate(halves, start=1):
-        file = f"model-0000{number}-of-00002.safetensors"
-        save_file({key: weights[key] for key in half}, folder / file, metadata={"format": "pt"})
-        index["weight_map"] |= dict.fromkeys(half, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    export(load(folder, dtype="bfloat16"), tmp_path / "back", name)
-    back = load_file(tmp_path / "back/model.safetensors")
-    assert back.keys() == weights.keys() and all(torch.equal(back[key], weights[key]) for key in back)
-    assert json.loads((tmp_path / "back/config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
-def test_what_a_config_leaves_out_is_as_released(tmp_path):
-    folder = write_published("sdar", tmp_path / "sdar", block_size=..., mask_token_id=...)
-    with pytest.raises(ModelError, match="no mask token 151669"):  # of the released tokenizer
-        load(folder)
-    (folder / "config.json").write_text(json.dumps({key: value for key, value in CONFIGS["sdar"].items() if key != "block_size"}))
-    assert load(folder).block_size == 4 and load(folder, block_size=8).block_size == 8
-    assert load(write_published("sdar", folder, block_size=16)).block_size == 16
-    assert load(write_published("llada", tmp_path / "llada", embedding_size=None, n_kv_heads=None)).config.vocab_size == VOCABULARY
-
-
-@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
-def test_a_config_that_names_no_shared_experts_has_none(tmp_path):
-    weights = published_weights("llada2")
-    for name, weight in weights.items():
-        if "shared_experts" in name:
-            weights[name] = weight[:, :0].clone() if "down_proj" in name else weight[:0].clone()
-    for count in (0, ...):  # its config class makes 0 of what is left out
-        lm = load(write_published("llada2", tmp_path / "published", weights, num_shared_experts=count))
-        assert lm.config.n_shared_experts == 0 and lm.logits(some_ids()).isfinite().any()
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_experts_compute_in_float64(tmp_path, family):
-    """The grouped products of torch do not."""
-    folder = write_published(family, tmp_path / "published")
-    single, double = load(folder), load(folder, dtype="float64")
-    assert double.logits(some_ids()).dtype == torch.float64
-    torch.testing.assert_close(double.logits(some_ids()).float(), single.logits(some_ids()), rtol=1e-4, atol=1e-4)
-    initialise(folder, seed=0, dtype="float64").logits(some_ids())
-
-
-def test_new_weights_for_a_released_architecture(published):
-    assert initialise(published, seed=0).mask_token_id == MASK
-
-
-REFUSED_CONFIGS = {
-    "another architecture": ("dream", {"architectures": ["DreamForCausalLM"]}, "another architecture, DreamForCausalLM"),
-    "shared experts": ("llada_moe", {"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, and only None"),
-    "one expert": ("llada2", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1, which is not supported"),
-    "biases": ("llada", {"include_qkv_bias": True}, "include_qkv_bias is True, and only False"),
-    "another block": ("llada", {"block_type": "sequential"}, "block_type is 'sequential'"),
-    "layers by a number": ("llada_moe", {"moe_layer_freq": 1}, "moe_layer_freq is 1, and not a number for each of 2 layers"),
-    "layers that are too few": ("llada_moe", {"moe_layer_freq": [0]}, r"moe_layer_freq is \[0\], and not a number"),
-    "windows": ("sdar", {"use_sliding_window": True}, "use_sliding_window is True"),
-    "no sizes": ("llada", {"d_model": ..., "n_heads": ...}, "the config lacks d_model, n_heads"),
-}
-
-
-@pytest.mark.parametrize(("family", "changes", "words"), REFUSED_CONFIGS.values(), ids=REFUSED_CONFIGS.keys())
-def test_a_config_that_the_stock_class_does_not_compute_is_refused(tmp_path, family, changes, words):
-    folder = write_published(family, tmp_path / "x", **changes)
-    with pytest.raises(ModelError, match=words) as error:
-        load(folder)
-    assert error.value.where == str(folder) and error.value.remedy
-
-
-def test_weights_that_do_not_fit_are_refused(tmp_path):
-    weights = published_weights("llada")
-    extra = {"model.transformer.blocks.0.q_proj.bias": torch.zeros(HIDDEN)}
-    with pytest.raises(ModelError, match=r"no llada model has the weights model\.layers\.0\.self_attn\.q_proj\.bias"):
-        load(write_published("llada", tmp_path / "x", weights | extra))
-    del weights["model.transformer.blocks.1.up_proj.weight"]
-    with pytest.raises(ModelError, match=r"the weights lack model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(write_published("llada", tmp_path / "x", weights))
-
-
-def qwen3(**changes: Any) -> DiffusionLM:
-    tokenizer = character_tokenizer("abcdefgh")
-    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
-    sizes = {"intermediate_size": 24, "max_position_embeddings": 64, "vocab_size": len(tokenizer)}
-    torch.manual_seed(0)
-    asked = {"attention": "block_causal", "block_size": 4, "logit_shift": False} | {
-        key: changes.pop(key) for key in ("attention", "block_size", "logit_shift") if key in changes
-    }
-    model: Any = AutoModelForCausalLM.from_config(Qwen3Config(**shape | sizes | changes, eos_token_id=2))
-    return make_diffusion(model, tokenizer, **asked)
-
-
-def mixture(**changes: Any) -> DiffusionLM:
-    tokenizer = character_tokenizer("abcdefgh")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
-    experts = {"num_key_value_heads": 2, "head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": len(tokenizer)}
-    model: Any = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**sizes, **experts, **changes))
-    return make_diffusion(model, tokenizer, attention="bidirectional")
-
-
-@pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated:FutureWarning")  # as published
-def test_a_converted_block_model_in_the_sdar_layout(tmp_path):
-    lm = qwen3(attention="causal", block_size=None, logit_shift=True, rope_theta=1e6, use_sliding_window=True, sliding_window=8)
-    args = ConvertConfig(**settings(tmp_path / "run", max_steps=10), attention="block_causal", block_size=4)
-    trainer = ConvertTrainer(lm, args, TEXTS)
+@pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
+@pytest.mark.parametrize("verb", ["sft", "grpo"])
+@pytest.mark.parametrize("name", list(RECORDED))
+def test_what_is_trained_goes_back_to_its_layout(name, verb, tmp_path):
+    """Every weight is trained, experts and routers among them; the bias that evens the choice of experts is not, as published."""
+    lm = load(write_published(name, tmp_path / "published"))
+    before = weights(lm)
+    trainer = make(verb, tmp_path / "run", lm, **({"reward": ranks} if verb == "grpo" else {}))
     trainer.train()
-    export(trainer.lm, tmp_path / "sdar", "sdar")
-    again = load(tmp_path / "sdar")
-    assert again.settings == trainer.lm.settings
-    ids = torch.randint(4, 12, (2, 10))
-    assert torch.equal(again.logits(ids), trainer.lm.logits(ids))
-    config = AutoConfig.from_pretrained(tmp_path / "sdar", trust_remote_code=True)  # as engines read it
-    assert (config.model_type, config.block_size, config.mask_token_id, config.rope_theta) == ("sdar", 4, lm.mask_token_id, 1e6)
-    assert again.tokenizer("abc").input_ids == lm.tokenizer("abc").input_ids
-    assert json.loads((tmp_path / "sdar/tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
-    assert "convert" in (tmp_path / "sdar/README.md").read_text()
+    after = weights(trainer.lm)
+    assert {part for part in before if torch.equal(before[part], after[part])} <= {"model.layers.1.mlp.gate.e_score_correction_bias"}
+    export(trainer.lm, tmp_path / "back", name)
+    assert equal(weights(load(tmp_path / "back")), after)
 
 
-@pytest.mark.parametrize(
-    ("layout", "lm", "words"),
-    [
-        ("sdar", lambda: make_diffusion(*stock(), attention="block_causal", block_size=4), "a LlamaForCausalLM.*Qwen3ForCausalLM"),
-        ("llada", lambda: qwen3(attention="bidirectional", block_size=None), "a Qwen3ForCausalLM.*LlamaForCausalLM"),
-        ("sdar", lambda: qwen3(attention="bidirectional", block_size=None), "bidirectional attention.*block_causal"),
-        ("sdar", lambda: qwen3(logit_shift=True), "logit_shift=True.*without"),
-        ("llada", lambda: make_diffusion(*stock(attention_bias=True), attention="bidirectional"), "attention_bias=True"),
-        ("llada", lambda: make_diffusion(*stock(hidden_act="gelu"), attention="bidirectional"), "hidden_act='gelu'"),
-        ("llada", lambda: make_diffusion(*stock(head_dim=8), attention="bidirectional"), "head_dim=8"),
-        (
-            "llada",
-            lambda: make_diffusion(*stock(rope_scaling={"rope_type": "linear", "factor": 2.0}), attention="bidirectional"),
-            "rope_par",
-        ),
-        ("llada_moe", lambda: mixture(norm_topk_prob=True), "norm_topk_prob=True"),
-        ("mdlm", lambda: qwen3(), "unknown layout 'mdlm'.*llada, dream, sdar, fast_dllm_v2, llada_moe, llada2, hf"),
-    ],
-)
-def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, words):
-    with pytest.raises((ModelError, ConfigError), match=words) as error:
-        export(lm(), tmp_path / "out", layout)
-    assert error.value.remedy and not (tmp_path / "out").exists()
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it
-def test_adapters_and_foreign_weights_are_refused(tmp_path):
-    lm = qwen3()
-    adapted = lm.bind(peft.get_peft_model(copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
-    with pytest.raises(ModelError, match=r"PeftModelForCausalLM.*merged"):
-        export(adapted, tmp_path / "out", "sdar")
-    lm.model.time_embedding = torch.nn.Linear(2, 2)
-    with pytest.raises(ModelError, match=r"the weight time_embedding.bias"):
-        export(lm, tmp_path / "out", "sdar")
-
-
-def test_a_mask_token_that_engines_do_not_expect_is_told(tmp_path):
-    with pytest.warns(RuntimeWarning, match="the mask token is 12; what runs sdar models may assume 151669"):
-        export(qwen3(), tmp_path, "sdar")
-
-
-def test_the_command_line(tmp_path):
-    qwen3().save(tmp_path / "model")
-    run = ["export", str(tmp_path / "model"), "--output", str(tmp_path / "out"), "--layout"]
-    assert CliRunner().invoke(app, [*run, "dream"]).exit_code == 2
-    assert CliRunner().invoke(app, [*run, "sdar"]).exit_code == 0
-    assert load(tmp_path / "out").attention == "block_causal"
-    assert CliRunner().invoke(app, [*run, "sdar"]).exit_code == 2  # not empty
-    assert CliRunner().invoke(app, [*run, "sdar", "--overwrite"]).exit_code == 0
-
-
-def test_names_are_mapped_one_to_one():
-    for family in FAMILIES.values():
-        names = [name for names in family.weights.values() for name in ([names] if isinstance(names, str) else names)]
-        assert len(set(names)) == len(names)
-        elsewhere = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}  # in rope_parameters, or only where it is set
-        assert all(hasattr(family.stock(), name) for name in {*family.fields.values(), *family.defaults} - elsewhere)
+@pytest.mark.parametrize("name", MIXTURES)
+def test_adapters_stand_at_attention_experts_and_routers(name, tmp_path):
+    lm = load(write_published(name, tmp_path / "published"))
+    trainer = make("sft", tmp_path / "run", lm, peft_config=LoraSettings(r=2).to_peft())
+    trainer.train()
+    trained = {part for part, weight in trainer.lm.model.named_parameters() if weight.requires_grad}
+    for place in ("self_attn.q_proj", "mlp.experts", "mlp.gate"):
+        assert any(f"layers.1.{place}" in part for part in trained), place
+    trainer.save_model(str(tmp_path / "merged"))
+    ids = torch.randint(0, 256, (2, 12), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(load(tmp_path / "merged").logits(ids), trainer.lm.logits(ids), rtol=1e-4, atol=1e-4)

@@ -24,13 +24,13 @@ from transformers import (
 
 from tests.helpers import shared_path
 from tests.models.configurations import ALPHABET, CONFIGURATIONS, GROUPED, HEADS, NAMES, SHARED, VOCABULARY, random_ids, tiny_lm, tiny_model
-from unmask.config import ModelConfig
+from unmask.config.run import ModelConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import AttentionMask, Layout, make_mask
-from unmask.models.blueprint import Blueprint, is_tied
 from unmask.models.device_map import split_layers
 from unmask.models.load import MASK_TOKEN, initialise, load, make_diffusion, with_pattern
+from unmask.planning.blueprint import Blueprint, is_tied
 
 SETTINGS = [
     ("causal", None, True),

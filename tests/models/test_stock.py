@@ -14,9 +14,9 @@ import unmask
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, random_ids, tiny_lm
 from unmask.cli import app
 from unmask.errors import ModelError
-from unmask.models.card import HISTORY_KEY
 from unmask.models.diffusion_lm import SETTINGS_KEY
-from unmask.models.families import export
+from unmask.models.export import export
+from unmask.models.model_card import HISTORY_KEY
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.helpers import require_sandbox
-from unmask.config_files import ACCEPT_UNSANDBOXED
+from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.rewards import program
 from unmask.sandbox import isolation
 from unmask.sandbox.isolation import LAYERS, Host, Limits, SandboxError, probe

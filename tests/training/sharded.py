@@ -15,16 +15,17 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 
-from tests.training.conftest import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a, tiny
-from unmask.generation.backends import LocalBackend
-from unmask.generation.http import RemoteError
+from tests.training.tiny_runs import PAIRS, PREFERENCES, ROLLOUT, TEXTS, settings, share_of_a, tiny
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.generation.remote.backends import LocalBackend
+from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.convert import ConvertConfig, ConvertTrainer
-from unmask.training.dpo import DPOTrainer
-from unmask.training.dpo_config import DPOConfig
-from unmask.training.grpo import GRPOTrainer
-from unmask.training.grpo_config import GRPOConfig
-from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training.trainer import DiffusionTrainer
 
 RUN = {"max_steps": 4, "learning_rate": 1e-3, "save_strategy": "steps", "save_steps": 2}

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pytest import approx
 
-from unmask.training.means import Means
+from unmask.training.run_log import Means
 
 measured = st.lists(st.tuples(st.sampled_from("abc"), st.integers(-9, 9), st.integers(0, 3)))
 

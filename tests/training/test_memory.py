@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.training.conftest import make
-from unmask.monitor import MetricsLog, peak_memory_bytes
+from tests.training.tiny_runs import make
+from unmask.artifacts import MetricsLog
 from unmask.training import memory
-from unmask.training.memory import memory_metrics, take_allocated_peak
-from unmask.training.phases import Phases
+from unmask.training.memory import memory_metrics, peak_memory_bytes, take_allocated_peak, take_peak_memory
+from unmask.training.step_timer import Phases
 
 CARD = torch.device("cuda", 0)
 
@@ -89,3 +92,29 @@ def test_log_and_screen_tell_the_same(verb, tmp_path, monkeypatch):
     last = MetricsLog(tmp_path / "training_logs.json").read()[-1]
     assert last["memory_gb"] == shown["memory_gb"] == figures[-1] and last["memory/allocated_gb"] == figures[-1] / 2
     assert last["memory/share"] == 0.5
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_peak_memory_knows_the_unit_of_the_system(system, unit, monkeypatch):
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(memory, "_peak_taken", 0)
+    monkeypatch.setattr(resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=5_000 if who == resource.RUSAGE_SELF else 0))
+    assert peak_memory_bytes() == 5_000 * unit
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the kernel's own account in /proc")
+def test_peak_memory_agrees_with_the_kernel():
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    high_water_mark = int(status["VmHWM"].split()[0]) * 1024
+    # At least the mark of this program; a little of the one that started it may count too.
+    assert 0.8 * high_water_mark < peak_memory_bytes() < 100 * high_water_mark
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_peak_that_cannot_be_begun_anew_is_not_told(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise PermissionError
+
+    assert take_peak_memory() is not None
+    monkeypatch.setattr(Path, "write_text", refuse)
+    assert take_peak_memory() is None

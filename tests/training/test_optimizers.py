@@ -15,13 +15,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.training.conftest import QUICK, equal, make, prepared, tiny, unmask, weights, wide
+from tests.training.tiny_runs import QUICK, equal, make, prepared, tiny, unmask, weights, wide
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.load import make_diffusion
-from unmask.training import switches
+from unmask.supervised.sft import SFTConfig
+from unmask.training import hardware_checks
 from unmask.training.optimizers import check_offload
-from unmask.training.sft import SFTConfig
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # bitsandbytes and inductor use it
@@ -56,7 +56,7 @@ def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(v
 
 
 def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(switches.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hardware_checks.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"):
         make("sft", tmp_path, optim="adamw_bnb_8bit")
     with pytest.raises(ConfigError, match=r"optim: needs torchao, which is not installed.*unmask\[torchao\]"):

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from tests.helpers import REPOSITORY
-from tests.training.conftest import PAIRS, PREFERENCES, make, tiny, weights
 from tests.training.sharded import BLOCKS, CONVERSIONS, RATIOS, RUN, STAGES, conversion, ragged, samples_per_token
+from tests.training.tiny_runs import PAIRS, PREFERENCES, make, tiny, weights
 from unmask.models.load import load
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]

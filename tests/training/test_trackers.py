@@ -15,12 +15,13 @@ import pytest
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from typer.testing import CliRunner
 
-from tests.training.conftest import PAIRS, TEXTS, make, settings, tiny
+from tests.training.tiny_runs import PAIRS, TEXTS, make, settings, tiny
+from unmask.artifacts import MetricsLog
 from unmask.cli import app
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
 from unmask.errors import ConfigError
-from unmask.monitor import MetricsLog
-from unmask.training.convert import ConvertConfig, ConvertTrainer
-from unmask.training.sft import SFTConfig
+from unmask.supervised.sft import SFTConfig
 from unmask.training.trackers import NEEDS
 
 THREE = [{"share": 2, "train": ["attention"]}, {"share": 4}, {"share": 3}]
@@ -139,7 +140,7 @@ def test_other_trackers_that_cannot_work_are_refused(tmp_path, monkeypatch):
 @pytest.mark.parametrize("verb", ["pretrain", "sft", "dpo", "kto", "grpo"])
 def test_samples_per_second_are_rows_of_all_micro_batches_since_the_last_line(verb, tmp_path, monkeypatch):
     now = iter(range(0, 1000, 10))
-    monkeypatch.setattr("unmask.training.trainer.time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr("unmask.training.run_log.time", SimpleNamespace(perf_counter=lambda: next(now)))
     more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "max_steps": 4, "logging_steps": 2, "num_train_epochs": 9}
     make(verb, tmp_path, rows=PAIRS * 3 if verb == "grpo" else None, save_strategy="steps", save_steps=2, **more).train()
     lines = [line for line in MetricsLog(tmp_path / "training_logs.json").read() if "loss" in line]

@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.training.conftest import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, low_ids, make, settings, tiny, weights
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, Before, batch, equal, low_ids, make, settings, tiny, weights
 from unmask.diffusion.views import Views
 from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
-from unmask.training import trainer as trainer_module
-from unmask.training.log import RunLog
-from unmask.training.sft import SFTConfig, SFTTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
+from unmask.training import run_log
+from unmask.training.run_log import RunLog
 
 VERBS = ["pretrain", "sft", "dpo", "grpo"]
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -254,7 +254,7 @@ def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
     lines = (tmp_path / "training_logs.json").read_text().splitlines()
     trainer.rewind(3)
     assert (tmp_path / "training_logs.json").read_text().splitlines() == lines[:3]
-    with pytest.raises(ConfigError, match="metric_key_prefix: is how the summary of a run is told"):
+    with pytest.raises(ConfigError, match="metric_key_prefix: is that of the summary of a run"):
         trainer.evaluate(PAIRS, metric_key_prefix="train")
 
 
@@ -354,7 +354,7 @@ def test_progress_rises_to_its_end_with_the_metrics(tmp_path, capsys):
 
 def test_tokens_per_second_are_those_since_the_last_line(tmp_path, monkeypatch):
     now = iter(range(0, 1000, 10))
-    monkeypatch.setattr(trainer_module, "time", SimpleNamespace(perf_counter=lambda: next(now)))
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: next(now)))
     trainer = make("sft", tmp_path, max_steps=4, logging_steps=2)
     trainer.train()
     lines = [line["tokens_per_second"] for line in trainer.state.log_history if "loss" in line]

@@ -1,22 +1,13 @@
-"""Walks: each takes the way of a user who comes from another tool, from the first line of its guide to the last, on a small model."""
+"""What walks start from."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import shared_path
-from tests.training.conftest import unmask
 from unmask.models.load import load
-
-
-def walk(*arguments: str | Path) -> Any:
-    """A command that must work."""
-    called = unmask(*arguments)
-    assert called.exit_code == 0, called.output
-    return called
 
 
 @pytest.fixture(scope="session")

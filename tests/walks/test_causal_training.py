@@ -10,11 +10,11 @@ import torch
 
 import unmask as package
 from tests.helpers import shared_path
-from tests.training.conftest import unmask
-from tests.walks.conftest import walk
-from unmask.config_files import parse_yaml
+from tests.training.tiny_runs import unmask
+from tests.walks.walking import walk
+from unmask.artifacts import MetricsLog
+from unmask.config.yaml import parse_yaml
 from unmask.models.load import load
-from unmask.monitor import MetricsLog
 
 SENTENCE = "Once upon a time there was a little cat who liked milk, the sun and her red ball. "
 

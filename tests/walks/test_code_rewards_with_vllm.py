@@ -14,15 +14,15 @@ from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import DistributedType
 from transformers import training_args
 
-from tests.generation.servers import FakeVLLM, serving
+from tests.generation.remote.stub_servers import FakeVLLM, serving
 from tests.helpers import REPOSITORY, require_ocaml
-from tests.training.conftest import CHAT_TEMPLATE, tf32_restored, unmask  # noqa: F401 (a fixture)
-from unmask.config_files import parse_yaml
+from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
+from unmask.config.yaml import parse_yaml
 from unmask.data.characters import character_tokenizer
 from unmask.demo import DemoSettings, small_model
 from unmask.models.load import load
+from unmask.rl.config import GRPOConfig
 from unmask.tasks import get_task
-from unmask.training.grpo_config import GRPOConfig
 
 RECIPE = ("--recipe", "grpo-code-ocaml-causal")
 HERE = ("training.use_cpu=true", "training.bf16=false", "training.optim=adamw_torch", "training.activation_checkpointing=false")

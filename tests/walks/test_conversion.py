@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from tests.helpers import REPOSITORY, shared_path
-from tests.training.conftest import unmask
-from tests.walks.conftest import walk
-from unmask.config_files import parse_yaml
+from tests.training.tiny_runs import unmask
+from tests.walks.walking import walk
+from unmask.artifacts import MetricsLog
+from unmask.config.yaml import parse_yaml
 from unmask.models.load import load
-from unmask.monitor import MetricsLog
 
 OLD = {
     "phi2_diffusion.yaml": """

@@ -13,12 +13,12 @@ import torch
 
 import unmask as package
 from tests.helpers import REPOSITORY
-from tests.training.conftest import PAIRS, SMALL, quick, settings, share_of_a, tiny, unmask  # noqa: F401 (quick is a fixture)
-from unmask.config_files import parse_yaml
+from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, tiny, unmask
+from unmask.config.yaml import parse_yaml
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError
-from unmask.methods import METHODS, Method, register
-from unmask.methods.masking import STRATEGIES, MaskingStrategy, weighed
+from unmask.rl.methods import METHODS, Method, register
+from unmask.rl.methods.masking import STRATEGIES, MaskingStrategy, weighed
 from unmask.tasks import get_task
 
 HERE = [*SMALL, "training.use_cpu=true", "training.logging_steps=1", "training.save_strategy=no", "data.max_rows=16", "data.eval_rows=2"]

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import REPOSITORY
-from tests.training.conftest import unmask
-from tests.walks.conftest import walk
-from unmask.config_files import parse_yaml
+from tests.training.tiny_runs import unmask
+from tests.walks.walking import walk
+from unmask.artifacts import MetricsLog
+from unmask.config.yaml import parse_yaml
 from unmask.models.load import load
-from unmask.monitor import MetricsLog
 
 ROW = {
     "prompt": "Question: A store sells 5 types of cakes, 8 of each type. If 3 customers buy 10 cakes, how many remain? Answer:",

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
-from unmask.errors import ConfigError, DataError
+from unmask.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+from unmask.models.chat_template import render_template
 
 Message = Mapping[str, Any]
 Text = str | Sequence[Message]
@@ -37,15 +37,8 @@ Learn = Literal["all", "last"]
 Ends = Sequence[int]
 """The ids of tokens that end a text."""
 
-ANSWER = "zqxj"  # that no template writes by itself
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
 EQUAL = "chosen equals rejected"
-TEMPLATES = {
-    "simple": r"{{ bos_token }}{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
-    r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
-    r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}",
-}
-"""Chat templates by name, for tokenizers without one. They need no tokens of their own: roles are plain words."""
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
@@ -75,24 +68,6 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: 
     return ids
 
 
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes behind an assistant's answer, as `<|im_end|>` in ChatML and `<|eot_id|>` in Llama 3.
-
-    Found by rendering an answer that nothing follows, so that what opens the next turn is not taken for an end. White space may stand
-    between. None: the template ends a turn with plain text or not at all, does not render, or there is none.
-    """
-    if not tokenizer.chat_template:
-        return None
-    try:
-        text = _template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}])
-    except DataError:
-        return None
-    behind = text.rpartition(ANSWER)[2].lstrip()
-    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if number != tokenizer.mask_token_id}
-    found = [token for token in added if token.strip() and behind.startswith(token)]
-    return added[max(found, key=len)] if found else None
-
-
 def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
@@ -111,7 +86,7 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     _require_answer(prompt, completion)
     completion = [_without_end(tokenizer, message, ends) for message in completion]
     start = _prompt_text(tokenizer, prompt)
-    whole = _template(tokenizer, [*prompt, *completion])
+    whole = render_template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
     return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]), ends)
 
@@ -126,7 +101,7 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends:
         return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text), ends)
     if "messages" in example:
         _require_messages(example["messages"])
-        ids = _encode(tokenizer, _template(tokenizer, example["messages"]))
+        ids = _encode(tokenizer, render_template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
     return render_pair(tokenizer, example["prompt"], example["completion"], ends)
@@ -165,7 +140,7 @@ def render_turns(
         whole = _prompt_text(tokenizer, messages[:last])
         spans = _spans(tokenizer, whole)
         for turn in answers:
-            context, until = _prompt_text(tokenizer, messages[:turn]), _template(tokenizer, messages[: turn + 1])
+            context, until = _prompt_text(tokenizer, messages[:turn]), render_template(tokenizer, messages[: turn + 1])
             _require_prefix(context, until, messages[:turn])
             _require_prefix(until, whole, messages[: turn + 1])
             _require_end(until[len(context) :], messages[turn])
@@ -206,21 +181,6 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     return chosen[:common], chosen[common:], rejected[common:]
 
 
-def read_template(name_or_path: str) -> str:
-    """A chat template: one of `TEMPLATES` by its name, or what a file holds (Jinja, as tokenizers have it).
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    if name_or_path in TEMPLATES:
-        return TEMPLATES[name_or_path]
-    try:
-        return Path(name_or_path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        what = f"{name_or_path!r} is no template that comes with Unmask, and no file of text that can be read ({error})"
-        raise ConfigError(what, where="data.chat_template", remedy=f"Give {', '.join(TEMPLATES)}, or the path of a Jinja file") from error
-
-
 def _is_messages(value: Any) -> TypeGuard[Sequence[Message]]:
     return isinstance(value, Sequence) and bool(value) and all(isinstance(item, Mapping) and "role" in item for item in value)
 
@@ -256,22 +216,7 @@ def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
     """Messages up to where the model speaks: its turn is opened, or left open where the last message is the beginning of its answer."""
     answering = messages[-1]["role"] == "assistant"
-    return _template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering)
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
-    from jinja2 import TemplateError, TemplateSyntaxError
-
-    if not tokenizer.chat_template:
-        remedy = "Use an instruction-tuned model's tokenizer, set its `chat_template` (data.chat_template), or give prompts as strings."
-        raise DataError("the tokenizer has no chat template, which messages need", where=tokenizer.name_or_path or None, remedy=remedy)
-    try:
-        return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
-    except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is malformed: {error}", remedy="Mend the template.") from error
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # what a template does to odd values
-        what = f"the chat template refuses {messages!r:.80}: {error}"
-        raise DataError(what, remedy="Mend the messages.", reason="refused by the chat template") from error
+    return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering)
 
 
 def _require_messages(value: Any) -> None:

@@ -19,14 +19,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from unmask.data.chat import EQUAL, Ends, Learn, render, render_preference, render_turns
-from unmask.data.layouts import PREFERENCES, SUPERVISED, Example, Layout, Reader
+from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Layout, Reader
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
 from unmask.errors import DataError
 
 Ids = Sequence[int]
 Examples = Iterable[Mapping[str, Any] | DataError]
-"""Rows in one of the layouts of `unmask.data.layouts`, or the errors of lines that could not be read."""
+"""Rows in one of the layouts of `unmask.data.formats`, or the errors of lines that could not be read."""
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from contextlib import closing
 from itertools import islice
 from typing import Literal
 
-from unmask.config import DataSource
+from unmask.config.run import DataSource
 from unmask.data.sources import load_records
 from unmask.errors import ConfigError
 from unmask.tasks import Row, Task, as_puzzle

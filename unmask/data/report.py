@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from unmask.console import show_table
 from unmask.data.chat import EQUAL
 from unmask.data.rows import naming
 from unmask.errors import DataError
-from unmask.tables import show_table
 
 NAMED = 10
 """How many of the rows left out for one reason are named."""
@@ -23,6 +23,13 @@ class Rows(list[Made]):
     """Rows of tokens, and what was found when they were made."""
 
     report: DataReport
+
+
+def shown(rows: Any, wanted: bool) -> Any:
+    """The rows, whose report is printed if they have one."""
+    if wanted and isinstance(rows, Rows):
+        rows.report.show()
+    return rows
 
 
 class DataReport:

@@ -8,7 +8,7 @@ Shapes: B batch, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice, repeat
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from unmask.errors import DataError
-from unmask.tasks.files import require_names
+from unmask.records import require_names
 
 TEXTS_AT_ONCE = 256
 """How many texts are tokenised in one go, which is also how many are held in memory."""
@@ -52,6 +52,20 @@ class Column:
                 raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
             require_values(row, (self.name,), where)
             yield row[self.name]
+
+
+def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
+    """That a data set can be trained on.
+
+    Raises:
+        DataError: there are several, it is empty, or it is a stream where these are not taken.
+    """
+    if isinstance(dataset, Mapping):
+        raise DataError(f"are several data sets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
+    if not isinstance(dataset, Sized) and not streams:
+        raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise DataError("the data set is empty", where=where, remedy="Give at least one row")
 
 
 def column(dataset: Iterable[Mapping[str, Any]], name: str, where: str) -> list[Any]:

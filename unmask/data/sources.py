@@ -15,9 +15,9 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unmask.config import DataSource
+from unmask.config.run import DataSource
 from unmask.errors import DataError
-from unmask.tasks.files import kind_of, read_examples, read_lines, read_records, require_names
+from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset

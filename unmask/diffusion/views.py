@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from unmask.diffusion.noise import Stream, uniform
+from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.schedules import Noise
 
 GOLDEN = (math.sqrt(5) - 1) / 2
@@ -215,7 +215,7 @@ def exact_views(group_BT: Tensor, width: int) -> Views:
     """A view for every set of tokens of a group that can have been revealed before another one: view s shows the tokens whose bit in s is
     set, bits being numbered in the order of positions. The views of a group of L tokens are the first 2^L - 1.
 
-    Scores of them give the exact likelihood (`unmask.diffusion.bounds.any_order`); they are not summed, and all weigh 1.
+    Scores of them give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not summed, and all weigh 1.
 
     Args:
         group_BT: as in the other plans; no group has more than `width` tokens.

@@ -11,12 +11,13 @@ from torch import Tensor
 from unmask.data.chat import Prompt, encode_completion, encode_prompt
 from unmask.data.rows import column, pad_rows
 from unmask.data.sources import load_rows
-from unmask.diffusion.bounds import elbo, exact_log_likelihood
-from unmask.diffusion.noise import sequence_key
+from unmask.diffusion.likelihood import elbo, exact_log_likelihood
+from unmask.diffusion.rng import sequence_key
 from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.generation.requests import check_ids
-from unmask.models.diffusion_lm import DiffusionLM, evaluating
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import evaluating
 
 ROWS_PER_PASS = 128
 

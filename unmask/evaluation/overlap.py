@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from unmask.config_files import did_you_mean
-from unmask.errors import ConfigError, DataError
+from unmask.errors import ConfigError, DataError, did_you_mean
 from unmask.evaluation.statistics import Interval, cluster_bootstrap, share
 
 ROUGE = ("rouge1", "rouge2", "rougeL")

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import jinja2
 import numpy as np
 
+from unmask.artifacts import write_atomic
+from unmask.console import format_duration
 from unmask.evaluation.statistics import Interval
-from unmask.monitor import format_duration, write_atomic
 
 CHART_WIDTH, CHART_HEIGHT = 320, 170  # the SVG's own units; the page scales it
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 44, 310, 10, 144

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from unmask.config import SamplerConfig
+from unmask.config.run import SamplerConfig
 from unmask.errors import ConfigError, DataError
 from unmask.evaluation.overlap import check_overlap, overlap
 from unmask.evaluation.statistics import Interval, paired_difference, share

@@ -1,5 +1,5 @@
-"""Generation: the slow truth (`unmask.generation.reference`) and the batched sampler, with keyed noise."""
+"""Generation: the slow truth (`unmask.generation.naive`) and the batched sampler, with keyed noise."""
 
-from unmask.generation import reference
+from unmask.generation import naive
 
-__all__ = ["reference"]
+__all__ = ["naive"]

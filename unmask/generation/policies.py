@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.config import SamplerConfig
-from unmask.diffusion.noise import Stream, uniform
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 
 GROUP = 256  # entries of the vocabulary that a draw sums up before it looks inside

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from unmask.config import SamplerConfig
+from unmask.config.run import SamplerConfig
 from unmask.data.chat import encode_prompt
-from unmask.diffusion.noise import Stream, sequence_keys, uniform
+from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 

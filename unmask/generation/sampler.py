@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from unmask.config import SamplerConfig
-from unmask.generation.engine import Engine
+from unmask.config.run import SamplerConfig
+from unmask.generation.engine.engine import Engine
+from unmask.generation.output import Generation, make_generation
 from unmask.generation.requests import Request, make_infill_requests, make_requests
-from unmask.generation.trace import Generation, make_generation
 from unmask.models.diffusion_lm import DiffusionLM
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unmask.config_files import parse_yaml, read_text
+from unmask.config.layers import read_text
+from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError
 
 MAPPINGS = (".yaml", ".yml", ".json")

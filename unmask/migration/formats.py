@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unmask.config import RunConfig
-from unmask.config_files import did_you_mean
-from unmask.errors import ConfigError
+from unmask.config.run import RunConfig
+from unmask.errors import ConfigError, did_you_mean
 from unmask.migration import dllm
 from unmask.migration.conversion import BATCHES, CONVERTER, EPOCHS, converter_defaults
 from unmask.migration.files import MAPPINGS, OldFile, read_old

@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from unmask.config import RunConfig, checked_fields
-from unmask.config_files import Layer, Layers, dump_yaml, nested
+from unmask.commands.verbs import VERBS
+from unmask.config.layers import Layer, Layers, nested
+from unmask.config.run import RunConfig, checked_fields
+from unmask.config.yaml import dump_yaml
 from unmask.errors import ConfigError
 from unmask.migration.files import read_old
 from unmask.migration.formats import FORMATS, Format, format_named, merged, recognise
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
-from unmask.training.run import VERBS
 
 NEEDED = {"model.path": "--model PATH", "output_dir": "--output DIR"}
 """Settings that every run needs, and the options that give them."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.config_files import read_recipe
+from unmask.commands.older_variables import OLDER, Variable
+from unmask.config.layers import read_recipe
 from unmask.migration.rules import (
     SETTINGS_OF_MODEL,
     DroppedError,
@@ -21,7 +22,6 @@ from unmask.migration.rules import (
     truth,
     words,
 )
-from unmask.training.variables import OLDER, Variable
 
 TASKS = {"gsm8k": "gsm8k", "countdown": "countdown", "sudoku": "sudoku", "math": "math500", "math500": "math500"}
 """What d1 and its successors call a data set, and the recipe that has its problems and rewards."""

@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface
 
-from unmask.config import AttentionName
+from unmask.config.run import AttentionName
 from unmask.errors import ConfigError, ModelError
-from unmask.models import flash, flex, tiles
-from unmask.models.flash import Documents
+from unmask.models.kernels import cpu_tiles, flash, flex
+from unmask.models.kernels.cpu_tiles import Tiles
+from unmask.models.kernels.flash import Documents
 from unmask.models.mask_cache import SizedCache
-from unmask.models.tiles import Tiles
 
 Pattern = AttentionName
 PATTERNS = get_args(AttentionName)
@@ -137,12 +137,12 @@ class AttentionMask:
     @cached_property
     def coarse_tiles(self) -> Tiles | None:
         """The mask as SDPA on a CPU is called for it, where some of it need not be computed: later blocks, other documents."""
-        return tiles.visible(self.allowed_BQK, tiles.COARSE)
+        return cpu_tiles.visible(self.allowed_BQK, cpu_tiles.COARSE)
 
     @cached_property
     def fine_tiles(self) -> Tiles | None:
         """The same for narrow heads."""
-        return tiles.visible(self.allowed_BQK, tiles.FINE)
+        return cpu_tiles.visible(self.allowed_BQK, cpu_tiles.FINE)
 
 
 def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
@@ -291,11 +291,11 @@ def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Attent
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
     cut = None
     if not torch.compiler.is_compiling():
-        cut = mask.fine_tiles if query_BHQD.shape[-1] <= tiles.NARROW else mask.coarse_tiles
+        cut = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
     if cut is None:
         allowed_BQK = mask.allowed_BQK if torch.compiler.is_compiling() else mask.added(query_BHQD.dtype)
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
-    return tiles.attend(query_BHQD, key_BHKD, value_BHKD, cut, **options)
+    return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, cut, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)

@@ -1,4 +1,4 @@
-"""Which device each part of a model lies on, where one process spreads it over several."""
+"""Which device a model lies on, and each part of it where one process spreads it over several."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    PretrainedConfig,
+)
 
-from unmask.errors import ModelError
+from unmask.errors import ModelError, first_line
 
 
 def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
@@ -45,3 +48,18 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
             yield from _parts(part, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", part
+
+
+def resolve_device(device: str) -> str:
+    """A torch device; "auto" is the GPU where there is one.
+
+    Raises:
+        ModelError: there is no such device here.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+        raise ModelError(f"no device {device!r} ({first_line(error)})", where="device", remedy="Use cpu, or auto") from error
+    return device

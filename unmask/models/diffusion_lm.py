@@ -6,7 +6,6 @@ Shapes: B batch, T tokens, V vocabulary, D hidden width, N rows asked for.
 from __future__ import annotations
 
 import copy
-import hashlib
 import pathlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,13 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from unmask.errors import ModelError
-from unmask.models import flash, head
 from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
-from unmask.models.card import write_card
-from unmask.models.ends import accept_generation_config
-from unmask.models.head import RowSelector, token_log_probs
-from unmask.models.last_layer import LastLayer
-from unmask.models.time_embedding import add_time_embedding
+from unmask.models.generation_config import accept_generation_config
+from unmask.models.hooks import head
+from unmask.models.hooks.head import RowSelector, token_log_probs
+from unmask.models.hooks.last_layer import LastLayer
+from unmask.models.hooks.time_embedding import add_time_embedding
+from unmask.models.kernels import flash
+from unmask.models.model_card import write_card
 
 SETTINGS_KEY = "unmask"
 
@@ -397,36 +397,3 @@ class DiffusionLM:
         counted = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
         hidden_count_BT, count_BT = (per_run_BR.gather(1, run_BT) for per_run_BR in counted)
         return hidden_count_BT / count_BT.clamp_min(1)
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout of a model to 0: policy, old policy and reference must be the same function of their weights.
-
-    Unlike eval mode this leaves gradient checkpointing on.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (to mypy every attribute of a module is a tensor)
-
-
-def fingerprint(model: nn.Module) -> str:
-    """A hash of all weights: tells whether stored scores belong to this model."""
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(name.encode())
-        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
-
-
-@contextmanager
-def evaluating(lm: DiffusionLM) -> Iterator[None]:
-    """Dropout off inside, every module's own mode back after."""
-    training = [module for module in lm.model.modules() if module.training]
-    lm.model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -6,16 +6,17 @@ tokenizer's is the only one that fills canvases.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import TYPE_CHECKING
 
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.data.chat import turn_end
 from unmask.errors import ModelError
+from unmask.models.chat_template import turn_end
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.generation_config import as_ids, name_ends
 
 
 def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] | None) -> tuple[int, ...]:
@@ -28,14 +29,14 @@ def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos
         ModelError: one of them is the mask token, or no token of the model.
     """
     rows = model.get_input_embeddings().weight.shape[0]
-    for token in _ids(eos_token_ids):
+    for token in as_ids(eos_token_ids):
         if not isinstance(token, int):
             raise ModelError(f"{token!r} is no token id", where="eos_token_ids", remedy="Give ids of tokens that end a text, as integers")
         if token == tokenizer.mask_token_id or not 0 <= token < rows:
             what = f"{token} is {'the mask token' if token == tokenizer.mask_token_id else f'outside the vocabulary of {rows}'}"
             raise ModelError(what, where="eos_token_ids", remedy="Give ids of tokens that end a text, or leave it out")
-    ends = _in_order(tokenizer, _find(model, tokenizer) if eos_token_ids is None else _ids(eos_token_ids))
-    _name(model, ends)
+    ends = _in_order(tokenizer, _find(model, tokenizer) if eos_token_ids is None else as_ids(eos_token_ids))
+    name_ends(model, ends)
     return ends
 
 
@@ -44,37 +45,17 @@ def set_chat_template(lm: DiffusionLM, template: str, *, ends: bool = True) -> N
     lm.tokenizer.chat_template = template
     if not ends:
         return
-    lm.eos_token_ids = _in_order(lm.tokenizer, {*lm.eos_token_ids, *_ids(turn_end(lm.tokenizer))})
-    _name(lm.model, lm.eos_token_ids)
-
-
-def accept_generation_config(generation: GenerationConfig | None) -> None:
-    """Let transformers save a generation config as it is. Many published ones name a temperature without `do_sample`, which it refuses
-    to save once the config was changed: by the end tokens named here, or by its trainer, which names the tokenizer's special tokens."""
-    if generation is not None:
-        generation._original_object_hash = hash(generation)
+    lm.eos_token_ids = _in_order(lm.tokenizer, {*lm.eos_token_ids, *as_ids(turn_end(lm.tokenizer))})
+    name_ends(lm.model, lm.eos_token_ids)
 
 
 def _find(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """Of what the configs name only tokens that were added to the vocabulary count: a config class has a default (2 in Llama's), which
     is a word of many vocabularies."""
     configs = [model.config, model.config.get_text_config(), getattr(model, "generation_config", None)]
-    named = {token for config in configs for token in _ids(getattr(config, "eos_token_id", None)) if isinstance(token, int)}
-    return named & (tokenizer.added_tokens_decoder.keys() - {tokenizer.mask_token_id}) | {*_ids(turn_end(tokenizer))}
+    named = {token for config in configs for token in as_ids(getattr(config, "eos_token_id", None)) if isinstance(token, int)}
+    return named & (tokenizer.added_tokens_decoder.keys() - {tokenizer.mask_token_id}) | {*as_ids(turn_end(tokenizer))}
 
 
 def _in_order(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys([*_ids(tokenizer.eos_token_id), *sorted(eos_token_ids)]))
-
-
-def _name(model: Any, ends: Sequence[int]) -> None:
-    """Have generation_config.json name them, which transformers, vLLM and other engines stop at."""
-    generation = getattr(model, "generation_config", None)
-    if generation is not None and ends and {*_ids(generation.eos_token_id)} != {*ends}:
-        generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
-        generation._from_model_config = False  # else transformers may make it again, from the config
-
-
-def _ids(value: int | Collection[int] | None) -> Collection[int]:
-    """An `eos_token_id` may be one, several or none."""
-    return [] if value is None else value if isinstance(value, Collection) else [value]
+    return tuple(dict.fromkeys([*as_ids(tokenizer.eos_token_id), *sorted(eos_token_ids)]))

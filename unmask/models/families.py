@@ -1,82 +1,227 @@
-"""Released diffusion models on stock classes: their layouts written, their tokenizers read."""
+"""The layouts that released models are published in.
+
+Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al.
+2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR
+(SGLang, LMDeploy).
+"""
 
 from __future__ import annotations
 
-import json
-import pathlib
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from huggingface_hub import save_torch_state_dict
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
-from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers import Glm4MoeConfig, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from unmask.errors import ConfigError, ModelError
-from unmask.models.card import write_card
-from unmask.models.diffusion_lm import DiffusionLM
-from unmask.models.ends import accept_generation_config
-from unmask.models.family import Family as Family
-from unmask.models.layouts import FAMILIES as FAMILIES
-from unmask.models.layouts import family_of as family_of
-from unmask.models.stock import export_stock, save_tokenizer
-
-STOCK_LAYOUT = "hf"
-LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
-"""Tokenizer classes that come as code with a model, and the model type whose class in transformers does the same."""
+from unmask.models.family import SIZES, Family
 
 
-def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
-    """Write a model in the layout of a released family, or a causal one as stock: config.json, weights, tokenizer, model card.
-
-    Args:
-        lm: the model, with its adapters merged in.
-        path: the folder, made if need be.
-        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
-            "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal
-            GLM-4-MoE) or "hf" (a causal model of any architecture, `export_stock`).
-
-    Raises:
-        ConfigError: an unknown layout.
-        ModelError: a model that the layout cannot express; nothing is written.
-    """
-    if layout == STOCK_LAYOUT:
-        export_stock(lm, path)
-        return
-    if layout not in FAMILIES:
-        remedy = f"Use one of {', '.join([*FAMILIES, STOCK_LAYOUT])}"
-        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=remedy)
-    family, folder = FAMILIES[layout], pathlib.Path(path)
-    family.check(lm)
-    if lm.mask_token_id != family.mask_token_id:
-        message = f"the mask token is {lm.mask_token_id}; what runs {layout} models may assume {family.mask_token_id}: tell it"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(family.published_weights(lm.model), folder)
-    accept_generation_config(lm.model.generation_config)
-    lm.model.generation_config.save_pretrained(folder)
-    save_tokenizer(lm.tokenizer, folder)
-    for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():
-        (folder / name).write_text(text, encoding="utf-8")
-    write_card(lm, folder)
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
 
 
-def tokenizer_choice(where: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `AutoTokenizer.from_pretrained` that open a released tokenizer without the code that came with it."""
-    named = get_tokenizer_config(where, revision=source.get("revision")).get("tokenizer_class")
-    # Without a config AutoTokenizer would read config.json, find the model's own code there and ask about it.
-    choice = {"tokenizer_type": LOCAL_TOKENIZERS[named]} if named in LOCAL_TOKENIZERS else {"config": PretrainedConfig()}
-    return {**source, "trust_remote_code": False, **choice}
+SHARED = (
+    *("num_key_value_heads", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps", "rope_theta"),
+    *("rope_scaling", "tie_word_embeddings", "attention_dropout", "use_cache", "bos_token_id", "eos_token_id"),
+)
+QWEN_FIELDS = _same(*SIZES, *SHARED, "max_window_layers")
+NO_WINDOWS: dict[str, Any] = {"use_sliding_window": False, "sliding_window": None}
+
+SDAR_CONFIG_CODE = '''"""Lets AutoConfig read config.json (with trust_remote_code=True), as serving engines do."""
+
+from transformers import PretrainedConfig
 
 
-def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:
-    """Make the token with this id the mask token: released tokenizers hold it without saying so.
+class SDARConfig(PretrainedConfig):
+    model_type = "sdar"
+'''
 
-    Raises:
-        ModelError: the tokenizer has no such token.
-    """
-    token = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id < len(tokenizer) else None
-    if token is None:
-        raise ModelError(f"the tokenizer has no mask token {mask_token_id}", where=where, remedy="Use the tokenizer of the released model")
-    tokenizer.add_special_tokens({"mask_token": token})
-    tokenizer.init_kwargs.pop("auto_map", None)  # to code that will not be saved beside it
+
+def _code(repository: str, **classes: str) -> dict[str, str]:
+    """The `auto_map` to classes that a repository of the hub holds; they run only where remote code is trusted."""
+    return {auto: f"{repository}--{name}" for auto, name in classes.items()}
+
+
+LLADA = Family(
+    name="llada",
+    model_type="llada",
+    architecture="LLaDAModelLM",
+    stock=LlamaConfig,
+    attention="bidirectional",
+    logit_shift=False,
+    mask_token_id=126336,
+    fields={
+        "d_model": "hidden_size",
+        "n_layers": "num_hidden_layers",
+        "n_heads": "num_attention_heads",
+        "n_kv_heads": "num_key_value_heads",
+        "mlp_hidden_size": "intermediate_size",
+        "max_sequence_length": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+        "embedding_size": "vocab_size",  # the rows of the table, which may be more than the tokens
+        "rms_norm_eps": "rms_norm_eps",
+        "rope_theta": "rope_theta",
+        "weight_tying": "tie_word_embeddings",
+        "attention_dropout": "attention_dropout",
+        "init_std": "initializer_range",
+        "use_cache": "use_cache",
+        "eos_token_id": "eos_token_id",
+        "pad_token_id": "pad_token_id",
+    },
+    constants={
+        "activation_type": "silu",
+        "alibi": False,
+        "attention_layer_norm": False,
+        "bias_for_layer_norm": False,
+        "block_group_size": 1,
+        "block_type": "llama",
+        "include_bias": False,
+        "include_qkv_bias": False,
+        "input_emb_norm": False,
+        "layer_norm_type": "rms",
+        "layer_norm_with_affine": True,
+        "multi_query_attention": None,
+        "rope": True,
+        "scale_logits": False,
+    },
+    weights={
+        "model.transformer.wte": "model.embed_tokens",
+        "model.transformer.ln_f": "model.norm",
+        "model.transformer.ff_out": "lm_head",
+        "model.transformer.blocks.*.attn_norm": "model.layers.*.input_layernorm",
+        "model.transformer.blocks.*.q_proj": "model.layers.*.self_attn.q_proj",
+        "model.transformer.blocks.*.k_proj": "model.layers.*.self_attn.k_proj",
+        "model.transformer.blocks.*.v_proj": "model.layers.*.self_attn.v_proj",
+        "model.transformer.blocks.*.attn_out": "model.layers.*.self_attn.o_proj",
+        "model.transformer.blocks.*.ff_norm": "model.layers.*.post_attention_layernorm",
+        "model.transformer.blocks.*.ff_proj": "model.layers.*.mlp.gate_proj",  # the activation is on this one
+        "model.transformer.blocks.*.up_proj": "model.layers.*.mlp.up_proj",
+        "model.transformer.blocks.*.ff_out": "model.layers.*.mlp.down_proj",
+    },
+)
+DREAM = Family(
+    name="dream",
+    model_type="Dream",
+    architecture="DreamModel",
+    stock=Qwen2Config,
+    attention="bidirectional",
+    logit_shift=True,
+    mask_token_id=151666,
+    frozen_padding=True,
+    fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
+    constants=NO_WINDOWS | {"use_mrope": False},
+)
+SDAR = Family(
+    name="sdar",
+    model_type="sdar",
+    architecture="SDARForCausalLM",
+    stock=Qwen3Config,
+    attention="block_causal",
+    logit_shift=False,
+    block_size=4,
+    mask_token_id=151669,
+    fields=QWEN_FIELDS | {"head_dim": "head_dim", "attention_bias": "attention_bias"},
+    constants=NO_WINDOWS,
+    auto_map={"AutoConfig": "configuration_sdar.SDARConfig"},
+    code={"configuration_sdar.py": SDAR_CONFIG_CODE},
+)
+FAST_DLLM_V2 = Family(
+    name="fast_dllm_v2",
+    model_type="Fast_dLLM_Qwen",
+    architecture="Fast_dLLM_QwenForCausalLM",
+    stock=Qwen2Config,
+    attention="block_causal",
+    logit_shift=True,
+    block_size=32,
+    block_field="bd_size",
+    mask_token_id=151665,
+    frozen_padding=True,
+    fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
+    constants=NO_WINDOWS,
+    auto_map=_code(
+        "Efficient-Large-Model/Fast_dLLM_v2_7B",
+        AutoConfig="configuration.Fast_dLLM_QwenConfig",
+        AutoModelForCausalLM="modeling.Fast_dLLM_QwenForCausalLM",
+    ),
+)
+LLADA_MOE = Family(
+    name="llada_moe",
+    model_type="llada",
+    aliases=("lladamoe",),
+    architecture="LLaDAMoEModelLM",
+    stock=Qwen3MoeConfig,
+    attention="bidirectional",
+    logit_shift=False,
+    mask_token_id=156895,
+    frozen_padding=True,
+    fields=_same("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "attention_bias", "pad_token_id", *SHARED)
+    | _same("num_experts", "num_experts_per_tok", "router_aux_loss_coef", "output_router_logits")
+    | {"dense_intermediate_size": "intermediate_size", "expert_intermediate_size": "moe_intermediate_size"},
+    defaults={"norm_topk_prob": False},
+    sparse_layers="moe_layer_freq",
+    constants={
+        "clip_qkv": None,
+        "moe_router_enable_expert_bias": False,
+        "moe_router_score_function": "softmax",
+        "partial_rotary_factor": 1,
+        "qk_layernorm": True,
+        "routed_scaling_factor": 1,
+        "shared_expert_intermediate_size": None,
+    },
+    auto_map=_code(
+        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
+        AutoConfig="configuration_lladamoe.LLaDAConfig",
+        AutoModel="modeling_lladamoe.LLaDAMoEModelLM",
+    ),
+)
+LLADA2 = Family(
+    name="llada2",
+    model_type="llada2_moe",
+    aliases=("llada21_moe",),
+    architecture="LLaDA2MoeModelLM",
+    stock=Glm4MoeConfig,
+    attention="block_causal",
+    logit_shift=False,
+    block_size=32,
+    mask_token_id=156895,
+    frozen_padding=True,
+    fields=_same(*SIZES, *SHARED, "pad_token_id", "head_dim", "partial_rotary_factor", "first_k_dense_replace", "moe_intermediate_size")
+    | _same("num_experts_per_tok", "n_group", "topk_group", "routed_scaling_factor", "output_router_logits")
+    | {"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
+    defaults={"use_qk_norm": True, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "first_k_dense_replace": 0}
+    | {"n_shared_experts": 0},
+    constants={
+        "moe_router_enable_expert_bias": True,
+        "norm_head": False,
+        "norm_softmax": False,
+        "norm_topk_prob": True,
+        "router_dtype": "fp32",
+        "score_function": "sigmoid",
+        "use_bias": False,
+        "use_qk_norm": True,
+        "use_qkv_bias": False,
+        "use_rmsnorm": True,
+        "use_sliding_window": False,
+    },
+    refused={"num_experts_per_tok": 1},  # whose weight the published code does not normalise
+    weights={
+        "model.word_embeddings": "model.embed_tokens",
+        "model.layers.*.attention.query_key_value": tuple(f"model.layers.*.self_attn.{part}_proj" for part in "qkv"),
+        "model.layers.*.attention.query_layernorm": "model.layers.*.self_attn.q_norm",
+        "model.layers.*.attention.key_layernorm": "model.layers.*.self_attn.k_norm",
+        "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
+        "model.layers.*.mlp.gate.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    },
+    auto_map=_code(
+        "inclusionAI/LLaDA2.0-mini",
+        AutoConfig="configuration_llada2_moe.LLaDA2MoeConfig",
+        AutoModelForCausalLM="modeling_llada2_moe.LLaDA2MoeModelLM",
+    ),
+)
+FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2, LLADA_MOE, LLADA2)}
+
+
+def family_of(published: Mapping[str, Any]) -> Family | None:
+    """The family in whose layout a config.json is: by its architecture where model types are shared; None: it is of none."""
+    model_type, architectures = published.get("model_type"), published.get("architectures") or ()
+    kin = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
+    return next((family for family in kin if family.architecture in architectures), kin[0] if kin else None)

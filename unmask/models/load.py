@@ -23,14 +23,16 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as zero
 
-from unmask.errors import ModelError
+from unmask.errors import ModelError, first_line
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME, Pattern
-from unmask.models.device_map import split_layers
+from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.ends import resolve_ends
-from unmask.models.families import Family, family_of, name_mask_token, tokenizer_choice
-from unmask.models.time_embedding import load_time_embedding
+from unmask.models.families import family_of
+from unmask.models.family import Family
+from unmask.models.hooks.time_embedding import load_time_embedding
+from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 MASK_TOKEN = "<|mask|>"
 STOCK: dict[str, Any] = {
@@ -84,22 +86,7 @@ def load(
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, source)
     tokenizer = read_tokenizer(where, source, config, family)
-    device = resolve_device(device)
-    if device_map is not None:
-        if quantization is not None:
-            remedy = "Leave one of the two out"
-            raise ModelError("quantised weights are not spread over devices", where="device_map, quantization", remedy=remedy)
-        memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-        model = _weights(where, config, dtype, source | {"device_map": split_layers(config, _dtype(dtype), memory)}, family)
-    elif quantization is None:
-        model = _weights(where, config, dtype, source, family).to(device)
-    else:  # in memory never whole: quantised on their way to the device
-        source |= {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
-        model = _weights(where, config, dtype, source, family)
-        for module in model.modules():
-            if hasattr(module, "support_avx512bf16_for_cpu"):
-                # At the first evaluation on a CPU, bitsandbytes would repack the weights for good, with rounded scales.
-                module.support_avx512bf16_for_cpu = False
+    model = _place(where, config, dtype, source, family, resolve_device(device), quantization, device_map)
     align_weights(model)
     settings = pattern_settings(config, attention, block_size, logit_shift)
     if eos_token_ids is not None:
@@ -107,6 +94,34 @@ def load(
     if settings["time_embedding"]:
         load_time_embedding(model, where, revision)
     return make_diffusion(model, tokenizer, **settings)
+
+
+def _place(
+    where: str,
+    config: PretrainedConfig,
+    dtype: str,
+    source: dict[str, Any],
+    family: Family | None,
+    device: str,
+    quantization: Quantization | None,
+    device_map: str | None,
+) -> PreTrainedModel:
+    """The weights on their device: whole, spread over several, or quantised on their way there. Arguments as of `load`."""
+    if device_map is not None:
+        if quantization is not None:
+            remedy = "Leave one of the two out"
+            raise ModelError("quantised weights are not spread over devices", where="device_map, quantization", remedy=remedy)
+        memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+        return _weights(where, config, dtype, source | {"device_map": split_layers(config, _dtype(dtype), memory)}, family)
+    if quantization is None:
+        return _weights(where, config, dtype, source, family).to(device)
+    source = source | {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
+    model = _weights(where, config, dtype, source, family)  # in memory never whole
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # At the first evaluation on a CPU, bitsandbytes would repack the weights for good, with rounded scales.
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def pattern_settings(
@@ -160,21 +175,6 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = padding
     return model
-
-
-def resolve_device(device: str) -> str:
-    """A torch device; "auto" is the GPU where there is one.
-
-    Raises:
-        ModelError: there is no such device here.
-    """
-    if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
-        raise ModelError(f"no device {device!r} ({first_line(error)})", where="device", remedy="Use cpu, or auto") from error
-    return device
 
 
 def make_diffusion(
@@ -289,11 +289,6 @@ def with_pattern(
         time_embedding=lm.has_time_embedding if time_embedding is None else time_embedding,
         padding_idx=lm.padding_idx,
     )
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for one clear message instead of a page."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -9,9 +9,9 @@ import pathlib
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.errors import ModelError
-from unmask.models.card import HISTORY_KEY, write_card
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.ends import accept_generation_config
+from unmask.models.generation_config import accept_generation_config
+from unmask.models.model_card import HISTORY_KEY, write_card
 
 
 def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
@@ -78,3 +78,6 @@ def _name_rotary_base(file: pathlib.Path) -> None:
     if "rope_theta" in rotary and "rope_theta" not in settings:
         settings["rope_theta"] = rotary["rope_theta"]
         file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+STOCK_LAYOUT = "hf"

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Iterable
 
-from unmask.config_files import ACCEPT_UNSANDBOXED
+from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.rewards.verdict import OK, Verdict
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Job, Pool

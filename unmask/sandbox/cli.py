@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
+from unmask.console import show_table
 from unmask.sandbox.isolation import LAYERS
 from unmask.sandbox.isolation import probe as look
-from unmask.tables import show_table
 
 app = typer.Typer(help="Where programs that models write are run.", no_args_is_help=True)
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
-from unmask.config_files import did_you_mean
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, did_you_mean
+from unmask.records import Record, require_names
 from unmask.rewards.verdict import Verdict
-from unmask.tasks.files import Record, require_names
 
 Row = dict[str, Any]
 Split = Literal["train", "test"]

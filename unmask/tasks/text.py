@@ -7,10 +7,10 @@ from string import ascii_uppercase
 from typing import Any
 
 from unmask.errors import DataError
+from unmask.records import require_names
 from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.tasks.base import Row, Task
-from unmask.tasks.files import require_names
 
 QUESTIONS = ("query", "question", "ctx")
 CHOICES = ("choices", "endings", "options")

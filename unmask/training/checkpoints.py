@@ -7,6 +7,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -24,6 +25,17 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: int(_step(path)), reverse=True)
 
 
+def refuse_earlier(folder: Path, *, started: bool) -> None:
+    """That no checkpoint of an earlier run would be overwritten; those of a run that has `started` are its own.
+
+    Raises:
+        TrainingError: there is one.
+    """
+    if not started and (earlier := checkpoints(folder)):
+        remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
+        raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The last checkpoint that was written to its end; warns of later ones, which a run left that was killed while saving."""
     torn = []
@@ -36,6 +48,25 @@ def last_checkpoint(folder: Path) -> Path | None:
     if torn:
         message = f"{folder}: {', '.join(torn)} was not written to its end: going on from {checkpoint.name if checkpoint else 'the start'}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
+    return checkpoint
+
+
+def checked_checkpoint(folder: Path, named: str | Literal[True], *, sharded: bool, adapters: bool) -> Path | None:
+    """The checkpoint that a run goes on from.
+
+    Args:
+        folder: the output folder.
+        named: a path, as of `named_checkpoint`; True: the last whole checkpoint in the output folder, None if it has none.
+        sharded: whether it is of FSDP or DeepSpeed, with files that are not looked into.
+        adapters: whether the run trains adapters.
+
+    Raises:
+        TrainingError: it is not there or not whole, or holds adapters where the run has none, or the reverse.
+    """
+    checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
+    if checkpoint is not None and not sharded:
+        check_whole(checkpoint)
+        check_adapters(checkpoint, adapters=adapters)
     return checkpoint
 
 

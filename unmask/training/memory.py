@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 import warnings
+from pathlib import Path
 
 import torch
-
-from unmask.monitor import peak_memory_bytes
 
 FULL = 0.9
 """The share of a GPU's memory above which a run is warned: what its allocator cannot find in one piece is then soon out of reach."""
@@ -46,3 +47,29 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
         remedy = "Smaller micro-batches, activation checkpointing or a shorter max_length leave more room"
         warnings.warn(f"training takes {share:.0%} of the memory of {device}. {remedy}", RuntimeWarning, stacklevel=2)
     return {"memory_gb": reserved / 1e9, "memory/allocated_gb": allocated / 1e9, "memory/share": share}
+
+
+_peak_taken = 0  # bytes; the largest peak that `take_peak_memory` has made the kernel forget
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident memory that this process has held so far, in bytes (without its child processes)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(_peak_taken, peak if sys.platform == "darwin" else peak * 1024)  # bytes on macOS, kibibytes on Linux
+
+
+def take_peak_memory() -> int | None:
+    """The largest resident memory since the last call (or the start), in bytes; None where the system does not tell.
+
+    Only Linux does, where /proc is writable. Its kernel starts its count anew: what others read of this process from outside
+    (`/usr/bin/time`, VmHWM) is then the peak since the last call too.
+    """
+    global _peak_taken
+    try:
+        _, _, rest = Path("/proc/self/status").read_text().partition("VmHWM:")
+        peak = int(rest.split()[0]) * 1024
+        Path("/proc/self/clear_refs").write_text("5")
+    except (OSError, IndexError):
+        return None
+    _peak_taken = max(_peak_taken, peak)
+    return peak

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,9 +13,8 @@ from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from unmask.errors import ConfigError
-from unmask.models.load import first_line
-from unmask.training.switches import Subject, require
+from unmask.errors import ConfigError, first_line
+from unmask.training.hardware_checks import Subject, require
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -42,6 +43,19 @@ def check_optimizer(args: TrainingArguments) -> None:
     except (RuntimeError, NotImplementedError) as error:
         what = f"{name} cannot work on {args.device.type} ({first_line(error)})"
         raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
+
+
+@contextmanager
+def naming_missing() -> Iterator[None]:
+    """Errors about a library that an optimizer needs then name the setting.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
 
 
 def check_rounding(args: Any, subject: Subject) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerState
 from transformers.integrations.integration_utils import TensorBoardCallback, get_reporting_integration_callbacks
 
-from unmask.config_files import did_you_mean
-from unmask.errors import ConfigError
+from unmask.errors import ConfigError, did_you_mean
 
 NEEDS = {
     "azure_ml": {"azureml": "azureml-core"},

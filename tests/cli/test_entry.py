@@ -1,0 +1,500 @@
+"""The command line: what it hands to the modules that work, what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import unmask
+from tests.helpers import REPOSITORY
+from unmask.cli import app
+from unmask.cli.train import VERBS
+from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
+from unmask.config.yaml import parse_yaml
+from unmask.errors import ConfigError, ModelError
+
+ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
+REQUIRED = ["--model", "m", "--output"]
+
+
+def run(*args: str, **options: Any) -> Any:
+    return CliRunner().invoke(app, list(args), **options)
+
+
+def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {"PATH": "", "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
+    return subprocess.run([sys.executable, *args], cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
+
+
+def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:
+    """Put a module of these functions where the command line will import one."""
+    fake = ModuleType(module)
+    vars(fake).update(functions)
+    monkeypatch.setitem(sys.modules, module, fake)
+
+
+@pytest.fixture
+def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]:
+    """The calls to `run_stage`."""
+    calls: list[tuple[str, RunConfig, bool]] = []
+    replace(monkeypatch, "unmask.commands.run", run_stage=lambda verb, config, resume: calls.append((verb, config, resume)))
+    return calls
+
+
+def test_help_is_quick_and_imports_no_torch() -> None:
+    code = f"""
+import sys
+from typer.testing import CliRunner
+from unmask.cli import app
+for verb in {ALL_VERBS}:
+    result = CliRunner().invoke(app, [verb, "--help"])
+    assert result.exit_code == 0 and "--help" in result.output, verb
+assert not {{"torch", "transformers", "numpy", "datasets"}} & sys.modules.keys()
+"""
+    result = python("-c", code)
+    assert result.returncode == 0, result.stderr
+    seconds = []  # of the processor, so that what runs beside the tests does not count
+    for _ in range(3):
+        start = os.times()
+        result = python("-m", "unmask", "sft", "--help")
+        end = os.times()
+        seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
+    assert "KEY=VALUE" in result.stdout
+    assert 0 < min(seconds) < 1
+
+
+def test_the_verbs_are_listed_in_the_order_of_the_pipeline() -> None:
+    output = run("--help").output
+    assert sorted(ALL_VERBS, key=lambda verb: output.index(f" {verb} ")) == ALL_VERBS
+
+
+def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() -> None:
+    assert python("-m", "unmask", "--version", RANK="0").stdout == f"{unmask.__version__}\n"
+    assert python("-m", "unmask", "--version", RANK="1").stdout == ""
+    failed = python("-m", "unmask", "sft", RANK="1")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("error: ")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
+    flags = ["--model", "123", "--data", "d.jsonl", "--task", "sudoku", "--output", str(tmp_path), "--resume"]
+    result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
+    assert result.exit_code == 0, result.output
+    [(called, config, resume)] = stages
+    assert (called, resume) == (verb, True)
+    assert config == RunConfig(
+        model={"path": "123"},
+        data={"train": "d.jsonl", "task": "sudoku"},
+        sampler={"steps": 8},
+        training={"learning_rate": 1e-4},
+        output_dir=str(tmp_path),
+    )
+
+
+@pytest.mark.parametrize("form", [["--resume", "PATH"], ["--resume=PATH"], ["training.resume_from_checkpoint=PATH"]])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_run_goes_on_from_the_checkpoint_that_is_named(verb: str, form: list[str], stages: list[Any], tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-2"
+    checkpoint.mkdir()
+    form = [part.replace("PATH", str(checkpoint)) for part in form]
+    result = run(verb, *REQUIRED, str(tmp_path), *form, "training.max_steps=3")
+    assert result.exit_code == 0, result.output
+    [(_, config, resume)] = stages
+    assert resume == str(checkpoint) and config.training == {"max_steps": 3}
+
+
+@pytest.mark.parametrize("form", [["--resume"], ["--resume", "--overwrite"], ["training.resume_from_checkpoint=true"]])
+def test_resume_without_a_path_is_the_last_checkpoint(form: list[str], stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-2").mkdir()
+    result = run("sft", *REQUIRED, str(tmp_path), *form, "training.max_steps=3")
+    assert result.exit_code == 0 and stages[0][2] is True, result.output
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_before_anything_is_read(stages: list[Any], tmp_path: Path) -> None:
+    result = run("sft", *REQUIRED, str(tmp_path / "out"), "--resume", str(tmp_path / "none"))
+    assert result.exit_code == 2 and "--resume: there is no folder" in result.stderr and not stages
+    result = run("sft", *REQUIRED, str(tmp_path), "--resume", str(tmp_path), "training.resume_from_checkpoint=/other")
+    assert result.exit_code == 2 and "two checkpoints" in result.stderr and not stages
+
+
+def test_a_checkpoint_of_another_run_is_no_leave_to_write_into_a_full_folder(stages: list[Any], tmp_path: Path) -> None:
+    for name in ("other/checkpoint-2", "out/checkpoint-2"):
+        (tmp_path / name).mkdir(parents=True)
+    result = run("sft", *REQUIRED, str(tmp_path / "out"), "--resume", str(tmp_path / "other"))
+    assert result.exit_code == 2 and "the output folder is not empty" in result.stderr and not stages
+
+
+def test_recipes_files_environment_and_overrides_apply_in_this_order(stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("training: {learning_rate: 1, save_steps: 1, max_steps: 1, logging_steps: 1}")
+    (tmp_path / "b.yaml").write_text("training: {save_steps: 2, max_steps: 2, logging_steps: 2}")
+    files = ["--config", str(tmp_path / "a.yaml"), "--config", str(tmp_path / "b.yaml"), "--recipe", "tiny"]
+    environment = {"UNMASK_TRAINING__MAX_STEPS": "3", "UNMASK_TRAINING__LOGGING_STEPS": "3"}
+    result = run("sft", *REQUIRED, str(tmp_path / "out"), *files, "training.logging_steps=4", env=environment)
+    assert result.exit_code == 0, result.output
+    training = stages[0][1].training
+    assert [training[key] for key in ("learning_rate", "save_steps", "max_steps", "logging_steps")] == [1, 2, 3, 4]
+    assert training["adam_beta2"] == 0.95  # the recipe's
+
+
+def test_print_config_prints_yaml_of_the_whole_config_and_runs_nothing(tmp_path: Path) -> None:
+    (tmp_path / "in_use").touch()
+    result = run("dpo", *REQUIRED, str(tmp_path), "lora.r=4", "--print-config")
+    assert result.exit_code == 0
+    printed = RunConfig(**parse_yaml(result.stdout, "stdout"))
+    expected = RunConfig(model={"path": "m"}, lora={"r": 4}, output_dir=str(tmp_path))
+    assert printed.model_copy(update={"training": {}}) == expected
+    assert printed.training["beta"] == 0.2 and printed.training["learning_rate"] == 5e-6  # the verb's own defaults
+    assert "trust_remote_code: false" in result.stdout  # defaults included
+    assert [path.name for path in tmp_path.iterdir()] == ["in_use"]
+    refused = run("dpo", *REQUIRED, str(tmp_path), "training.bta=1", "--print-config")
+    assert refused.exit_code == 2 and "Did you mean 'beta'" in refused.stderr
+
+
+def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], tmp_path: Path) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    refused = run("sft", *REQUIRED, str(tmp_path))
+    assert refused.exit_code == 2
+    assert str(tmp_path) in refused.stderr
+    assert not stages
+    assert run("sft", *REQUIRED, str(tmp_path), "--overwrite").exit_code == 0
+    assert run("sft", *REQUIRED, str(tmp_path), "--resume").exit_code == 0
+    assert run("sft", *REQUIRED, str(tmp_path), "overwrite=true").exit_code == 0
+    assert [config.overwrite for _, config, _ in stages] == [True, False, True]
+    assert (tmp_path / "kept.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("args", "environment", "message"),
+    [
+        ([], {}, "model: is required and not set"),
+        (
+            ["--model", "m", "--output", "o", "sampler.setps=3"],
+            {},
+            "sampler.setps (command line): is not a known key. Did you mean 'steps'?",
+        ),
+        (
+            ["--model", "m", "--output", "o"],
+            {"UNMASK_DATA__MAX_ROWS": "none"},
+            "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is refused. It should be a valid integer.",
+        ),
+        (["--config", "absent.yaml"], {}, "absent.yaml: cannot be read"),
+        (["--recipe", "absent"], {}, "there is no recipe 'absent'"),
+    ],
+)
+def test_an_error_is_one_line_and_exit_code_2(args: list[str], environment: dict[str, str], message: str) -> None:
+    result = run("sft", *args, env=environment)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refuse(verb: str, config: RunConfig, resume: bool) -> None:
+        raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
+
+    replace(monkeypatch, "unmask.commands.run", run_stage=refuse)
+    result = run("sft", *REQUIRED, str(tmp_path), "training.lr=1")
+    assert result.stderr == "error: training.lr (command line): is not a known key. Did you mean 'learning_rate'?\n"
+
+
+@pytest.mark.parametrize("debug", [{"args": ["--debug"], "env": {}}, {"args": [], "env": {"UNMASK_DEBUG": "1"}}])
+def test_debug_lets_the_traceback_through(debug: dict[str, Any]) -> None:
+    result = run(*debug["args"], "sft", env=debug["env"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, ConfigError)
+
+
+def test_control_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def interrupt(verb: str, config: RunConfig, resume: bool) -> None:
+        raise KeyboardInterrupt
+
+    replace(monkeypatch, "unmask.commands.run", run_stage=interrupt)
+    assert run("sft", *REQUIRED, str(tmp_path)).exit_code == 130
+
+
+# The verbs that use a model
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `unmask.load` and `unmask.generate` were called with; the completions are the prompts."""
+    calls: dict[str, Any] = {}
+
+    def load(path: str, **options: Any) -> str:
+        calls["model"] = ModelConfig(path=path, **options)
+        return "the model"
+
+    def generate(lm: str, prompts: list[str], config: SamplerConfig) -> SimpleNamespace:
+        calls.update(lm=lm, prompts=prompts, sampler=config)
+        generated = {"texts": prompts, "tokens": [[1, 2]] * len(prompts), "log_probs": [[-0.5, -1.0]] * len(prompts)}
+        return SimpleNamespace(**generated, agreement=0.75 if config.lossy else None)
+
+    monkeypatch.setitem(vars(unmask), "load", load)
+    monkeypatch.setitem(vars(unmask), "generate", generate)
+    monkeypatch.setitem(vars(unmask), "infill", generate)
+    return calls
+
+
+COMMON = {
+    **{
+        "max_new_tokens": 7,
+        "block_size": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 4,
+        "stop_at_eos": False,
+        "seed": 1,
+        "batch_size": 2,
+    },
+    **{"trace": True, "repetition_penalty": 1.2, "guidance": 0.5, "allowed_tokens": [3, 4, 5], "forbidden_tokens": [4, 6]},
+    **{"max_batch_tokens": 99, "deterministic": True, "agreement_prompts": 3},
+}
+SAMPLERS = [
+    SamplerConfig(**COMMON, steps=3, policy="margin", schedule="dream", order_temperature=0.5, remask=0.3),
+    SamplerConfig(**COMMON, tokens_per_step=3, filtered_confidence=True, cache="dual", refresh_interval=4),
+    SamplerConfig(**COMMON, threshold=0.9, early_commit=0.5),
+    SamplerConfig(**(COMMON | {"guidance": 0.0}), factor=1.5, drafts=2, sub_block_size=2),
+    SamplerConfig(**COMMON, policy="entropy", entropy_bound=0.5),
+    SamplerConfig(**{name: value for name, value in COMMON.items() if name != "block_size"}, sub_block_size=2),
+]
+
+
+def test_the_samplers_here_set_everything() -> None:
+    assert set().union(*(sampler.model_fields_set for sampler in SAMPLERS)) == SamplerConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_generate_passes_every_option_on(model: dict[str, Any], sampler: SamplerConfig) -> None:
+    network = ModelConfig(path="m", attention="block_causal", block_size=4, logit_shift=False, dtype="float64", trust_remote_code=True)
+    args = [*options(sampler), *options(network, block_size="attention-block-size")]
+    for more in ([], ["--infill"]):
+        result = run("generate", "m", "--prompt", "a", "--prompt", "b", *args, *more)
+        assert result.exit_code == 0, result.output
+        assert result.stdout == "a\nb\n"
+        assert model == {"model": network, "lm": "the model", "prompts": ["a", "b"], "sampler": sampler}
+        assert ("75.0% of the tokens are those of the exact sampler" in result.stderr) == (sampler.lossy is not None)
+
+
+def options(config: SamplerConfig | ModelConfig, **renamed: str) -> list[str]:
+    """A config as command-line options."""
+    args = []
+    for field in config.model_fields_set - {"path"}:
+        name, value = renamed.get(field, field.replace("_", "-")), getattr(config, field)
+        values = value if isinstance(value, list) else [value]
+        args += (
+            [f"--{name}" if value else f"--no-{name}"] if isinstance(value, bool) else [x for v in values for x in (f"--{name}", str(v))]
+        )
+    return args
+
+
+def test_generate_has_the_defaults_of_the_configs(model: dict[str, Any]) -> None:
+    assert run("generate", "m", "--prompt", "a").exit_code == 0
+    assert (model["model"], model["sampler"]) == (ModelConfig(path="m"), SamplerConfig())
+
+
+def test_generate_reads_stdin_and_writes_json_lines(model: dict[str, Any]) -> None:
+    result = run("generate", "m", "--prompt", "first", "--prompt", "-", "--json", input="seçond\nthird\n")
+    assert [json.loads(line) for line in result.stdout.splitlines()] == [
+        {"prompt": prompt, "text": prompt, "tokens": [1, 2], "log_probs": [-0.5, -1.0]} for prompt in ("first", "seçond", "third")
+    ]
+    result = run("generate", "m", "--prompt", "-", "--json", input="one\u2028line\n\fanother")
+    assert [json.loads(line)["prompt"] for line in result.stdout.split("\n")[:-1]] == ["one\u2028line", "\fanother"]
+    assert run("generate", "m", "--prompt", "-", input="").exit_code == 2
+
+
+def test_a_sampler_value_out_of_range_is_an_error_before_the_model_is_loaded(model: dict[str, Any]) -> None:
+    result = run("generate", "m", "--prompt", "a", "--top-p", "1.5")
+    assert result.exit_code == 2
+    assert result.stderr == "error: top_p: 1.5 is refused. It should be less than or equal to 1.\n"
+    assert not model
+
+
+def test_a_model_that_cannot_be_loaded_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(path: str, **_: Any) -> None:
+        raise ModelError("there is no model", where=path, remedy="Give a folder.")
+
+    monkeypatch.setitem(vars(unmask), "load", load)
+    result = run("generate", "absent", "--prompt", "a")
+    assert (result.exit_code, result.stderr) == (2, "error: absent: there is no model. Give a folder.\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model without its weights."""
+    from transformers import LlamaConfig
+
+    from unmask.data.characters import character_tokenizer
+
+    path = str(tmp_path_factory.mktemp("model"))
+    tokenizer = character_tokenizer("abc")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes
+    ).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_inspect_plans_from_config_and_tokenizer_alone(folder: str) -> None:
+    command = ["inspect", folder, "--sequence-length", "32"]
+    result = run(*command, "--hardware", "h100-80gb", "--hardware", "multi-node", "--max-memory-gb", "2", "--json")
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["facts"]["architecture"] == "LlamaForCausalLM"
+    assert printed["conversion"]["embeddings"].startswith("full: they grow from")
+    assert list(printed["plans"]) == ["h100-80gb", "multi-node"]
+    one, many = printed["plans"].values()
+    assert one["limit"] == many["limit"] == 2e9 and one["fits"] and one["peak"] <= 2e9 and one["seconds"] > 0
+    assert many["devices"] == many["workload"]["shards"] == 16
+
+    table = run(*command, "--hardware", "h100-80gb", "--batch-size", "3")
+    assert "h100-80gb" in table.stdout and "tokens/s" in table.stdout
+
+
+def test_inspect_plans_in_the_type_of_the_weights_that_is_asked_for(folder: str) -> None:
+    command = ["inspect", folder, "--sequence-length", "8", "--hardware", "h100-80gb", "--batch-size", "1", "--json"]
+    mixed, half = (json.loads(run(*command, *more).stdout)["plans"]["h100-80gb"] for more in ([], ["--dtype", "bfloat16"]))
+    assert (mixed["workload"]["precision"], half["workload"]["precision"]) == ("mixed", "bfloat16")
+    assert half["memory"]["parameters"] == mixed["memory"]["parameters"] / 2
+
+
+def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
+    command = ["inspect", folder, "--sequence-length", "8", "--hardware", "h100-80gb", "--batch-size", "1", "--lora-rank", "4", "--json"]
+    whole, eight, four = (
+        json.loads(run(*command, *more).stdout) for more in ([], *(["--quantization", bits] for bits in ("8bit", "4bit")))
+    )
+    stored = [found["plans"]["h100-80gb"]["memory"]["parameters"] for found in (whole, eight, four)]
+    assert stored[0] > stored[1] > stored[2]
+    assert stored[1] - stored[2] == pytest.approx((stored[0] - stored[1]) * (1 - 0.5 - 0.127 / 8) / 3)  # 4 bytes, 1, and half of one
+    assert "4bit weights" in run(*command[:-1], "--quantization", "4bit").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--hardware", "h100"], "there is no hardware 'h100'. Did you mean 'h100-80gb'?"),
+        (["--sequence-length", "65"], "65 tokens, but the model's context is 64. Use at most 64"),
+        (
+            ["--hardware", "a40-48gb-x3", "--sequence-length", "8", "--measure"],
+            "this machine has no such device. Measure there, or plan only",
+        ),
+        (
+            [
+                "--sequence-length",
+                "8",
+                "--lora-rank",
+                "4",
+                "--quantization",
+                "4bit",
+                "--device-map",
+                "balanced",
+                "--hardware",
+                "a6000-48gb",
+            ],
+            "--device-map and --quantization: quantised weights are not spread over devices. Leave one of the two out",
+        ),
+        (["--quantization", "4bit"], "--quantization: quantised weights take no gradients. Plan for adapters (--lora-rank)"),
+        (
+            ["--hardware", "cpu", "--sequence-length", "8", "--lora-rank", "4", "--quantization", "8bit", "--measure"],
+            "steps on quantised weights are not measured. Plan only",
+        ),
+    ],
+)
+def test_inspect_refuses_what_it_cannot_plan(options: list[str], message: str, folder: str) -> None:
+    result = run("inspect", folder, *options)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_evaluate_writes_what_the_task_measured(model: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = []
+
+    def evaluate_task(lm: str, task: Any, rows: list[Any], sampler: SamplerConfig, metrics: list[str]) -> SimpleNamespace:
+        assert metrics == []
+        calls.append((lm, task.name, rows, sampler))
+        figures = {"solved": 0.123456, "rows": len(rows)}
+        return SimpleNamespace(metrics=figures, statuses={"timeout": 3}, to_json=lambda: '{"solved": 0.123456}')
+
+    replace(monkeypatch, "unmask.evaluation.tasks", evaluate_task=evaluate_task, check_metrics=lambda task, metrics: None)
+    output = tmp_path / "out.json"
+    command = ["evaluate", "m", "--task", "sudoku", "--rows", "5", "--steps", "4", "--output", str(output)]
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    [(lm, task, rows, sampler)] = calls
+    assert (lm, task, len(rows), sampler) == ("the model", "sudoku", 5, SamplerConfig(steps=4))
+    assert "0.1235" in result.stdout and "timeout" in result.stdout
+    assert json.loads(output.read_text()) == {"solved": 0.123456}
+
+    output.write_text("kept")
+    refused = run(*command)
+    assert (refused.exit_code, output.read_text()) == (2, "kept")
+    assert len(calls) == 1
+    assert run(*command, "--overwrite").exit_code == 0
+    assert output.read_text() != "kept"
+
+
+@pytest.mark.parametrize("what", [[], ["--task", "sudoku", "--likelihood", "a.txt"]])
+def test_evaluate_measures_one_thing(what: list[str], model: dict[str, Any]) -> None:
+    result = run("evaluate", "m", *what)
+    assert result.exit_code == 2
+    assert "either --task or --likelihood" in result.stderr
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("flags", "form"),
+    [
+        (["--learning_rate", "1e-6"], "training.learning_rate=1e-6"),
+        (["--learning-rate=1e-6", "--model", "m"], "training.learning_rate=1e-6"),
+        (["--model", "m", "--max-rows", "-1"], "data.max_rows=-1"),
+        (["--bf16", "--model", "m"], "training.bf16=VALUE"),
+        (["training.beta=1", "--seed"], "training.seed=VALUE"),
+        (["--temperature", "0.5"], "temperature=0.5"),
+    ],
+)
+def test_a_bare_flag_that_is_a_setting_shows_the_form_that_works(verb: str, flags: list[str], form: str) -> None:
+    result = run(verb, *flags)
+    assert result.exit_code == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: --")]
+    assert len(errors) == 1 and "is a setting, not an option" in errors[0] and errors[0].endswith(form), result.stderr
+
+
+def test_a_column_of_text_and_a_setting_of_one_verb_are_found_where_they_are() -> None:
+    for verb, flag, form in [
+        ("dpo", "--beta", "training.beta=3"),
+        ("grpo", "--beta", "training.beta=3"),
+        ("sft", "--text_column", "data.text_column=3"),
+        ("sft", "--lora", None),
+        ("sft", "--beta", None),
+        ("sft", "--nonsense", None),
+    ]:
+        error = run(verb, flag, "3").stderr
+        assert (f"Write {form}" in error) if form else ("No such option" in error and "Write" not in error)
+
+
+def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    replace(monkeypatch, "unmask.demo", run_demo=lambda **options: calls.append(options))
+    assert run("demo").exit_code == 0
+    assert run("demo", "--task", "countdown", "--output", "o", "--seed", "3", "--overwrite").exit_code == 0
+    assert calls == [
+        {"task": "sudoku", "output": Path("runs/demo"), "seed": 0, "overwrite": False},
+        {"task": "countdown", "output": Path("o"), "seed": 3, "overwrite": True},
+    ]
+
+
+def test_an_option_with_one_dash_is_refused_as_any_other() -> None:
+    result = run("grpo", "-r16")
+    assert result.exit_code == 2 and "No such option: -r" in result.stderr

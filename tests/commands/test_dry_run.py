@@ -1,0 +1,191 @@
+"""A rehearsal makes two steps of every stage, tells what the run takes, and leaves nothing behind; a debugging run looks at each step."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import TrainerCallback
+from typer.testing import CliRunner
+
+from tests.training.tiny_runs import QUICK, make, tiny, unmask
+from unmask.artifacts import MetricsLog
+from unmask.cli import app
+from unmask.commands.dry_run import plan_run, rehearse
+from unmask.commands.run import training_arguments
+from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
+from unmask.errors import ConfigError, UnmaskError
+from unmask.models.load import load
+from unmask.planning.blueprint import Blueprint
+from unmask.planning.cost_model import matmul_flops
+from unmask.preference.trainer import DPOTrainer
+
+BLOCK = {"attention": "block_causal", "block_size": 4, "use_cpu": True, "max_length": 32, "per_device_train_batch_size": 4}
+TWO_STAGES = [{"share": 1, "rate": 0.5, "train": ["attention"]}, {"share": 3, "attention": "bidirectional"}]
+
+
+def run_config(model: Path, text: Path, tmp_path: Path, **training: Any) -> RunConfig:
+    data = DataConfig(train=str(text))
+    return RunConfig(model=ModelConfig(path=str(model)), data=data, output_dir=str(tmp_path / "run"), training=BLOCK | training)
+
+
+def test_a_line_for_every_stage_says_what_it_takes(model, text, tmp_path, monkeypatch):
+    steps: list[int] = []
+    original = torch.optim.AdamW.step
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *rest: (steps.append(1), original(self, *rest))[1])
+    monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 0.125)  # which makes steps too
+    config = run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=1000, learning_rate=1e-3, optim="adamw_torch", warmup_steps=50)
+    first, second = rehearse("convert", config)
+    assert len(steps) == 4  # two of each stage
+    assert (first["attention"], first["trains"], first["steps"], first["rate"]) == ("block_causal 4", "attention", "250", "0.0005")
+    assert (second["attention"], second["trains"], second["steps"], second["rate"]) == ("bidirectional", "all", "750", "0.001")
+    for line in (first, second):
+        assert line["predicted seconds a step"] == "0.125" and float(line["seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
+        hours = float(line["seconds a step"]) * int(line["steps"]) / 3600
+        assert float(line["hours in all"]) == pytest.approx(hours, rel=0.02)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypatch):
+    monkeypatch.setattr("unmask.commands.dry_run.make_trainer", lambda *_, **__: pytest.fail("a step was paid for"))
+    small = HardwareConfig(name="gpu", devices=[{"name": "gpu", "memory_gb": 24, "tflops": 10, "bandwidth_gb_s": 100}], max_memory_gb=0.5)
+    config = run_config(model, text, tmp_path).model_copy(update={"hardware": small})
+    with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used"):
+        rehearse("convert", config)
+
+
+def test_a_teacher_is_planned_for(model, text, tmp_path):
+    plain, taught = (run_config(model, text, tmp_path, max_steps=10, **more) for more in ({}, {"distillation": 1.0}))
+    plans = [plan_run(config, training_arguments("convert", config)) for config in (plain, taught)]
+    weights = Blueprint.read(plain.model).network(plans[0].workload).parameters * 4
+    assert plans[1].peak - plans[0].peak == weights
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo"])
+def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
+    config = run_config(model, tmp_path, tmp_path)
+    kept = {name: value for name, value in BLOCK.items() if name not in ("attention", "block_size")} | {"max_length": 64}
+    task = DataConfig(task="sudoku", max_rows=16)
+    (line,) = rehearse(verb, config.model_copy(update={"data": task, "training": kept | {"max_steps": 30}}))
+    assert line["steps"] == "30" and float(line["predicted seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
+
+
+RESPONSE = "abcdefgh" * 7
+LONG_PAIRS = [{"prompt": "ab", "chosen": RESPONSE, "rejected": RESPONSE[::-1]}] * 8
+"""Rows of which a pair fills twice `max_length`, but for a few tokens."""
+
+
+@pytest.mark.parametrize(
+    ("attention", "more"),
+    [
+        ("bidirectional", {"samples": 4}),
+        ("bidirectional", {"samples": 1, "reference": "frozen"}),
+        ("bidirectional", {"samples": 4, "score_chunk": 16, "loss_type": "simpo", "activation_checkpointing": True}),
+        ("causal", {}),
+    ],
+    ids=["view by view", "frozen reference", "views together", "causal"],
+)
+def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predicted(attention, more, tmp_path, monkeypatch):
+    lm = tiny(attention, hidden_size=64, num_hidden_layers=4, intermediate_size=192, num_attention_heads=4)
+    lm.save(tmp_path / "model")
+    more = {"max_length": 60, "optim": "adamw_torch_fused", "reference": "stored", "max_steps": 2} | more
+    config = run_config(tmp_path / "model", tmp_path, tmp_path).model_copy(update={"training": {"use_cpu": True, **more}})
+    config = config.model_copy(update={"training": config.training | {"per_device_train_batch_size": 4}})
+    monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)
+    plan = plan_run(config, training_arguments("dpo", config))
+    assert plan is not None
+    made = Products()
+    trainer = make("dpo", tmp_path, lm, LONG_PAIRS, callbacks=[made], **more)
+    trainer.train()
+    planned = plan.workload.rounds * matmul_flops(Blueprint.read(config.model).network(plan.workload), plan.workload)
+    assert planned == pytest.approx(made.flops[-1], rel=0.07)  # checkpointing does not make the last product again
+    trainer = make("dpo", tmp_path / "again", load(tmp_path / "model"), LONG_PAIRS, **more)
+    weights = sum(weight.nbytes for weight in trainer.lm.model.parameters())
+    held = weights * (2 if more["reference"] == "frozen" else 1)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        trainer.train()
+    changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert plan.memory.total == pytest.approx(held + max(itertools.accumulate(changes)), rel=0.15)
+
+
+class Products(TrainerCallback):
+    """The FLOPs of the matrix products of every optimizer step, of its batch's scores under the reference too."""
+
+    def __init__(self) -> None:
+        self.flops: list[int] = []
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.counter = FlopCounterMode(display=False)
+        self.counter.__enter__()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.flops.append(self.counter.get_total_flops() - sum(self.flops))
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self.counter.__exit__(None, None, None)
+
+
+def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path, monkeypatch):
+    scored: list[int] = []
+    original = DPOTrainer.score_responses
+    monkeypatch.setattr(
+        DPOTrainer, "score_responses", lambda self, lm, rows: scored.append(len(rows["sample_id"])) or original(self, lm, rows)
+    )
+    (tmp_path / "judge.py").write_text("def judge(prompts, completions, chosen): return [0.5] * len(chosen)")
+    training = {"use_cpu": True, "max_length": 64, "per_device_train_batch_size": 4, "num_train_epochs": 3, "eval_strategy": "epoch"}
+    training |= {"judge": f"{tmp_path}/judge.py:judge", "log_variance_steps": 1}
+    config = run_config(model, tmp_path, tmp_path)
+    (line,) = rehearse("dpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=40), "training": training}))
+    assert sum(scored) == 8 and line["steps"] == "30"
+    assert float(line["hours in all"]) > 30 * float(line["seconds a step"]) / 3600  # all scores of three epochs too
+
+
+def test_every_update_on_a_rollout_is_a_step(model, tmp_path):
+    """Of 10 prompts 4 make a step; what is left over makes none. Each rollout is updated on three times."""
+    training = {"num_generations": 2, "num_iterations": 3, "per_device_train_batch_size": 8, "num_train_epochs": 2, "use_cpu": True}
+    kept = {"max_completion_length": 4, "bf16": False, "warmup_steps": 0}
+    config = run_config(model, tmp_path, tmp_path)
+    (line,) = rehearse("grpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=10), "training": training | kept}))
+    assert line["steps"] == str(10 // 4 * 3 * 2)
+
+
+def test_from_the_command_line(model, text, tmp_path):
+    output = tmp_path / "run"
+    result = unmask(
+        "convert", "--model", model, "--data", text, "--output", output, "--recipe", "block", "--dry-run", *QUICK, "training.max_steps=10"
+    )
+    assert result.exit_code == 0, result.output
+    assert "two steps of every stage" in result.output and "hours in all" in result.output
+    assert not output.exists()
+
+
+def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_path):
+    with pytest.raises(ConfigError, match="stages, stage 1: its share, 1 of 4, comes to none of the 2 steps"):
+        rehearse("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
+
+
+@pytest.mark.slow
+def test_debug_looks_at_every_step_of_a_short_run(model, text, tmp_path):
+    output = tmp_path / "run"
+    try:
+        result = unmask("convert", "--model", model, "--data", text, "--output", output, "--debug", "training.use_cpu=true")
+        assert torch.is_anomaly_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+        transformers.logging.set_verbosity_warning()
+    assert result.exit_code == 0, result.output
+    lines = [line for line in MetricsLog(output / "training_logs.json").read() if "loss" in line]
+    assert [line["step"] for line in lines] == list(range(1, 11)) and all("memory_gb" in line for line in lines)
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    result = CliRunner().invoke(app, ["sft", "--model", str(tmp_path / "none"), "--output", str(tmp_path / "run"), "--debug"])
+    torch.autograd.set_detect_anomaly(False)
+    transformers.logging.set_verbosity_warning()
+    assert isinstance(result.exception, UnmaskError)

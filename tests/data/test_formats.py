@@ -1,0 +1,293 @@
+"""Every layout is read as the same words, one layout a file."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.data.formats import PREFERENCES, SPEAKERS, SUPERVISED, TRACE_INSTRUCTIONS, UNPAIRED, Reader
+from unmask.errors import DataError
+
+words = st.text("abc", min_size=1, max_size=5)
+spoken = st.lists(st.tuples(st.sampled_from(sorted(SPEAKERS)), words), min_size=1, max_size=4)
+
+
+def said(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    """As ShareGPT writes it."""
+    return [{"from": speaker, "value": text} for speaker, text in turns]
+
+
+def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": SPEAKERS[speaker], "content": text} for speaker, text in turns]
+
+
+def read(rows: list[Any], layouts: Any = SUPERVISED) -> list[dict[str, Any]]:
+    reader = Reader(layouts)
+    return [reader.read(row) for row in rows]
+
+
+@given(spoken, words, words)
+def test_conversations_of_sharegpt_are_messages(turns, chosen, rejected):
+    assert read([{"conversations": said(turns)}]) == [{"messages": messages(turns)}]
+    sides = {"chosen": {"from": "gpt", "value": chosen}, "rejected": {"from": "gpt", "value": rejected}}
+    expected = {"prompt": messages(turns), "chosen": messages([("gpt", chosen)]), "rejected": messages([("gpt", rejected)])}
+    assert read([{"conversations": said(turns), **sides}], PREFERENCES) == [expected]
+    in_lists = {name: [side] for name, side in sides.items()}
+    assert read([{"conversations": said(turns), **in_lists}], PREFERENCES) == [expected]
+    assert read([{"prompt": said(turns), **sides}], PREFERENCES) == [expected]
+
+
+@given(spoken, words)
+def test_a_system_prompt_apart_comes_first(turns, system):
+    turns = [turn for turn in turns if turn[0] != "system"] or [("human", "a")]
+    row = {"conversations": said(turns), "system": system}
+    first = [("system", system)]
+    assert read([row]) == read([row | {"conversations": said(first + turns)}]) == [{"messages": messages(first + turns)}]
+    assert read([row | {"system": ""}]) == [{"messages": messages(turns)}]
+    [same] = read([row | {"conversations": [{"from": "system", "value": system, "weight": 0}, *said(turns)]}])
+    assert same == {"messages": [messages(first)[0] | {"weight": 0}, *messages(turns)]}
+    with pytest.raises(DataError, match="stands beside another") as caught:
+        read([row | {"conversations": said([("system", system + "d"), *turns])}])
+    assert caught.value.reason == "two system prompts"
+
+
+CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "row"),
+    [
+        (SUPERVISED, {"text": "a"}),
+        (SUPERVISED, {"messages": CHAT}),
+        (SUPERVISED, {"prompt": "a", "completion": "b"}),
+        (SUPERVISED, {"prompt": CHAT[:1], "completion": CHAT[1:]}),
+        (PREFERENCES, {"prompt": "a", "chosen": "b", "rejected": "c"}),
+        (PREFERENCES, {"chosen": CHAT, "rejected": CHAT}),
+        (UNPAIRED, {"prompt": "a", "completion": "b", "label": False}),
+        (UNPAIRED, {"prompt": CHAT[:1], "completion": CHAT[1:], "label": True}),
+    ],
+)
+def test_trl_s_layouts_are_read_as_they_are_and_other_columns_left_out(layouts, row):
+    others = {"source": "", "score": None, "id": 3}
+    assert read([row, row | others, others | row], layouts) == [row] * 3
+
+
+def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_thoughts():
+    row = {"question": "1+1?", "thinking_trajectories": ["one and\none", "no"], "attempt": "It is 2.", "solution": "2", "cot": None}
+    answer = "<reasoning>\none and\none\n</reasoning>\n<answer>\nIt is 2.\n</answer>"
+    prompt = [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n1+1?"}]
+    assert read([row]) == [{"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}]
+    for thoughts, message, reason in [
+        ("one", "'one' is no list of texts", "of another type"),
+        ([1], r"\[1\] is no list of texts", "of another type"),
+        ([], "there is no trace", "empty"),
+        ([" "], "there is no trace", "empty"),
+    ]:
+        with pytest.raises(DataError, match=f"thinking_trajectories: {message}") as caught:
+            read([row | {"thinking_trajectories": thoughts}])
+        assert caught.value.reason == reason
+    with pytest.raises(DataError, match="attempt: is empty"):
+        read([row | {"attempt": ""}])
+
+
+def test_a_prompt_that_both_conversations_begin_with_is_theirs():
+    whole = {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "c"}]}
+    assert read([{"prompt": "a", **whole}] * 2, PREFERENCES) == [whole] * 2
+    assert read([{"prompt": "z", **whole}], PREFERENCES) == [{"prompt": "z", **whole}]  # which is refused where it is rendered
+    apart = whole | {"rejected": [{"role": "user", "content": "z"}, CHAT[1]]}
+    assert read([{"prompt": "a", **apart}], PREFERENCES) == [{"prompt": "a", **apart}]
+
+
+TEXTS = {"prompt": "a", "chosen": "b", "rejected": "c"}
+IN_MESSAGES = {"prompt": CHAT[:1], "chosen": CHAT[1:], "rejected": [{"role": "assistant", "content": "c"}]}
+REPEATED = {"prompt": "a", "chosen": CHAT, "rejected": CHAT}
+
+TABLES = [
+    [{"messages": CHAT}, {"messages": [*CHAT, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]}],
+    [{"conversations": said([("human", "a"), ("gpt", "b")])}, {"conversations": said([("system", "s"), ("human", "a")])}],
+    [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d", "note": "e"}],
+]
+
+
+@pytest.mark.parametrize("rows", TABLES)
+def test_what_a_table_fills_in_with_nothing_is_not_there(rows):
+    """A table gives every row, and every message, all columns."""
+    assert read(list(Dataset.from_list(rows))) == read(rows)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "first", "other", "message"),
+    [
+        (SUPERVISED, {"text": "a"}, {"prompt": "a", "completion": "b"}, r"prompt, completion \(text\) after rows of text \(text\)"),
+        (SUPERVISED, {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, r"\(messages\) after .*\(text\)"),
+        (SUPERVISED, {"messages": CHAT}, {"conversations": said([("human", "a")])}, r"conversations \(messages of ShareGPT\) after"),
+        (SUPERVISED, {"messages": CHAT}, {"messages": said([("human", "a")])}, r"\(messages of ShareGPT\) after .*\(messages\)"),
+        (
+            PREFERENCES,
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"conversations": said([("human", "a")]), **{name: {"from": "gpt", "value": name} for name in ("chosen", "rejected")}},
+            r"a row of conversations, chosen, rejected \(messages of ShareGPT\) after rows of prompt, chosen, rejected \(text\)",
+        ),
+        (
+            PREFERENCES,
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            {"chosen": "ab", "rejected": "ac"},
+            r"chosen, rejected \(text\) after",
+        ),
+        (PREFERENCES, {"chosen": "ab", "rejected": "ac"}, {"chosen": CHAT, "rejected": CHAT}, r"\(messages\) after .*\(text\)"),
+        (PREFERENCES, TEXTS, REPEATED, r"\(text and messages\) after .*\(text\)"),
+        (PREFERENCES, IN_MESSAGES, REPEATED, r"\(text and messages\) after .*\(messages\)"),
+        (
+            PREFERENCES,
+            {"chosen": CHAT, "rejected": CHAT},
+            REPEATED,
+            r"a row of prompt, chosen, rejected \(text and messages\) after rows of chosen",
+        ),
+        (PREFERENCES, IN_MESSAGES, {**IN_MESSAGES, "prompt": said([("human", "a")])}, r"\(messages of ShareGPT and messages\) after .*"),
+    ],
+)
+def test_the_first_row_decides_for_the_file(layouts, first, other, message):
+    for one, two in ((first, other), (other, first)):
+        reader = Reader(layouts)
+        reader.read(one)
+        with pytest.raises(DataError, match="Keep one layout in a file") as caught:
+            reader.read(two)
+        assert caught.value.reason == "of another layout"
+        assert reader.read(one)
+    with pytest.raises(DataError, match=message):
+        read([first, other], layouts)
+    with pytest.raises(DataError, match=r"after rows of .* \(as row 1 is\)"):
+        reader = Reader(layouts)
+        with pytest.raises(DataError):
+            reader.read({})
+        reader.read(first)
+        reader.read(other)
+
+
+@pytest.mark.parametrize("bad", [{"prompt": "a"}, {"prompt": "z", "chosen": CHAT}, {"chosen": " "}, {"chosen": 3}, {"rejected": "c"}])
+@pytest.mark.parametrize("good", [TEXTS, IN_MESSAGES, REPEATED])
+def test_a_bad_first_row_decides_nothing(bad, good):
+    reader = Reader(PREFERENCES)
+    with contextlib.suppress(DataError):  # or where it is rendered: a text beside messages
+        assert reader.read(IN_MESSAGES | bad)
+    assert reader.read(good) == read([good], PREFERENCES)[0]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "row", "missing"),
+    [
+        (SUPERVISED, {"prompt": "a"}, "'completion'"),
+        (SUPERVISED, {"promt": "a"}, "'prompt', 'completion'"),
+        (SUPERVISED, {"question": "a", "attempt": "b"}, "'thinking_trajectories'"),
+        (PREFERENCES, {"prompt": "a", "chosen": "b"}, "'rejected'"),
+        (PREFERENCES, {"chosen": "b"}, "'rejected'"),
+        (PREFERENCES, {"conversations": [], "chosen": "b"}, "'rejected'"),
+        (UNPAIRED, {"prompt": "a", "completion": "b"}, "'label'"),
+    ],
+)
+def test_the_nearest_layout_tells_what_is_missing(layouts, row, missing):
+    with pytest.raises(DataError, match=f"no column {missing} ") as caught:
+        read([row], layouts)
+    assert caught.value.reason == "a column is missing"
+
+
+@pytest.mark.parametrize("column", ["prompt", "conversations"])
+def test_a_prompt_that_is_null_is_missing_and_does_not_decide_for_the_file(column):
+    reader = Reader(PREFERENCES)
+    with pytest.raises(DataError, match=f"no value in column '{column}'") as caught:
+        reader.read({column: None, "chosen": "ab", "rejected": "ac"})
+    assert caught.value.reason == "without a value"
+    good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    assert reader.read(good) == good
+
+
+def test_a_later_row_is_told_what_the_first_has():
+    with pytest.raises(DataError, match="no column 'text'"):
+        read([{"text": "a"}, {"prompt": "b"}])
+    with pytest.raises(DataError, match=r"no value in column 'text'"):
+        read([{"text": "a"}, {"text": None}])
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "reason"),
+    [
+        ({"text": "\n"}, "text: is empty", "empty"),
+        ({"messages": []}, "messages: is empty", "empty"),
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}, "messages: is empty", "empty"),
+        ({"prompt": [{"role": "user", "content": ""}], "completion": CHAT[1:]}, "prompt: is empty", "empty"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content: a message cannot be", "of another type"),
+        ({"conversations": [{"from": "human", "content": "a"}]}, "content: a message cannot be", "of another type"),
+        ({"conversations": [{"from": "bard", "value": "a"}]}, "from: unknown speaker 'bard'.*human", "of another type"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"from: unknown speaker \['human'\]", "of another type"),
+        ({"prompt": [1, 2], "completion": "a"}, r"prompt: neither a text nor messages: \[1, 2\]", "of another type"),
+        ({"prompt": [True], "completion": "a"}, r"prompt: neither a text nor messages: \[True\]", "of another type"),
+        ({"messages": [CHAT]}, r"messages: neither a text nor messages", "of another type"),
+        ({"text": 3}, "text: neither a text nor messages: 3", "of another type"),
+        ({"question": "a", "thinking_trajectories": ["b"], "attempt": 3}, "attempt: neither a text nor messages", "of another type"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "role: a role cannot be 5", "of another type"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "system: a system prompt cannot be 5", "of another type"),
+    ],
+)
+def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
+    with pytest.raises(DataError, match=message) as caught:
+        read([row])
+    assert caught.value.reason == reason
+
+
+@given(st.lists(words, min_size=1, max_size=3))
+def test_parts_of_text_are_joined(texts):
+    parts = [{"type": "text", "text": text} for text in texts]
+    expected = [CHAT[0], {"role": "assistant", "content": "".join(texts)}]
+    assert read([{"messages": [CHAT[0], {"role": "assistant", "content": parts}]}]) == [{"messages": expected}]
+
+
+@pytest.mark.parametrize("part", ["a", {"type": "image_url", "image_url": {}}, {"type": "text", "text": 3}, None])
+def test_parts_that_are_no_text_are_refused(part):
+    with pytest.raises(DataError, match="content: a part of a message cannot be") as caught:
+        read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, CHAT[1]]}])
+    assert caught.value.reason == "of another type"
+
+
+def test_a_blank_system_prompt_is_no_fault():
+    chat = [{"role": "system", "content": ""}, *CHAT]
+    assert read([{"messages": chat}]) == [{"messages": chat}]
+
+
+def test_a_line_that_could_not_be_read_is_its_own_error():
+    error = DataError("malformed JSON", where="line 7", reason="malformed JSON")
+    reader = Reader(SUPERVISED)
+    with pytest.raises(DataError) as caught:
+        reader.read(error)
+    assert caught.value is error
+    assert reader.read({"text": "a"}) == {"text": "a"}
+
+
+@pytest.mark.parametrize(
+    ("row", "message", "reason"),
+    [
+        ("text", "a row cannot be 'text'", "of another type"),
+        (None, "a row cannot be None", "of another type"),
+        ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: a row with tools", "with tools"),
+        ({"conversations": CHAT, "history": [["a", "b"]]}, "history: a row with history", "with history"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "system: a row with system, which is not read", "with system"),
+    ],
+)
+def test_what_is_no_row_or_would_lose_a_part_is_an_error_of_its_own(row, message, reason):
+    reader = Reader(SUPERVISED)
+    with pytest.raises(DataError, match=message) as caught:
+        reader.read(row)
+    assert caught.value.reason == reason
+    assert reader.read({"messages": CHAT, "tools": []}) == {"messages": CHAT}
+
+
+@pytest.mark.parametrize("name", ["question", "instruction", "input", "query", "system", "history"])
+def test_a_prompt_of_another_name_is_never_left_out(name):
+    row = {"chosen": "the one", "rejected": "the other"}
+    with pytest.raises(DataError, match=f"{name}: a row with {name}, which is not read"):
+        Reader(PREFERENCES).read(row | {name: "a"})
+    assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row

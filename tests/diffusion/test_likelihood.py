@@ -1,0 +1,147 @@
+"""Bounds and exact likelihoods, against sums over all masks, orders and completions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tests import toy
+from unmask.diffusion.likelihood import any_order, elbo, exact_log_likelihood
+from unmask.diffusion.views import Draw, exact_views
+from unmask.errors import GenerationError
+
+PROMPT, LENGTH = 2, 4
+TOTAL = PROMPT + LENGTH
+kinds = pytest.mark.parametrize("kind", toy.KINDS)
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def batch(rows=4, length=LENGTH):
+    ids = torch.stack([toy.random_row(PROMPT + length, seed) for seed in range(rows)])
+    return ids, (torch.arange(PROMPT + length) >= PROMPT).expand(rows, -1)
+
+
+def tables(lm, row):
+    return [toy.conditionals(lm, row, positions) for positions in toy.groups(lm, PROMPT, len(row))]
+
+
+@kinds
+def test_the_exact_likelihood_is_the_mean_over_all_orders(kind):
+    lm = toy.toy(kind)
+    ids, maskable = batch()
+    expected = [sum(toy.any_order(table) for table in tables(lm, row)) for row in ids]
+    assert exact_log_likelihood(lm, ids, None, maskable).tolist() == pytest.approx(expected, abs=1e-12)
+    assert exact_log_likelihood(lm, ids, None, maskable, chunk=3).tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+def test_the_probabilities_of_all_completions_sum_to_1(kind):
+    lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
+    length = 3
+    completions = torch.tensor(list(itertools.product(range(toy.VOCABULARY), repeat=length)))
+    ids = torch.cat([toy.random_row(PROMPT).expand(len(completions), -1), completions], 1)
+    maskable = (torch.arange(PROMPT + length) >= PROMPT).expand_as(ids)
+    likelihoods = exact_log_likelihood(lm, ids, None, maskable)
+    assert likelihoods.exp().sum().item() == pytest.approx(1, abs=1e-12)
+
+
+@kinds
+def test_the_bound_lies_below_the_exact_likelihood(kind):
+    lm = toy.toy(kind)
+    ids, maskable = batch(12)
+    exact = exact_log_likelihood(lm, ids, None, maskable)
+    bound = torch.tensor([sum(toy.lower_bound(table) for table in tables(lm, row)) for row in ids], dtype=torch.float64)
+    if kind == "causal without a shift":  # one order only: no gap
+        torch.testing.assert_close(bound, exact, rtol=0, atol=1e-12)
+    else:
+        assert (bound < exact - 1e-4).all()
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 5, 8])
+@kinds
+def test_the_estimate_averages_to_the_bound(kind, samples):
+    lm = toy.toy(kind)
+    ids, maskable = batch(1)
+    number = 200
+    estimate = elbo(lm, ids.expand(number, -1), None, maskable.expand(number, -1), Draw(0, torch.arange(number)), samples=samples)
+    exact, error = sum(toy.lower_bound(table) for table in tables(lm, ids[0])), estimate.std().item() / math.sqrt(number)
+    assert error < 0.05 * abs(exact)
+    assert estimate.mean().item() == pytest.approx(exact, abs=5 * error + 1e-6 * abs(exact))  # weights are float32
+
+
+def test_chunks_do_not_change_the_estimate():
+    lm = toy.toy()
+    ids, maskable = batch()
+    draw = Draw(0, torch.arange(4))
+    whole = elbo(lm, ids, None, maskable, draw, samples=5)
+    torch.testing.assert_close(elbo(lm, ids, None, maskable, draw, samples=5, chunk=3), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+def test_padding_changes_no_likelihood(kind):
+    lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
+    ids, maskable = batch(2)
+    expected = exact_log_likelihood(lm, ids, None, maskable)
+    none = torch.zeros(1, 3, dtype=torch.long)
+    padded = torch.stack([torch.cat([none[0], ids[0]]), torch.cat([ids[1], none[0]])])
+    real = torch.tensor([[0] * 3 + [1] * TOTAL, [1] * TOTAL + [0] * 3])
+    inside = torch.stack([torch.cat([none[0].bool(), maskable[0]]), torch.cat([maskable[1], none[0].bool()])])
+    torch.testing.assert_close(exact_log_likelihood(lm, padded, real, inside), expected, rtol=0, atol=1e-12)
+
+
+def test_tokens_with_others_between_them_are_revealed_in_any_order_too():
+    lm = toy.toy()
+    row, positions = toy.random_row(TOTAL), [0, 2, 5]
+    maskable = torch.zeros(1, TOTAL, dtype=torch.bool)
+    maskable[0, positions] = True
+    expected = toy.any_order(toy.conditionals(lm, row, positions))
+    assert exact_log_likelihood(lm, row[None], None, maskable).item() == pytest.approx(expected, abs=1e-12)
+
+
+def test_nothing_to_predict_is_certain():
+    lm = toy.toy()
+    ids, maskable = batch()
+    nothing = torch.zeros_like(maskable)
+    assert exact_log_likelihood(lm, ids, None, nothing).tolist() == [0] * 4
+    assert elbo(lm, ids, None, nothing, Draw(0, torch.arange(4)), samples=3).tolist() == [0] * 4
+
+
+@torch.enable_grad()
+def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
+    """Of groups of several sizes, some not in one piece, and of a row without any."""
+    group_BT = torch.tensor([[-1, 0, 0, 1, 1, 1, 2], [0, -1, 3, 0, 3, 0, -1], [-1] * 7])
+    log_prob_BVT = -torch.rand(3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    log_prob_BVT.requires_grad_()
+    expected = []
+    for row, group_T in zip(log_prob_BVT, group_BT, strict=True):
+        total = row.new_zeros(())
+        for group in group_T[group_T >= 0].unique():
+            members = (group_T == group).nonzero()[:, 0].tolist()
+            orders = []
+            for order in itertools.permutations(range(len(members))):
+                shown = [sum(1 << bit for bit in order[:place]) for place in range(len(order))]
+                orders.append(sum(row[view, members[bit]] for view, bit in zip(shown, order, strict=True)))
+            total = total + torch.stack(orders).logsumexp(0) - math.log(len(orders))
+        expected.append(total)
+    weights_B = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    found_B = any_order(group_BT, log_prob_BVT)
+    torch.testing.assert_close(found_B, torch.stack(expected), rtol=0, atol=1e-12)
+    gradients = [torch.autograd.grad((weights_B * part).sum(), log_prob_BVT)[0] for part in (found_B, torch.stack(expected))]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
+    views = exact_views(group_BT, 3)
+    assert torch.equal(gradients[0] != 0, views.scored_BVT) and torch.equal(views.scored_BVT, views.hidden_BVT)
+
+
+def test_too_many_orders_are_refused():
+    ids, maskable = batch(1, length=13)
+    with pytest.raises(GenerationError, match=r"13 tokens needs 2\*\*13 passes.*estimator='elbo'"):
+        exact_log_likelihood(toy.toy(), ids, None, maskable)
+    exact_log_likelihood(toy.toy("blocks of three"), ids, None, maskable)  # each block on its own

@@ -1,0 +1,195 @@
+"""Scores: the log-probabilities of the hidden tokens as inference has them, in any chunks, under any padding."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests import toy
+from unmask.diffusion.log_probs import noise_groups, score
+from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
+from unmask.models.hooks.head import token_log_probs
+
+PROMPT, LENGTH = 2, 5
+TOTAL = PROMPT + LENGTH
+EXACT = {"rtol": 0, "atol": 1e-12}
+kinds = pytest.mark.parametrize("kind", toy.KINDS)
+
+
+def batch(rows=3):
+    ids = torch.stack([toy.random_row(TOTAL, seed) for seed in range(rows)])
+    return ids, (torch.arange(TOTAL) >= PROMPT).expand(rows, -1)
+
+
+def planned(lm, ids, maskable, padding=None, views=4):
+    return exact_count_views(noise_groups(lm, maskable, padding), Draw(0, torch.arange(len(ids))), views=views)
+
+
+def every_set_of(positions):
+    """One view for every set of hidden tokens."""
+    hidden = torch.zeros(1, 2 ** len(positions), TOTAL, dtype=torch.bool)
+    hidden[0, :, positions] = torch.arange(2 ** len(positions))[:, None] >> torch.arange(len(positions)) & 1 == 1
+    return Views(hidden, hidden, hidden.float())
+
+
+@kinds
+def test_scores_are_the_conditionals_of_inference(kind):
+    lm = toy.toy(kind)
+    ids, _ = batch(1)
+    for positions in toy.groups(lm, PROMPT, TOTAL):
+        scores = score(lm, ids, None, every_set_of(positions))
+        torch.testing.assert_close(scores[0, :, positions], toy.conditionals(lm, ids[0], positions), **EXACT)
+        assert scores.count_nonzero() == 2 ** (len(positions) - 1) * len(positions)
+
+
+def test_a_causal_model_is_scored_on_the_clean_row():
+    lm = toy.toy(attention=("causal", None, True))
+    ids, maskable = batch()
+    expected = lm.logits(ids).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
+    scores = score(lm, ids, None, all_masked_views(maskable))
+    torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
+
+
+def test_what_is_hidden_and_not_scored_is_hidden_all_the_same():
+    lm = toy.toy()
+    ids, maskable = batch()
+    prompt = ~maskable
+    hidden = torch.ones_like(maskable)[:, None]
+    scores = score(lm, ids, None, Views(hidden, maskable[:, None], maskable[:, None].float()))
+    logits = lm.logits(torch.full_like(ids, lm.mask_token_id))
+    expected = logits.log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
+    torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
+    assert (scores[:, 0] - score(lm, ids, None, all_masked_views(maskable))[:, 0])[maskable].abs().max() > 1e-3
+    assert (scores[:, 0][prompt] == 0).all()
+
+
+@kinds
+def test_chunks_change_neither_scores_nor_gradients(kind):
+    lm = toy.toy(kind)
+    ids, maskable = batch()
+    views = planned(lm, ids, maskable)
+    scores, gradients = [], []
+    for chunk in (None, 1, 2, 5, 12, 100):
+        lm.model.zero_grad()
+        scores.append(score(lm, ids, None, views, chunk=chunk))
+        (views.weight_BVT * scores[-1]).sum().backward()
+        gradients.append([weight.grad.clone() for weight in lm.model.parameters()])
+    assert max(gradient.abs().max() for gradient in gradients[0]) > 0.1
+    for one, other in zip(scores[1:], gradients[1:], strict=True):
+        torch.testing.assert_close(one, scores[0], **EXACT)
+        torch.testing.assert_close(other, gradients[0], rtol=1e-12, atol=1e-12)
+
+
+@kinds
+def test_only_scored_rows_reach_the_head(kind):
+    lm = toy.toy(kind)
+    computed = []
+    lm.model.get_output_embeddings().register_forward_hook(lambda head, args, out: computed.append(out.shape[:-1].numel()))
+    ids, maskable = batch()
+    views = planned(lm, ids, maskable)
+    score(lm, ids, None, views)
+    assert sum(computed) == int(views.scored_BVT.sum())
+    computed.clear()
+    score(lm, ids, None, views, chunk=1)
+    assert computed == views.scored_BVT.sum(-1).flatten().tolist()
+
+
+def test_where_nothing_is_scored_no_pass_is_made_unless_it_takes_gradients():
+    lm = toy.toy()
+    calls = []
+    lm.model.register_forward_hook(lambda *_: calls.append(1))
+    ids, maskable = batch()
+    nothing = torch.zeros(3, 2, TOTAL, dtype=torch.bool)
+    views = planned(lm, ids, maskable)
+    only_last = Views(views.hidden_BVT, views.scored_BVT & (torch.arange(3) == 2)[:, None, None], views.weight_BVT)
+    with torch.no_grad():
+        scores = score(lm, ids, None, Views(nothing, nothing, nothing.float()))
+        assert scores.shape == (3, 2, TOTAL) and not scores.any() and not calls
+        score(lm, ids, None, only_last, chunk=4)
+        assert len(calls) == 1
+    score(lm, ids, None, Views(nothing, nothing, nothing.float())).sum().backward()
+    assert len(calls) == 2 and all(not weight.grad.any() for weight in lm.model.parameters())
+
+
+@pytest.mark.parametrize("kind", [*toy.KINDS, "causal"])
+def test_padding_changes_nothing(kind):
+    lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
+    ids, maskable = batch(2)
+    views = planned(lm, ids, maskable)
+    expected = score(lm, ids, None, views)
+    extra = torch.zeros(2, 3, dtype=torch.long)
+    blank = torch.zeros(2, views.count, 3)
+    real = torch.ones_like(ids)
+
+    def beside(left, tensors):
+        return torch.cat(tensors if left else tensors[::-1], -1)
+
+    for left in (True, False):
+        padded = [beside(left, [blank.to(part.dtype), part]) for part in (views.hidden_BVT, views.scored_BVT, views.weight_BVT)]
+        scores = score(lm, beside(left, [extra, ids]), beside(left, [extra, real]), Views(*padded))
+        torch.testing.assert_close(scores, beside(left, [blank.double(), expected]), **EXACT)
+
+
+@kinds
+def test_packed_documents_are_scored_as_they_are_alone(kind):
+    lm = toy.toy(kind)
+    ids, maskable = batch(2)
+    views = planned(lm, ids, maskable)
+    packed = Views(*(torch.cat(list(part[:, None]), -1) for part in (views.hidden_BVT, views.scored_BVT, views.weight_BVT)))
+    documents = torch.tensor([[1] * TOTAL + [2] * TOTAL])
+    scores = score(lm, ids.reshape(1, -1), documents, packed)
+    torch.testing.assert_close(scores[0], torch.cat(list(score(lm, ids, None, views)), -1), **EXACT)
+
+
+def test_a_temperature_divides_the_logits():
+    lm = toy.toy()
+    ids, maskable = batch()
+    logits = lm.logits(torch.where(maskable, lm.mask_token_id, ids))
+    expected = (logits / 0.7).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
+    scores = score(lm, ids, None, all_masked_views(maskable), temperature=0.7)
+    torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
+
+
+def test_log_probabilities_are_those_of_a_softmax():
+    logits, target = torch.tensor([[1.0, 3.0, -torch.inf], [0.0, 0.0, 0.0]], dtype=torch.float64), torch.tensor([1, 2])
+    torch.testing.assert_close(token_log_probs(logits, target), logits.log_softmax(-1)[[0, 1], target], **EXACT)
+    assert token_log_probs(logits, torch.tensor([2, 2]))[0] == -torch.inf
+
+
+def test_their_gradients_are_those_of_a_softmax():
+    logits, target = torch.randn(5, 7, dtype=torch.float64, requires_grad=True), torch.randint(6, (5, 3))
+    scale, forbidden = torch.randn(5, 3, dtype=torch.float64), torch.arange(7) == 6
+    masked = logits.masked_fill(forbidden, -torch.inf)
+    [expected] = torch.autograd.grad(((masked / 0.7).log_softmax(1).gather(1, target) * scale).sum(), logits, retain_graph=True)
+    [found] = torch.autograd.grad((token_log_probs(masked, target, 0.7) * scale).sum(), logits)
+    torch.testing.assert_close(found, expected, **EXACT)
+
+
+def test_scores_have_the_precision_of_the_model():
+    lm = toy.toy()
+    ids, maskable = batch()
+    assert score(lm, ids, None, all_masked_views(maskable)).dtype == torch.float64
+    lm.model.float()
+    assert score(lm, ids, None, all_masked_views(maskable)).dtype == torch.float32
+    lm.model.bfloat16()
+    assert score(lm, ids, None, all_masked_views(maskable)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("attention", "documents", "expected"),
+    [
+        (("bidirectional", None, False), None, [[-1, 0, 0, 0, 0, 0, 0, 0, 0]]),
+        (("causal", None, True), None, [[-1, 1, 2, 3, 4, 5, 6, 7, 8]]),
+        (("block_causal", 3, False), None, [[-1, 0, 0, 1, 1, 1, 2, 2, 2]]),
+        (("bidirectional", None, False), [1, 1, 1, 1, 2, 2, 2, 2, 0], [[-1, 0, 0, 0, 1, 1, 1, 1, -1]]),
+        (("block_causal", 3, False), [1, 1, 1, 1, 2, 2, 2, 2, 0], [[-1, 0, 0, 1, 2, 2, 2, 3, -1]]),
+        (("block_causal", 3, False), [0, 0, 1, 1, 1, 1, 1, 1, 1], [[-1, -1, 1, 1, 1, 2, 2, 2, 3]]),  # the grid begins with the document
+    ],
+)
+def test_tokens_are_noised_together_by_document_and_block(attention, documents, expected):
+    lm = toy.toy(attention=attention)
+    documents = documents and torch.tensor([documents])
+    maskable = torch.arange(9)[None] > 0
+    if documents is not None:
+        maskable &= documents > 0
+    assert noise_groups(lm, maskable, documents).tolist() == expected

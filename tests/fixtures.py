@@ -1,0 +1,50 @@
+"""Fixtures of many tests: small models and files, and a training run that takes no longer than it must."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from unmask.demo import DemoSettings, small_model
+from unmask.tasks import get_task
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model over Sudoku's characters."""
+    path = tmp_path_factory.mktemp("models") / "causal"
+    small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0).save(path)
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
+    return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick() -> Iterator[None]:
+    """Accelerate collects garbage at the end of a training run; to look through all that was imported takes longer than the run."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.fixture
+def tf32_restored() -> Iterator[None]:
+    """Puts the switches of both APIs back, broad before narrow: what is broad writes what is narrow."""
+    backends = torch.backends
+    places = [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    older = [(backends.cuda.matmul, backends.cuda.matmul.allow_tf32), (backends.cudnn, backends.cudnn.allow_tf32)]
+    before = [(place, place.fp32_precision) for place in places]
+    yield
+    for place, allowed in older:
+        place.allow_tf32 = allowed
+    for place, precision in before:
+        place.fp32_precision = precision

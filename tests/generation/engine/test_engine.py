@@ -1,0 +1,325 @@
+"""Requests of any settings share passes, enter and leave between steps, and none of them notices the others."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.tiny_models import PATTERNS, Watch, configs, every_pattern, prompt_lists, tiny
+from unmask.config.run import SamplerConfig
+from unmask.errors import GenerationError
+from unmask.generation import naive
+from unmask.generation.engine.engine import Engine
+from unmask.generation.engine.steps import Job
+from unmask.generation.requests import make_requests
+
+
+@every_pattern
+@pytest.mark.parametrize("logit_shift", [False, True])
+@settings(max_examples=6)
+@given(data=st.data())
+def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
+    """Each with settings of its own; some come later, some are called off."""
+    bias, context, time = data.draw(st.sampled_from([-9.0, 0.0, 2.0])), data.draw(st.booleans()), data.draw(st.booleans())
+    parts = {"causal_context": context and attention == "block_causal", "time_embedding": time and attention != "causal"}
+    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
+    engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
+    expected, found, cancelled, guessing = {}, {}, set(), set()
+    for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
+        config = data.draw(configs(attention, block_size))
+        if (block_size or 1) > 1 and not config.guidance and not config.remask:  # guesses beside guided and remasking sequences
+            config = config.model_copy(update={"drafts": data.draw(st.integers(0, 3))})
+        requests = make_requests(lm, prompts, config)
+        traces = naive.complete(lm, requests, config).trace
+        tickets = [engine.submit(request, config) for request in requests]
+        expected |= dict(zip(tickets, traces, strict=True))
+        guessing |= set(tickets) if config.drafts else set()
+        for _ in range(data.draw(st.integers(0, 3))):
+            found |= dict(engine.step())
+        if data.draw(st.booleans()):
+            cancelled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
+    found |= dict(engine.run())
+    assert found.keys() == expected.keys() - cancelled
+    for ticket, trace in found.items():
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        saved = expected[ticket].forward_passes - trace.forward_passes
+        assert saved == 0 or (saved > 0 and ticket in guessing)
+    assert engine.slots.count == 0 and not engine.working and not engine.waiting
+
+
+@every_pattern
+def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=6)
+    engine = Engine(lm, batch_size=1)
+    first, second = (engine.submit(request, config) for request in make_requests(lm, ["ab", "ba"], config))
+    engine.step()
+    assert [sequence.ticket for sequence in engine.working] == [first]
+    assert engine.cancel(first) and engine.slots.count == 0
+    engine.step()
+    assert [sequence.ticket for sequence in engine.working] == [second]
+    assert not engine.cancel(first) and not engine.cancel(99)
+    assert [ticket for ticket, _ in engine.run()] == [second]
+    assert not engine.cancel(second)
+
+
+@every_pattern
+def test_memory_is_bounded_by_the_configuration(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    guesses = 2 * block_size if (block_size or 1) > 1 else 0
+    config = SamplerConfig(max_new_tokens=8, drafts=2 if guesses else 0)
+    engine = Engine(lm, batch_size=9, max_batch_tokens=30 + guesses)
+    prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
+    tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
+    finished = []
+    while engine.waiting or engine.working:
+        finished += [ticket for ticket, _ in engine.step()]
+        rows, columns = engine.slots.ids_SC.shape
+        assert rows * columns <= 30 + guesses
+        if engine.slots.cache is not None:
+            assert engine.slots.cache.shape == (rows, columns)
+    assert sorted(finished) == tickets
+    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + guesses} tokens pass {30 + guesses}\. Raise it"):
+        engine.submit(make_requests(lm, [[4] * 23], config)[0], config)
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_a_prompt_is_read_once_for_all_that_share_it(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=4, temperature=1.0)
+    prompts = [[4, 5, 6, 7, 8] * 4] * 6 + [[6, 5] * 8] * 3
+    engine = Engine(lm, batch_size=4)
+    for request in make_requests(lm, prompts, config):
+        engine.submit(request, config)
+    with Watch(lm) as watch:
+        made = dict(engine.run())
+    steps = sum(trace.forward_passes for trace in made.values())
+    assert watch.rows <= steps + 2 + 2  # two prompts; at most twice each, where those that had it in work are gone
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_what_was_not_read_again_is_counted(attention, block_size):
+    """Of 23 tokens those in whole blocks are shared, also with a request that comes later, as long as one of the group is in work."""
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=4, temperature=1.0)
+    requests = make_requests(lm, [[4, 5, 6, 7, 8] * 4 + [4] * 3] * 9, config)
+    engine, steps = Engine(lm, batch_size=4), 0
+    with Watch(lm) as watch:
+        for late in (requests[:3], requests[3:7], requests[7:]):
+            for request in late:
+                engine.submit(request, config)
+            steps += sum(trace.forward_passes for _, trace in engine.step())
+        steps += sum(trace.forward_passes for _, trace in engine.run())
+    whole = 23 - 23 % (block_size or 1)
+    assert engine.prompt_tokens == 9 * 23
+    assert engine.prompt_tokens_shared == (9 - (watch.rows - steps)) * whole >= 6 * whole
+    assert engine.prompt_reuse == engine.prompt_tokens_shared / engine.prompt_tokens
+
+
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+@settings(max_examples=5)
+@given(data=st.data())
+def test_what_a_group_shares_changes_no_token(logit_shift, attention, block_size, data):
+    """Prompts that agree in their first tokens or in all, beside hidden ones and one of mask tokens; of a group some come when others
+    are ahead, called off, or gone."""
+    parts = {"causal_context": data.draw(st.booleans()), "time_embedding": data.draw(st.booleans())} if block_size else {}
+    lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0])), **parts)
+    prompt, engine, expected, found = [4, 5, 6, 7, 8, 9, 4, 5, 6], Engine(lm, batch_size=4), {}, {}
+    pool = [prompt, prompt, prompt[:7], [*prompt[:7], 9, 6], [*prompt[:8], 9], [lm.mask_token_id] * 9]
+    for _ in range(3):
+        guidance = data.draw(st.sampled_from([0.0, 0.0, 0.7])) if block_size else 0.0
+        drafts = data.draw(st.integers(0, 2)) if (block_size or 1) > 1 and not guidance else 0
+        config = SamplerConfig(max_new_tokens=3, temperature=1.0, guidance=guidance, drafts=drafts, trace=True)
+        prompts = data.draw(st.lists(st.sampled_from(pool), min_size=1, max_size=4))
+        requests = make_requests(lm, prompts, config, [data.draw(st.integers(0, 99)) for _ in prompts])
+        tickets = [engine.submit(request, config) for request in requests]
+        expected |= dict(zip(tickets, naive.complete(lm, requests, config).trace, strict=True))
+        for _ in range(data.draw(st.integers(0, 3))):
+            found |= dict(engine.step())
+        if data.draw(st.booleans()):
+            engine.cancel(tickets[0])
+    found |= dict(engine.run())
+    for ticket, trace in found.items():
+        assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
+        assert trace.log_probs == pytest.approx(expected[ticket].log_probs, abs=1e-10)
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_committing_costs_no_pass_of_its_own(attention, block_size):
+    lm = tiny("phi", attention, block_size, eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=24)
+    engine = Engine(lm)
+    for request in make_requests(lm, [[4] * 9, [5] * 8, [6] * 10], config):
+        engine.submit(request, config)
+    steps = max(trace.forward_passes for _, trace in engine.run())
+    assert steps == 24 and engine.passes <= steps + 2  # the prompts', of different lengths
+
+
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("attention, block_size", PATTERNS[2:4])
+@settings(max_examples=8)
+@given(data=st.data())
+def test_guessing_ahead_changes_no_token(logit_shift, attention, block_size, data):
+    lm = tiny(
+        data.draw(st.sampled_from(["phi", "gpt2"])), attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0]))
+    )
+    prompts = data.draw(prompt_lists(int(logit_shift)))
+    config = data.draw(configs(attention, block_size)).model_copy(update={"remask": 0.0, "guidance": 0.0})
+    requests = make_requests(lm, prompts, config)
+    engine, found = Engine(lm, batch_size=config.batch_size), {}
+    for request in requests:
+        engine.submit(request, config.model_copy(update={"drafts": data.draw(st.integers(0, 4))}))
+    found = dict(engine.run())
+    for ticket, expected in enumerate(naive.complete(lm, requests, config).trace):
+        assert (found[ticket].canvas, found[ticket].steps) == (expected.canvas, expected.steps)
+        assert found[ticket].log_probs == pytest.approx(expected.log_probs, abs=1e-10)
+        assert found[ticket].forward_passes <= expected.forward_passes
+
+
+def test_guesses_that_come_true_save_passes():
+    lm = tiny("phi", "block_causal", 4, eos_bias=-99.0)
+    requests = make_requests(lm, ["abcde"], SamplerConfig(max_new_tokens=19))
+    passes = {}
+    for drafts in (0, 1, 3):
+        engine = Engine(lm)
+        engine.submit(requests[0], SamplerConfig(max_new_tokens=19, drafts=drafts))
+        passes[drafts] = dict(engine.run())[0].forward_passes
+    assert passes[0] == 19 > passes[1] >= passes[3] >= 10
+
+
+def test_equal_states_are_computed_once():
+    lm = tiny("phi", "bidirectional", eos_bias=-9.0)
+    config = SamplerConfig(max_new_tokens=6)
+    engine = Engine(lm)
+    for request in make_requests(lm, ["ab"] * 5, config):
+        engine.submit(request, config)
+    with Watch(lm) as watch:
+        texts = [trace.canvas for _, trace in engine.run()]
+    assert watch.rows == 6 and all(text == texts[0] for text in texts)
+    drawn = SamplerConfig(max_new_tokens=6, temperature=2.0)
+    for request in make_requests(lm, ["ab"] * 5, drawn):
+        engine.submit(request, drawn)
+    with Watch(lm) as watch:
+        list(engine.run())
+    assert 6 < watch.rows <= 26  # all alike at first
+
+
+def test_predictions_that_are_not_numbers_are_an_error():
+    lm = tiny("gpt2", "bidirectional")
+    head = lm.model.get_output_embeddings()
+    engine = Engine(lm)
+    config = SamplerConfig(max_new_tokens=4)
+    engine.submit(make_requests(lm, ["ab"], config)[0], config)
+    kept = head.bias.detach().clone()
+    with torch.no_grad():
+        head.bias[1] = torch.nan
+    try:
+        with pytest.raises(GenerationError, match="predictions are NaN"):
+            engine.step()
+    finally:
+        with torch.no_grad():
+            head.bias.copy_(kept)
+
+
+@every_pattern
+def test_nothing_is_left_of_a_sequence_that_spoilt_its_keys(attention, block_size):
+    plain = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = plain.bind(copy.deepcopy(plain.model))
+    with torch.no_grad():
+        lm.model.get_input_embeddings().weight[3] = torch.nan
+    config = SamplerConfig(max_new_tokens=8, forbidden_tokens=[3], trace=True)
+    engine = Engine(lm)
+    bad = engine.submit(make_requests(lm, [[4, 3, 5, 6, 7, 8]], config)[0], config)
+    with pytest.raises(GenerationError, match="the predictions are NaN"):
+        engine.step()
+    assert engine.cancel(bad)
+    requests = make_requests(lm, [[4, 5], [6] * 12], config)
+    tickets = [engine.submit(request, config) for request in requests]
+    found = dict(engine.run())
+    assert [found[ticket].canvas for ticket in tickets] == [trace.canvas for trace in naive.complete(lm, requests, config).trace]
+
+
+def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
+    lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=6, drafts=2, trace=True)
+    requests = make_requests(lm, ["ab", "ba", "cdef"], config)
+    expected = [trace.canvas for trace in naive.complete(lm, requests, config).trace]
+    engine = Engine(lm)
+    tickets = [engine.submit(request, config) for request in requests]
+    found = dict([next(engine.run())])  # and no more of them for now
+    found |= dict(engine.run())
+    assert [found[ticket].canvas for ticket in tickets] == expected
+    for failing in range(1, 12):
+        calls, whole = [], Job.__dict__["counts"].fget
+        found, engine = {}, Engine(lm)
+
+        def fail(self, calls=calls, whole=whole, failing=failing):
+            calls.append(self)
+            if len(calls) == 9 * failing:
+                raise KeyboardInterrupt
+            return whole(self)
+
+        tickets = [engine.submit(request, config) for request in requests]
+        with monkeypatch.context() as patch:
+            patch.setattr(Job, "counts", property(fail))
+            with contextlib.suppress(KeyboardInterrupt):
+                for ticket, trace in engine.run():
+                    found[ticket] = trace
+        found |= dict(engine.run())
+        assert [found[ticket].canvas for ticket in tickets] == expected
+
+
+def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
+    lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=9, drafts=2)
+    (request,) = make_requests(lm, ["ab"], config)
+    engine, begun = Engine(lm), set()
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    engine.submit(request, config)
+    while engine.waiting or engine.working:
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(Engine, "_guess", stop)  # between a step and the guesses that follow from it
+            engine.step()
+        for sequence in engine.working:
+            if sequence.step == 0:
+                assert sequence.guess is None
+                begun.add(sequence.block)
+        engine.step()
+    assert begun
+
+
+def test_an_engine_refuses_what_it_could_never_finish():
+    lm, config = tiny("phi", "causal"), SamplerConfig(max_new_tokens=4)
+    with pytest.raises(GenerationError, match="batch_size: 0 is refused"):
+        Engine(lm, batch_size=0)
+    (request,) = make_requests(lm, ["ab"], config)
+    with pytest.raises(GenerationError, match="planned with other settings"):
+        Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, threshold=0.5))
+    with pytest.raises(GenerationError, match="guidance: a causal model"):
+        Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, guidance=1.0))
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
+def test_a_deterministic_request_takes_no_keys_from_shared_passes(attention, block_size):
+    plain = tiny("phi", attention, block_size, eos_bias=-9.0)
+    lm = plain.bind(copy.deepcopy(plain.model).float())
+    prompts, shared = [[4, 5, 6, 7, 8] * 4, [5, 6, 7] * 5], SamplerConfig(max_new_tokens=8)
+    apart = shared.model_copy(update={"deterministic": True})
+    engine = Engine(lm)
+    for request in make_requests(lm, prompts, shared):
+        engine.submit(request, shared)
+    engine.step()
+    requests = make_requests(lm, prompts, apart)
+    tickets = [engine.submit(request, apart) for request in requests]
+    found = dict(engine.run())
+    for ticket, request in zip(tickets, requests, strict=True):
+        alone = Engine(lm)
+        alone.submit(request, apart)
+        assert found[ticket].log_probs == next(alone.run())[1].log_probs

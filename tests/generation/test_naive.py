@@ -1,0 +1,72 @@
+"""The slow truth itself: it is transformers' own greedy decoding where that exists, and says what it costs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import get_args
+
+import pytest
+import torch
+
+from tests.generation.tiny_models import PATTERNS, stock, tiny
+from unmask.config.run import SamplerConfig
+from unmask.generation import naive, sampler
+from unmask.models.load import make_diffusion
+
+PROMPTS = [[1, 4, 5, 6], [7], [9, 8, 7, 6, 5, 4, 4], [1, 9]]
+
+
+def test_its_signature_is_that_of_the_sampler():
+    assert inspect.signature(naive.generate) == inspect.signature(sampler.generate)
+
+
+@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+@pytest.mark.parametrize("family", ["phi", "gpt2"])
+def test_causal_decoding_is_that_of_transformers(family, generate):
+    model, _ = stock(family)
+    assert model.config._attn_implementation != "unmask"
+    expected = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=20)
+        expected.append(out[0, len(prompt) :].tolist())
+    lm = make_diffusion(*stock(family))
+    generation = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=20))
+    assert generation.tokens == expected
+    assert generation.forward_passes == list(map(len, expected))
+    assert generation.steps == [list(range(len(tokens))) for tokens in expected]
+
+
+@pytest.mark.parametrize("attention, block_size", PATTERNS)
+@pytest.mark.parametrize("steps", [None, 1, 4, 7])
+def test_it_costs_a_forward_pass_a_step(attention, block_size, steps, monkeypatch):
+    lm, seen = tiny("phi", attention, block_size), []
+    logits = lm.logits
+    monkeypatch.setattr(lm, "logits", lambda ids_BT, **rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, **rest))[1])
+    config = SamplerConfig(max_new_tokens=7, steps=steps, temperature=1.0, stop_at_eos=False)
+    generation = naive.generate(lm, PROMPTS, config)
+    assert len(seen) == sum(generation.forward_passes) and {batch for batch, _ in seen} == {1}
+    if attention == "bidirectional":
+        assert generation.forward_passes == [steps or 7] * 4
+        assert {length for _, length in seen} == {len(prompt) + 7 for prompt in PROMPTS}
+
+
+@pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
+@pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
+def test_of_equals_below_a_threshold_one_is_revealed_and_the_first(generate, attention, block_size):
+    """Every position predicts the same, so that all are as probable as the best (Wu et al. 2025: reveal one then)."""
+    stock_model, tokenizer = stock()
+    stock_model.get_output_embeddings().weight.data.zero_()
+    lm = make_diffusion(stock_model, tokenizer, attention=attention, block_size=block_size)
+    generation = generate(lm, PROMPTS, SamplerConfig(max_new_tokens=7, threshold=0.9, forbidden_tokens=[lm.eos_token_id]))
+    assert generation.steps == [list(range(7))] * 4 and generation.forward_passes == [7] * 4
+
+
+def test_the_policies_differ():
+    """Else the other tests would not see a policy that is ignored."""
+    lm = tiny("phi", "bidirectional")
+    orders = set()
+    for policy in get_args(SamplerConfig.model_fields["policy"].annotation):
+        generation = naive.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, policy=policy, stop_at_eos=False))
+        orders.add(str(generation.steps))
+    assert len(orders) == 5

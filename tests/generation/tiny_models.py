@@ -1,0 +1,139 @@
+"""Tiny random models in float64: their predictions differ from place to place, and EOS comes up as often as a test needs.
+
+Phi and GPT-2 have rotary and learned positions, and compute in float64 throughout (the norm of Llama rounds to float32).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, PhiConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from unmask.config.run import SamplerConfig
+from unmask.data.characters import character_tokenizer
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+
+ALPHABET = "abcdef"
+CONTEXT = 40
+PATTERNS = [("causal", None), ("block_causal", 1), ("block_causal", 3), ("block_causal", 4), ("bidirectional", None)]
+PROMPTS = ["abc", "f", "abc", "fedcba", "dd", "f", "abc", "be"]
+every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
+
+
+def stock(family: str = "phi", layers: int = 2) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A causal model of transformers as it comes: always the same weights."""
+    tokenizer = character_tokenizer(ALPHABET)
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    shape = {"vocab_size": len(tokenizer), "initializer_range": 0.3, **ids}
+    if family == "phi":
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+        config = PhiConfig(
+            hidden_size=16, intermediate_size=24, num_hidden_layers=layers, max_position_embeddings=CONTEXT, **heads, **shape
+        )
+    else:
+        config = GPT2Config(n_embd=16, n_layer=layers, n_head=2, n_positions=CONTEXT, **shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float64).eval(), tokenizer
+
+
+@cache
+def tiny(
+    family: str = "phi",
+    attention: str = "causal",
+    block_size: int | None = None,
+    logit_shift: bool | None = None,
+    *,
+    eos_bias: float = 0.0,
+    mask_bias: float = 0.0,
+    layers: int = 2,
+    causal_context: bool = False,
+    time_embedding: bool = False,
+) -> DiffusionLM:
+    """The stock model under a pattern; the biases are added to the logits of EOS and of the mask token."""
+    pattern = {"attention": attention, "block_size": block_size, "logit_shift": logit_shift, "causal_context": causal_context}
+    lm = make_diffusion(*stock(family, layers), time_embedding=time_embedding, **pattern)
+    head = lm.model.get_output_embeddings()
+    bias_V = torch.zeros(head.weight.shape[0], dtype=head.weight.dtype)
+    bias_V[lm.eos_token_id], bias_V[lm.mask_token_id] = eos_bias, mask_bias
+    head.bias = nn.Parameter(bias_V)
+    for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():  # which starts at zero
+        weight.data += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
+    return lm
+
+
+def prompt_lists(shortest: int):
+    """Of any ids: EOS and the mask token in a prompt are tokens like others."""
+    ids = st.integers(0, tiny().mask_token_id)
+    return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
+
+
+@st.composite
+def configs(draw, attention: str, block_size: int | None):
+    """Any settings that fit the model and one another."""
+    size = draw(st.integers(1, 9))
+    divisors = [None, *(d for d in range(1, size + 1) if size % d == 0)]
+    decoding_block = {"causal": [None, 1], "block_causal": [None, block_size]}.get(attention, divisors)
+    shared = {
+        "max_new_tokens": size,
+        "block_size": draw(st.sampled_from(decoding_block)),
+        "sub_block_size": draw(st.none() | st.integers(1, block_size)) if block_size else None,
+        "temperature": draw(st.sampled_from([0.0, 0.7, 1.0, 1.5])),
+        "top_k": draw(st.sampled_from([0, 0, 1, 4])),
+        "top_p": draw(st.sampled_from([1.0, 1.0, 0.8, 0.3])),
+        "repetition_penalty": draw(st.sampled_from([1.0, 1.0, 1.5, 0.7])),
+        "forbidden_tokens": draw(st.sampled_from([None, None, [3], [0, 4]])),
+        "allowed_tokens": draw(st.sampled_from([None, None, None, [1, 2, 5, 6]])),
+        "guidance": 0.0 if attention == "causal" else draw(st.sampled_from([0.0, 0.0, 0.7])),
+        "stop_at_eos": draw(st.booleans()),
+        "seed": draw(st.integers(-1, 2)),
+        "batch_size": draw(st.integers(1, 4)),
+        "trace": True,
+    }
+    rule = draw(st.sampled_from(["steps", "steps", "tokens_per_step", "threshold", "factor", "entropy_bound"]))
+    if rule == "entropy_bound":
+        bound, filtered = draw(st.sampled_from([0.0, 0.5, 3.0])), draw(st.booleans())
+        return SamplerConfig(entropy_bound=bound, policy="entropy", filtered_confidence=filtered, **shared)
+    if rule in ("threshold", "factor"):
+        bar = draw(st.sampled_from([0.05, 0.2, 0.5, 1.0]))
+        return SamplerConfig(filtered_confidence=draw(st.booleans()), **{rule: bar}, **shared)
+    policy = draw(st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]))
+    return SamplerConfig(
+        **{rule: draw(st.none() | st.integers(1, size))},
+        policy=policy,
+        order_temperature=0.0 if policy in ("random", "left_to_right") else draw(st.sampled_from([0.0, 0.0, 0.5])),
+        filtered_confidence=policy not in ("random", "left_to_right") and draw(st.booleans()),
+        schedule=draw(st.sampled_from(["even", "even", "dream", "ancestral"])),
+        remask=draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
+        **shared,
+    )
+
+
+class Watch:
+    """Counts the rows that a model sees and the places at which its head is computed."""
+
+    def __init__(self, lm):
+        self.rows = self.heads = 0
+        head = lm.model.get_output_embeddings()
+        self.hooks = [
+            lm.model.register_forward_pre_hook(self.see, with_kwargs=True),
+            head.register_forward_hook(lambda module, args, out: self.compute(out)),
+        ]
+
+    def see(self, model, args, kwargs):
+        self.rows += len(kwargs["input_ids"])
+
+    def compute(self, logits_NV):
+        self.heads += logits_NV.shape[:-1].numel()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        for hook in self.hooks:
+            hook.remove()

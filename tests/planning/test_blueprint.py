@@ -1,0 +1,116 @@
+"""What is read of a model without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BertConfig, BloomConfig, LlamaConfig
+
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, LAYERS, SIZES, VOCABULARY, WINDOWS_OF_LAYERS, tiny_lm
+from tests.models.released import EXPECTED, EXPERT, EXPERTS, HIDDEN, write_published
+from unmask.config.run import ModelConfig
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ModelError
+from unmask.models.attention import AttentionMask, Layout, make_mask
+from unmask.models.load import load
+from unmask.planning.blueprint import Blueprint
+from unmask.planning.cost_model import Workload
+
+
+def saved(folder: Path, config: object, alphabet: str = ALPHABET, **options: object) -> Blueprint:
+    config.save_pretrained(folder)
+    character_tokenizer(alphabet).save_pretrained(folder)
+    return Blueprint.read(ModelConfig(path=str(folder), **options))
+
+
+def test_facts_are_those_of_the_loaded_model(tmp_path: Path) -> None:
+    lm = tiny_lm("qwen3", "block_causal", 4)
+    lm.save(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    blueprint = Blueprint.read(ModelConfig(path=str(tmp_path)))
+    facts = blueprint.facts()
+    assert facts["parameters"] == f"{sum(weight.numel() for weight in lm.model.parameters()):,}"
+    assert (facts["attention"], facts["attention block"], facts["logit shift"]) == ("block_causal", "4", "no")
+    assert facts["mask token"] == f"<|mask|> ({VOCABULARY})"
+    assert blueprint.changes()["mask token"] == "already there"
+    assert blueprint.workload(None, 8, 1, None).attention == "block_causal"
+
+
+@pytest.mark.parametrize(
+    ("room", "words"), [(0, f"full: they grow from {VOCABULARY} to {VOCABULARY + 1} rows"), (3, "no: 19 rows have room")]
+)
+def test_a_full_vocabulary_is_told(room: int, words: str, tmp_path: Path) -> None:
+    sizes = CONFIGURATIONS["llama"].to_dict() | {"vocab_size": VOCABULARY + room}
+    blueprint = saved(tmp_path, LlamaConfig(**sizes))
+    assert blueprint.changes()["embeddings"] == words
+    assert "added" in blueprint.changes()["mask token"]
+
+
+def test_more_tokens_than_embeddings_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has 17 tokens, but the embeddings 16 rows: none for .z."):
+        saved(tmp_path, CONFIGURATIONS["llama"], alphabet=ALPHABET + "z")
+
+
+def test_a_model_without_an_attention_hook_is_an_error(tmp_path: Path) -> None:
+    config = BloomConfig(hidden_size=16, n_layer=1, n_head=2, vocab_size=VOCABULARY)
+    with pytest.raises(ModelError, match="BloomForCausalLM: attention is built into"):
+        saved(tmp_path, config).facts()
+
+
+@pytest.mark.parametrize("name", WINDOWS_OF_LAYERS)
+def test_sliding_windows_that_go_are_counted(name: str, tmp_path: Path) -> None:
+    windows = sum(window is not None for window in WINDOWS_OF_LAYERS[name])
+    assert saved(tmp_path, CONFIGURATIONS[name]).changes()["sliding windows"] == f"dropped in {windows} layers"
+
+
+@pytest.mark.parametrize("config", [CONFIGURATIONS["llama"], BertConfig(**SIZES, is_decoder=True)], ids=["llama", "bert"])
+def test_attention_layers_are_counted_once(config: object, tmp_path: Path) -> None:
+    assert saved(tmp_path, config).changes()["attention"] == f"{LAYERS} layers, to bidirectional or block_causal"
+
+
+@pytest.mark.parametrize("name", ["llada_moe", "llada2"])
+def test_a_mixture_of_experts_is_planned_by_what_a_token_meets(name: str, tmp_path: Path) -> None:
+    folder = write_published(name, tmp_path)
+    blueprint = Blueprint.read(ModelConfig(path=str(folder)))
+    total = sum(weight.numel() for weight in load(folder).model.parameters())
+    one = 3 * EXPERT * HIDDEN
+    assert blueprint.facts()["parameters"] == f"{total:,}, {total - (EXPERTS - 2) * one:,} active"
+    network = blueprint.network(Workload(sequence_length=16, attention=EXPECTED[name][0]))
+    assert network.parameters == total and network.expert_weights == EXPERTS * one
+    assert network.multiplied_weights == network.linear_weights + 2 * one
+
+
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+def test_what_experts_keep_is_what_all_of_them_keep_of_real_tokens(precision: str, tmp_path: Path) -> None:
+    """The order in which tokens are grouped comes on top."""
+    folder, work = write_published("llada_moe", tmp_path), Workload(sequence_length=16, precision=precision)
+    network = Blueprint.read(ModelConfig(path=str(folder))).network(work)
+    lm, kept = load(folder), dict[int, int]()
+    lm.model.train()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    compute = torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), compute:
+        out = lm.model.base_model(
+            input_ids=torch.arange(16)[None], position_ids=torch.arange(16)[None], use_cache=False, unmask_mask=full_mask(16)
+        )
+    real = sum(kept.values()) - sum(kept.get(weight.untyped_storage().data_ptr(), 0) for weight in lm.model.parameters())
+    assert out is not None and network.saved_fixed + network.saved_per_row == pytest.approx(real, rel=0.1)
+
+
+def full_mask(length: int) -> AttentionMask:
+    layout = Layout.full(length, torch.device("cpu"))
+    return make_mask("bidirectional", None, layout, layout)
+
+
+def test_what_is_kept_grows_with_rows_and_halves_with_the_type(tmp_path: Path) -> None:
+    blueprint = saved(tmp_path, CONFIGURATIONS["llama"])
+    kept = {p: blueprint.network(Workload(sequence_length=32, precision=p)).saved_per_row for p in ("float32", "mixed", "bfloat16")}
+    assert 0.4 * kept["float32"] < kept["bfloat16"] < kept["mixed"] < kept["float32"]
+    longer = blueprint.network(Workload(sequence_length=32, attention="block_causal")).saved_per_row
+    assert longer == pytest.approx(2 * kept["float32"], rel=0.01)

@@ -1,0 +1,89 @@
+"""Steps that are really made, against what was predicted of them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import LlamaConfig
+
+from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES
+from unmask.data.characters import character_tokenizer
+from unmask.planning import calibration
+from unmask.planning.blueprint import Blueprint
+from unmask.planning.calibration import Step, built, calibrate, timed
+from unmask.planning.cost_model import Workload, peak_memory
+
+SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
+
+
+def blueprint(config: object) -> Blueprint:
+    return Blueprint("tiny", config, character_tokenizer(ALPHABET), SETTINGS)
+
+
+def llama(hidden: int, layers: int, vocabulary: int) -> Blueprint:
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 64}
+    sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
+    return blueprint(LlamaConfig(**sizes, **heads, max_position_embeddings=512))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
+    model = built(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=1).model
+    assert model.config.num_hidden_layers == 1
+    Step(built(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3), Workload(sequence_length=8))()
+
+
+@pytest.mark.parametrize("work", [
+    Workload(batch=4, sequence_length=64, attention="bidirectional"),
+    Workload(batch=3, sequence_length=64, attention="block_causal", copies=2),
+    Workload(batch=4, sequence_length=64, attention="block_causal", checkpointing=True),
+    Workload(batch=4, sequence_length=64, attention="causal"),
+], ids=lambda work: f"{work.attention}{' checkpointing' * work.checkpointing}")  # fmt: skip
+def test_peak_memory_is_predicted_within_a_tenth(work: Workload) -> None:
+    model = llama(64, 4, 1024)
+    predicted = peak_memory(model.network(work), work).total
+    step = Step(built(model, work), work)
+    step()
+    assert predicted == pytest.approx(step.peak_bytes(), rel=0.1)
+
+
+def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
+    work = Workload(batch=2, sequence_length=8, copies=2)
+    hidden_BVT = Step(built(llama(64, 1, 64), work), work).views.hidden_BVT
+    assert hidden_BVT.sum(-1).tolist() == [[4, 4], [4, 4]]
+    assert hidden_BVT.sum(1).eq(1).all()
+
+
+class Touched(TorchDispatchMode):
+    """A clock that goes on by the elements that operations read and write, so that no other process moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.elements += sum(leaf.numel() for leaf in tree_leaves((args, out)) if isinstance(leaf, torch.Tensor))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model", "work"),
+    [
+        (llama(64, 8, 512), Workload(batch=16, sequence_length=128, attention="block_causal")),
+        (llama(128, 4, 4096), Workload(batch=16, sequence_length=256, attention="causal")),
+        (llama(256, 6, 16_000), Workload(batch=4, sequence_length=256, attention="bidirectional", checkpointing=True)),
+    ],
+    ids=["block_causal", "causal", "checkpointing"],
+)
+def test_a_few_layers_tell_the_time_of_all(model: Blueprint, work: Workload, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Touched() as clock:  # that of the machine is read by `unmask inspect --measure`
+        monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.elements))
+        predicted = calibrate(model, model.network(work), work)
+        assert predicted == pytest.approx(sum(timed([Step(built(model, work), work)], 0, at_least=1)[0]), rel=0.1)

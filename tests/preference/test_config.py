@@ -1,0 +1,114 @@
+"""Settings of preference optimisation: what has no effect, or makes no sense, is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+from tests.training.tiny_runs import QUICK, make, settings, tiny, unmask
+from unmask.artifacts import MetricsLog
+from unmask.commands.run import training_arguments
+from unmask.config.layers import read_layers
+from unmask.config.run import resolve
+from unmask.config.yaml import parse_yaml
+from unmask.errors import ConfigError
+from unmask.preference.config import DPOConfig
+
+
+def config(folder: Any, **more: Any) -> DPOConfig:
+    return DPOConfig(**settings(folder, **more))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"loss_type": "dpo"}, r"loss_type: unknown loss_type 'dpo'\. Use one of sigmoid, ipo, hinge, simpo, kto"),
+        ({"reference": "copy"}, "reference: unknown reference 'copy'"),
+        ({"bound": "eubo"}, "bound: unknown bound 'eubo'"),
+        ({"beta": 0}, "beta: 0.0 is refused"),
+        ({"beta": math.nan}, "beta: nan is refused"),
+        ({"samples": 0}, "samples: 0 is refused"),
+        ({"label_smoothing": 0.5}, "label_smoothing: 0.5 is refused"),
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, r"label_smoothing: needs loss_type=sigmoid or simpo\. Leave it out"),
+        ({"loss_type": "kto", "rpo_alpha": 1.0}, "rpo_alpha: needs loss_type=sigmoid or ipo or hinge or simpo"),
+        ({"simpo_gamma": 1.0}, "simpo_gamma: needs loss_type=simpo"),
+        ({"desirable_weight": 2.0}, "desirable_weight: needs loss_type=kto"),
+        ({"loss_type": "simpo", "length_normalization": True}, "length_normalization: needs loss_type=sigmoid or ipo or hinge or kto"),
+        ({"loss_type": "simpo", "reference": "frozen"}, "reference: needs loss_type=sigmoid or ipo or hinge or kto"),
+        ({"loss_type": "simpo", "reference_model": "m"}, "reference_model: needs loss_type=sigmoid or ipo or hinge or kto"),
+        ({"loss_type": "kto", "log_variance_steps": 5}, "log_variance_steps: needs loss_type=sigmoid"),
+        ({"loss_type": "kto", "judge": "judge.py:judge"}, "judge: needs loss_type=sigmoid"),
+        ({"complementary": True, "samples": 1}, "samples: a pair takes two views"),
+        ({"reference": "adapter", "reference_model": "m"}, "reference_model: the reference is the base under the adapters"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
+        ({"canvas_length": 0}, "canvas_length: 0 is refused"),
+        ({"beta": math.inf}, "beta: inf is refused"),
+        ({"loss_type": "kto", "train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: its rows are two responses"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        config(tmp_path, **more)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "more", "exact"),
+    [
+        (("bidirectional",), {}, False),
+        (("bidirectional",), {"bound": "exact"}, r"bound: bidirectional attention would take 2\*\*tokens passes"),
+        (("block_causal", 4), {}, True),
+        (("block_causal", 4), {"bound": "elbo"}, False),
+        (("block_causal", 5), {}, False),
+        (("block_causal", 5), {"bound": "exact"}, "bound: block_causal attention by 5 tokens would take"),
+        (("causal",), {}, True),
+        (("causal",), {"bound": "exact"}, True),
+        (("causal",), {"bound": "elbo"}, "bound: the likelihood of a causal model is exact in one pass"),
+        (("causal",), {"complementary": True}, r"complementary: an exact likelihood hides nothing at random\. Leave it out\.?$"),
+        (("causal",), {"samples": 4}, r"samples: an exact likelihood hides nothing at random\. Leave it out\.?$"),
+        (("block_causal", 4), {"log_variance_steps": 5}, r"log_variance_steps: an exact .* random\. Leave it out, or use bound elbo\.?$"),
+    ],
+)
+def test_what_is_exact_follows_from_the_attention(pattern, more, exact, tmp_path):
+    with pytest.raises(ConfigError, match=exact) if isinstance(exact, str) else nullcontext():
+        assert config(tmp_path, **more).exact(tiny(*pattern)) is exact
+
+
+def test_a_trainer_without_adapters_has_no_base_under_them(tmp_path):
+    with pytest.raises(ConfigError, match=r"reference: the policy has no adapters\. Set lora"):
+        make("dpo", tmp_path, reference="adapter")
+
+
+# Recipes.
+
+
+def recipe(name: str) -> Any:
+    return resolve(read_layers(recipes=[name], overrides=["model.path=m", "output_dir=out"]))
+
+
+def test_the_recipe_for_llada_is_that_of_its_authors():
+    made = recipe("dpo-llada-8b")
+    args = training_arguments("dpo", made)
+    assert (args.loss_type, args.beta, args.samples, args.complementary, args.learning_rate) == ("sigmoid", 0.2, 8, False, 5e-7)
+    assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 64 and args.num_train_epochs == 1
+    assert made.data.max_rows == 350_000
+
+
+def test_the_recipe_for_a_small_gpu_trains_adapters_and_recomputes():
+    made = recipe("dpo-rtx4080-16gb")
+    args = training_arguments("dpo", made)
+    assert made.lora is not None and made.model.dtype == "bfloat16" and made.model.device == "cuda"
+    assert args.activation_checkpointing and args.bf16
+
+
+def test_the_tiny_recipe_trains(model, tmp_path):
+    output = tmp_path / "out"
+    result = unmask("dpo", "--recipe", "dpo-tiny", "--model", model, "--task", "sudoku", "--output", output, *QUICK)
+    assert result.exit_code == 0, (result.output, result.exception)
+    lines = MetricsLog(output / "training_logs.json").read()
+    assert {"loss", "margin", "accuracy", "chosen", "rejected", "tokens_per_second", "learning_rate"} <= lines[0].keys()
+    assert parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]["samples"] == 8
+    assert "margin" in result.stderr and "tokens_per_second" in result.stderr and "memory_gb" in result.stderr

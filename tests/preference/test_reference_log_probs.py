@@ -1,0 +1,153 @@
+"""Stored scores of a reference are kept for the same model, tokenizer, rows and masks, and never used for others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.training.tiny_runs import PREFERENCES, batch, make, tiny
+from unmask.errors import TrainingError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.preference.reference_log_probs import REFERENCE_FILE, digests
+from unmask.training import per_view_backward
+
+AGAIN = "the reference is scored again"
+
+
+@pytest.fixture
+def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Filled by every batch of rows that is scored."""
+    calls: list[int] = []
+
+    def counting(*arguments: Any, **more: Any) -> torch.Tensor:
+        calls.append(1)
+        return original(*arguments, **more)
+
+    original = per_view_backward.score
+    monkeypatch.setattr(per_view_backward, "score", counting)
+    return calls
+
+
+def other() -> DiffusionLM:
+    lm = tiny()
+    with torch.no_grad():
+        lm.model.model.norm.weight[0] += 1e-3
+    return lm
+
+
+def on_disk(folder: Path) -> torch.Tensor:
+    with safe_open(folder / f"train_{REFERENCE_FILE}", "pt") as file:
+        return file.get_tensor("scores")
+
+
+def test_scores_are_kept_for_the_same_content(tmp_path, scored):
+    first = make("dpo", tmp_path)
+    assert len(scored) == 2
+    again = make("dpo", tmp_path)
+    assert len(scored) == 2
+    assert torch.equal(again.stored["train"].score_EIR, first.stored["train"].score_EIR)
+    assert torch.equal(on_disk(tmp_path), first.stored["train"].score_EIR)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"lm": other}, "another model"),
+        ({"lm": lambda: tiny("block_causal", 8)}, "another model and another data"),  # it learns the rest of a block
+        ({"lm": lambda: renamed()}, "another tokenizer"),
+        ({"rows": PREFERENCES[:7]}, "another data"),
+        ({"rows": [PREFERENCES[0] | {"rejected": "gg"}, *PREFERENCES[1:]]}, "another data"),
+        ({"samples": 3}, "another settings"),
+        ({"complementary": True}, "another settings"),
+        ({"seed": 1}, "another settings"),
+        ({"lm": other, "samples": 3}, "another model and another settings"),
+    ],
+)
+def test_what_is_of_other_content_is_an_error_or_scored_again(change, told, tmp_path, scored):
+    before = make("dpo", tmp_path).stored["train"].score_EIR
+    scored.clear()
+    change = {"lm": tiny, **change}
+    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds scores of {told}. .*stale_reference"):
+        make("dpo", tmp_path, **change | {"lm": change["lm"]()})
+    assert not scored and torch.equal(on_disk(tmp_path), before)
+    change["stale_reference"] = "replace"
+    with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds scores of {told}: {AGAIN}"):
+        trainer = make("dpo", tmp_path, **change | {"lm": change["lm"]()})
+    assert len(scored) == 2
+    after = trainer.stored["train"].score_EIR
+    assert torch.equal(on_disk(tmp_path), after)
+    if "tokenizer" not in told:
+        assert not torch.equal(after, before)
+    make("dpo", tmp_path, **change | {"lm": change["lm"]()})
+    assert len(scored) == 2  # and kept
+
+
+def test_of_a_longer_run_all_plans_are_scored_and_serve_a_shorter_one(tmp_path, scored):
+    for steps, passes in ((2, 2), (4, 6), (2, 6), (4, 6)):
+        make("dpo", tmp_path, max_steps=steps)
+        assert len(scored) == passes
+
+
+def renamed() -> DiffusionLM:
+    """A model whose tokenizer has another name for a token that no row has."""
+    lm = tiny()
+    lm.tokenizer.add_tokens(["unused"])
+    return lm
+
+
+def test_a_file_that_cannot_be_read_is_told(tmp_path, scored):
+    make("dpo", tmp_path)
+    (tmp_path / f"train_{REFERENCE_FILE}").write_bytes(b"torn")
+    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: cannot be read"):
+        make("dpo", tmp_path)
+    with pytest.warns(RuntimeWarning, match=f"cannot be read .*: {AGAIN}"):
+        make("dpo", tmp_path, stale_reference="replace")
+    assert len(scored) == 4
+
+
+def test_masks_other_than_those_that_were_scored_are_an_error(tmp_path):
+    """As after a change of the plans' own code, of which the settings know nothing."""
+    trainer = make("dpo", tmp_path)
+    trainer.model.train()
+    plan = trainer.plan
+    assert trainer.reference_of(batch(trainer, 0, 1)).shape == (4,)
+    trainer.plan = lambda rows, draw: plan(rows, draw).piece(slice(None), slice(0, 1))
+    with pytest.raises(TrainingError, match=r"reference: the reference was scored on other responses, or other masks than those of plan 0"):
+        trainer.reference_of(batch(trainer, 0, 1))
+
+
+def test_rows_that_were_not_scored_are_an_error(tmp_path):
+    trainer = make("dpo", tmp_path, eval_dataset=PREFERENCES[3:6])
+    assert trainer.evaluate()["eval_accuracy"] == 0
+    for part in (PREFERENCES[:3], PREFERENCES):  # of the same sample ids, and beyond them
+        with pytest.raises(TrainingError, match="Evaluate on the rows given as eval_dataset, or use reference frozen"):
+            trainer.evaluate(part)
+    along = make("dpo", tmp_path, eval_dataset=PREFERENCES[3:6], reference="frozen")
+    assert along.evaluate(PREFERENCES)["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
+
+
+def test_digests_tell_rows_and_masks_apart_and_pass_over_padding(tmp_path):
+    trainer = make("dpo", tmp_path)
+    trainer.model.train()
+    rows, wide = batch(trainer, 0, 1), batch(trainer, 0, 1, 6)
+    found = digests(rows, trainer.views_of(rows))
+    assert len(set(found.tolist())) == 2
+    assert wide["input_ids"].shape[1] > rows["input_ids"].shape[1]
+    assert torch.equal(digests(wide, trainer.views_of(wide))[:2], found)
+    rows["input_ids"][0, 1] += 1
+    assert digests(rows, trainer.views_of(rows)).ne(found).tolist() == [True, False]
+
+
+def test_progress_is_shown_while_the_reference_is_scored(tmp_path):
+    class Recorder:
+        shown: list[float] = []  # noqa: RUF012
+
+        def update(self, fraction: float, **metrics: float) -> None:
+            self.shown += [metrics[name] for name in metrics if name == "reference_scored"]
+
+    make("dpo", tmp_path, progress=Recorder())
+    assert Recorder.shown == [0.5, 1.0]

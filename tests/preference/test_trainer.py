@@ -1,0 +1,425 @@
+"""DPO starts at log 2 exactly, against the scores of the model as given, and raises the margin; whatever estimates the likelihood."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from tests.toy import any_order, conditionals, groups, lower_bound, toy
+from tests.training.tiny_runs import PREFERENCES, batch, equal, make, moved, settings, tiny, weights
+from unmask.diffusion.views import Draw
+from unmask.errors import DataError, TrainingError
+from unmask.models.load import load
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
+
+LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
+LABELLED = [
+    {"prompt": row["prompt"], "completion": row[side], "label": side == "chosen"} for row in PREFERENCES for side in ("chosen", "rejected")
+]
+
+AB = [{"prompt": "ab"[: 1 + row % 2], "chosen": "abba"[row:] + "ab", "rejected": "ba" * (1 + row)} for row in range(4)]
+
+
+def first_line(folder: Path, **more: Any) -> dict[str, float]:
+    trainer = make("dpo", folder, max_steps=1, **more)
+    trainer.train()
+    return trainer.state.log_history[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"canvas_length": 9},
+        {"score_chunk": 3},
+        {"gradient_accumulation_steps": 2},
+        {"complementary": True, "samples": 4},
+        {"length_normalization": True},
+        {"label_smoothing": 0.1},
+        {"lm": ("block_causal", 4)},
+        {"lm": ("block_causal", 4), "bound": "elbo"},
+        {"lm": ("block_causal", 8)},
+        {"lm": ("causal",)},
+    ],
+    ids=lambda config: "-".join(map(str, config.values())) or "plain",
+)
+@pytest.mark.parametrize("reference", ["stored", "frozen"])
+def test_the_first_loss_is_log_2(config, reference, tmp_path):
+    pattern = config.get("lm", ("bidirectional",))
+    line = first_line(tmp_path, **config | {"lm": tiny(*pattern, attention_dropout=0.3), "reference": reference})
+    assert line["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert line["margin"] == pytest.approx(0, abs=1e-4)
+
+
+def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks(tmp_path):
+    """With a rate of 0 the margin stays 0: the stored scores are those of each epoch's own masks."""
+    trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0)
+    trainer.train()
+    scores = trainer.stored["train"].score_EIR
+    assert scores.shape == (3, 8, 2)
+    assert len({tuple(epoch.flatten().tolist()) for epoch in scores}) == 3
+    assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
+
+
+@pytest.mark.parametrize(("rows", "size", "pieces", "steps"), [(7, 4, 1, 3), (7, 2, 3, 2), (8, 4, 1, 4)])
+def test_where_batches_that_are_not_full_are_left_out_all_epochs_are_scored_and_no_more(rows, size, pieces, steps, tmp_path):
+    shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "dataloader_drop_last": True}
+    trainer = make("dpo", tmp_path, rows=PREFERENCES[:rows], max_steps=steps, learning_rate=0.0, **shape)
+    trainer.train()
+    assert len(trainer.stored["train"].score_EIR) == math.ceil(trainer.state.epoch)
+    assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
+
+
+def test_a_plan_that_is_reused_is_scored_once(tmp_path):
+    trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0, plan_reused=True)
+    seen: list[torch.Tensor] = []
+    plan = trainer.plan
+    trainer.plan = lambda batch, draw: seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
+    trainer.train()
+    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
+    assert len(seen) == 6 and all((ids % 100 == 0).all() for ids in seen)
+
+
+def test_of_exact_likelihoods_one_table_serves_all_epochs(tmp_path):
+    trainer = make("dpo", tmp_path, tiny("block_causal", 2), max_steps=6, learning_rate=0.0)
+    trainer.train()
+    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
+
+
+# The reference: stored, a frozen copy, the base under the adapters.
+
+
+def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of four pairs and what it moves."""
+    [rows] = trainer.prepared([batch(trainer, *range(4))])
+    loss = trainer.training_step(trainer.model, rows, torch.tensor(4))
+    return loss, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo", "hinge", "kto"])
+@pytest.mark.parametrize(
+    ("attention", "block_size", "more"),
+    [
+        ("bidirectional", None, {"samples": 3}),
+        ("bidirectional", None, {"samples": 3, "complementary": True, "length_normalization": True}),
+        ("block_causal", 2, {}),
+        ("causal", None, {}),
+    ],
+)
+def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gradient(attention, block_size, more, loss_type, tmp_path):
+    made = []
+    for reference in ("stored", "frozen", "adapter"):
+        lm, config = tiny(attention, block_size, dtype=torch.float64), peft.LoraConfig(**LORA)
+        trainer = make("dpo", tmp_path / reference, lm, peft_config=config, reference=reference, loss_type=loss_type, **more)
+        assert (trainer.reference is None) == (reference == "stored") == bool(trainer.stored)
+        if trainer.reference is not None:
+            assert (trainer.reference.lm.model is trainer.lm.model) == (reference == "adapter")
+        moved(trainer.lm, 0.3, "lora")  # away from the reference
+        made.append(gradients(trainer))
+    for loss, slopes in made[1:]:
+        torch.testing.assert_close(loss, made[0][0], rtol=1e-6, atol=1e-7)  # adapters are float32
+        torch.testing.assert_close(slopes, made[0][1], rtol=1e-4, atol=1e-6)
+    assert all("lora" in name for name in made[0][1]) and max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
+
+
+def test_a_stored_reference_is_that_of_a_frozen_copy_to_the_end_of_training(tmp_path):
+    """Of the weights themselves, in float64, to the last digits."""
+    ends = []
+    for reference in ("stored", "frozen"):
+        trainer = make("dpo", tmp_path / reference, tiny(dtype=torch.float64), reference=reference, max_steps=5, optim="sgd")
+        trainer.train()
+        ends.append(weights(trainer.lm))
+    torch.testing.assert_close(ends[0], ends[1], rtol=0, atol=1e-12)
+    assert not equal(ends[0], weights(tiny(dtype=torch.float64)))
+
+
+def test_another_model_can_be_the_reference(tmp_path):
+    other = tiny()
+    with torch.no_grad():
+        other.model.model.norm.weight += 0.5
+    other.save(tmp_path / "other")
+    lines = [first_line(tmp_path / mode, reference=mode, reference_model=str(tmp_path / "other")) for mode in ("stored", "frozen")]
+    assert abs(lines[0]["margin"]) > 1e-2 and lines[0]["margin"] == pytest.approx(lines[1]["margin"], abs=1e-4)
+    assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=1e-5)
+
+
+def test_a_loss_without_a_reference_makes_none(tmp_path):
+    trainer = make("dpo", tmp_path, loss_type="simpo", beta=2.0, max_steps=30, learning_rate=3e-3, eval_dataset=PREFERENCES)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert trainer.reference is None and not trainer.stored and not list(tmp_path.glob("*.safetensors"))
+    assert after["eval_margin"] > before["eval_margin"] + 0.3 and after["eval_accuracy"] == 1
+    assert after["eval_loss"] < before["eval_loss"]
+
+
+# Estimators.
+
+
+@pytest.mark.parametrize(
+    ("attention", "block_size", "more", "count"),
+    [
+        ("bidirectional", None, {"samples": 5}, 5),
+        ("bidirectional", None, {"samples": 5, "complementary": True}, 5),
+        ("block_causal", 8, {}, 8),
+        ("block_causal", 4, {}, 15),
+        ("block_causal", 2, {}, 3),
+        ("block_causal", 4, {"bound": "elbo"}, 8),
+        ("causal", None, {}, 1),
+    ],
+)
+def test_views_by_estimator(attention, block_size, more, count, tmp_path):
+    trainer = make("dpo", tmp_path, tiny(attention, block_size), **{"samples": 8} | more)
+    rows = batch(trainer, *range(4))
+    views = trainer.plan(rows, trainer.draw(rows))
+    assert views.count == count
+    assert torch.equal(views.scored_BVT.any(1), rows["maskable"])
+    if more.get("complementary"):
+        assert torch.equal(views.hidden_BVT[:, 0], rows["maskable"])
+        assert torch.equal(views.hidden_BVT[:, 1] ^ views.hidden_BVT[:, 3], rows["maskable"] & (rows["maskable"].sum(1) > 1)[:, None])
+
+
+def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The ids of every chosen response with its prompt, then of every rejected one, and which of them are learnt."""
+    places = [(row, rows["documents"][row] == side) for side in (1, 2) for row in range(len(rows["documents"]))]
+    return [(rows["input_ids"][row][part_T], rows["maskable"][row][part_T]) for row, part_T in places]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shift", [False, True])
+def test_blocks_of_four_are_scored_as_the_mean_over_all_orders(shift, tmp_path):
+    lm = tiny("block_causal", 4, logit_shift=shift, dtype=torch.float64)
+    trainer = make("dpo", tmp_path, lm)
+    rows = batch(trainer, 0, 3, 5)
+    found = trainer.score_responses(lm, rows)
+    for number, (ids_T, maskable_T) in enumerate(each_response(rows)):
+        expected = sum(any_order(conditionals(lm, ids_T, part)) for part in groups(lm, int(maskable_T.nonzero()[0]), len(ids_T)))
+        assert found[number].item() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, None])
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+@pytest.mark.parametrize(
+    ("attention", "block_size", "more"),
+    [
+        ("bidirectional", None, {"samples": 5, "complementary": True, "rpo_alpha": 0.5}),
+        ("block_causal", 4, {}),
+        ("block_causal", 4, {"samples": 3, "bound": "elbo"}),
+    ],
+)
+def test_view_by_view_the_gradient_is_that_of_all_at_once(attention, block_size, more, loss_type, chunk, tmp_path):
+    if loss_type == "kto":
+        more = {name: value for name, value in more.items() if name != "rpo_alpha"}
+    made = []
+    for size in (chunk, 10**6):
+        lm = toy(attention=(attention, block_size, False))  # computes in float64 throughout
+        trainer = make("dpo", tmp_path, lm, AB, loss_type=loss_type, score_chunk=size, **more)
+        moved(trainer.lm, 0.05)
+        made.append(gradients(trainer))
+    torch.testing.assert_close(made[0], made[1], rtol=1e-8, atol=1e-10)
+    assert max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
+
+
+def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
+    """Over many redraws, of either plan; and the pairs scatter less."""
+    other, pairs = moved(tiny(dtype=torch.float64)), PREFERENCES[:2]
+    spread, means = {}, {}
+    for complementary in (False, True):
+        trainer = make("dpo", tmp_path, other, rows=pairs, reference="frozen", samples=4, complementary=complementary)
+        rows = trainer.data_collator([trainer.train_dataset[0]] * 200)
+        drawn = []
+        for iteration in (0, 1):
+            rows["views"] = trainer.plan(rows, Draw(iteration, torch.arange(200)))
+            drawn.append(trainer.score_responses(trainer.lm, rows))
+        bound = torch.cat([part.view(2, -1) for part in drawn], 1)
+        spread[complementary], means[complementary] = bound.std(1), bound.mean(1)
+        for side, (ids_T, maskable_T) in enumerate(each_response(batch(trainer, 0))):
+            parts = groups(trainer.lm, int(maskable_T.nonzero()[0]), len(ids_T))
+            exact = sum(lower_bound(conditionals(trainer.lm, ids_T, part)) for part in parts)
+            assert means[complementary][side].item() == pytest.approx(exact, abs=5 * bound[side].std().item() / 20)
+    assert (spread[True] < spread[False]).all()
+
+
+def test_the_variance_of_the_margin_is_logged_every_so_many_steps(tmp_path):
+    lines = {}
+    for mode in ("stored", "frozen"):
+        trainer = make("dpo", tmp_path / mode, reference=mode, max_steps=4, log_variance_steps=2, samples=2)
+        trainer.train()
+        assert [line["step"] for line in trainer.state.log_history if "margin_variance" in line] == [2, 4]
+        lines[mode] = [line["margin_variance"] for line in trainer.state.log_history if "margin_variance" in line]
+    assert lines["stored"] == pytest.approx(lines["frozen"], rel=1e-3) and min(lines["stored"]) > 1e-4
+    trainer = make("dpo", tmp_path / "start", log_variance_steps=1)
+    assert trainer.margin_variance() < 1e-8  # the policy is the reference
+
+
+# Losses as the trainer makes them.
+
+
+def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
+    losses = []
+    for alpha in (0.0, 0.7):
+        trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), rpo_alpha=alpha)
+        rows = batch(trainer, 0, 2, 5)
+        losses.append(trainer.compute_loss(trainer.model.train(), rows, num_items_in_batch=torch.tensor(3)).item())
+    bound_N = trainer.score_responses(trainer.lm, rows)
+    term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
+    assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
+
+
+def test_rows_that_no_stored_reference_has_scored_are_refused(tmp_path):
+    for held_out in (None, PREFERENCES[:4]):
+        with pytest.raises(TrainingError, match=r"reference: the reference was scored on other.*use reference frozen or adapter"):
+            make("dpo", tmp_path, eval_dataset=held_out).evaluate(PREFERENCES[4:])
+
+
+def test_a_model_is_evaluated_without_training_rows(tmp_path):
+    args = DPOConfig(**settings(tmp_path, samples=2))
+    assert DPOTrainer(tiny(), args, None, PREFERENCES).evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+
+
+@pytest.mark.parametrize("rows", [pytest.param(PREFERENCES, id="pairs", marks=pytest.mark.slow), pytest.param(LABELLED, id="labels")])
+def test_kto_begins_at_one_half_and_pulls_the_two_kinds_apart(rows, tmp_path):
+    args = {"loss_type": "kto", "beta": 1.0, "rows": rows, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+    trainer = make("dpo", tmp_path, max_steps=40, eval_dataset=rows, **args)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] < 0.3 and metrics["eval_margin"] > 1 and metrics["eval_kl"] >= 0
+    assert metrics["eval_chosen"] > metrics["eval_rejected"]
+
+
+@pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
+def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
+    """Also of KTO, whose baseline is one for all micro-batches."""
+    made = []
+    for pieces in (1, 4):
+        lm = tiny(dtype=torch.float64)
+        config = {"per_device_train_batch_size": 8 // pieces, "gradient_accumulation_steps": pieces, "optim": "sgd", "learning_rate": 1.0}
+        trainer = make("dpo", tmp_path, lm, loss_type=loss_type, max_steps=2, **config)
+        trainer.train()
+        made.append(weights(lm))
+    torch.testing.assert_close(made[1], made[0], rtol=0, atol=1e-11)
+    assert not equal(made[0], weights(tiny(dtype=torch.float64)))
+
+
+# Data and metrics.
+
+
+@pytest.mark.parametrize("reference", ["stored", "frozen"])
+def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_path):
+    """Its baseline is one for all held-out rows."""
+    other, found = moved(tiny(dtype=torch.float64), 0.3), []
+    other.save(tmp_path / "other")
+    shape = {"loss_type": "kto", "reference": reference, "reference_model": str(tmp_path / "other"), "eval_dataset": LABELLED[:14]}
+    for size in (1, 4, 14):
+        trainer = make("dpo", tmp_path / f"{size}", tiny(dtype=torch.float64), per_device_eval_batch_size=size, **shape)
+        metrics = trainer.evaluate()
+        found.append({name: metrics[f"eval_{name}"] for name in ("loss", "kl", "margin", "accuracy", "chosen", "rejected")})
+    assert found[0]["kl"] > 0.1
+    for line in found[1:]:
+        assert line == pytest.approx(found[0], rel=1e-6)
+
+
+def test_chosen_and_rejected_are_hidden_apart(tmp_path):
+    same = [{"prompt": "ab", "chosen": "abcdefgh", "rejected": "hgfedcba"}] * 4
+    trainer = make("dpo", tmp_path, rows=same, samples=4)
+    rows = batch(trainer, *range(4))
+    hidden_BVT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT
+    masks = {str(hidden_BVT[row][:, rows["documents"][row] == side].tolist()) for row in range(4) for side in (1, 2)}
+    assert len(masks) == 8
+    assert rows["input_ids"].equal(rows["input_ids"][:1].expand(4, -1))
+
+
+def test_training_raises_the_margin_and_the_accuracy(tmp_path):
+    trainer = make("dpo", tmp_path, max_steps=30, learning_rate=3e-3, eval_dataset=PREFERENCES)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    trainer.train()
+    trainer.evaluate()
+    line = trainer.state.log_history[-1]
+    assert line["eval_margin"] > 2 and line["eval_accuracy"] == 1.0
+    assert line["eval_chosen"] > line["eval_rejected"] and line["eval_loss"] < 0.5
+
+
+def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
+    plain = make("dpo", tmp_path / "plain").train_dataset
+    user = [[{"role": "user", "content": row["prompt"]}] for row in PREFERENCES]
+    sides = [{k: [{"role": "assistant", "content": row[k]}] for k in ("chosen", "rejected")} for row in PREFERENCES]
+    explicit = [{"prompt": prompt, **side} for prompt, side in zip(user, sides, strict=True)]
+    implicit = [{k: prompt + turn for k, turn in side.items()} for prompt, side in zip(user, sides, strict=True)]
+    assert make("dpo", tmp_path / "explicit", rows=explicit).train_dataset == plain
+    assert make("dpo", tmp_path / "implicit", rows=implicit).train_dataset == plain
+
+
+def test_rows_that_state_no_preference_are_named(tmp_path):
+    for row, message in [
+        ({"prompt": "a", "chosen": "ab", "rejected": "ab"}, "row 1, .*the same"),
+        ({"prompt": "a", "chosen": "b" * 40, "rejected": "b"}, "row 1: 43 tokens, but a row holds 32"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "row 1: no value in column 'rejected'"),
+    ]:
+        with pytest.raises(DataError, match="train_dataset, " + message):
+            make("dpo", tmp_path, rows=[PREFERENCES[0], row])
+
+
+# Switches.
+
+
+def calls(trainer: DPOTrainer) -> list[bool]:
+    """Filled by every call of a layer's first projection, with whether gradients are taken."""
+    seen: list[bool] = []
+    layer = next(module for name, module in trainer.model.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
+    layer.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
+    return seen
+
+
+def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_path):
+    ends, counts = [], []
+    for more in ({}, {"activation_checkpointing": True}):
+        trainer = make("dpo", tmp_path, tiny(), optim="sgd", max_steps=3, samples=2, score_chunk=4, **more)
+        seen = calls(trainer)
+        trainer.train()
+        counts.append(len(seen))
+        ends.append(weights(trainer.lm))
+    assert counts == [3 * (2 + 2), 3 * (2 + 2 + 2)]  # two views without gradients, two with them, and these again
+    assert equal(*ends)
+
+
+def test_adapters_alone_are_trained_and_the_base_stays(tmp_path):
+    lm = tiny()
+    start = weights(lm)
+    trainer = make("dpo", tmp_path, lm, peft_config=peft.LoraConfig(**LORA), max_steps=30, learning_rate=3e-2, eval_dataset=PREFERENCES)
+    trainer.train()
+    kept = {name.removeprefix("base_model.model.").replace(".base_layer", ""): weight for name, weight in weights(trainer.lm).items()}
+    assert all(torch.equal(kept[name], weight) for name, weight in start.items())
+    assert trainer.evaluate()["eval_margin"] > 0.5
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
+@pytest.mark.parametrize("reference", ["stored", "adapter"])
+def test_adapters_on_weights_in_4_bits_are_trained(reference, tmp_path):
+    tiny(hidden_size=64, intermediate_size=64).save(tmp_path / "model")
+    lm = load(tmp_path / "model", quantization="4bit")
+    shape = {"max_steps": 20, "learning_rate": 3e-2, "reference": reference, "eval_dataset": PREFERENCES}
+    trainer = make("dpo", tmp_path / "run", lm, peft_config=peft.LoraConfig(**LORA), **shape)
+    start = {name: weight for name, weight in weights(trainer.lm).items() if weight.dtype == torch.uint8}
+    assert start and trainer.evaluate()["eval_loss"] == pytest.approx(math.log(2), abs=1e-4)
+    trainer.train()
+    assert trainer.evaluate()["eval_margin"] > 0.5
+    assert all(torch.equal(weights(trainer.lm)[name], weight) for name, weight in start.items())
+
+
+def test_a_run_of_several_epochs_resumes_bit_for_bit(tmp_path):
+    run = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "log_variance_steps": 1}
+    straight, resumed = make("dpo", tmp_path, **run), make("dpo", tmp_path, **run)
+    straight.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert equal(weights(resumed.lm), weights(straight.lm))

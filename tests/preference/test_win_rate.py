@@ -1,0 +1,89 @@
+"""A judge compares what the policy writes greedily with the chosen responses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.tiny_runs import PREFERENCES, make, settings, tiny
+from unmask.config.run import SamplerConfig
+from unmask.errors import ConfigError, GenerationError, TrainingError
+from unmask.generation.sampler import generate
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
+from unmask.preference.win_rate import split_row, wins
+
+SAMPLER = SamplerConfig(max_new_tokens=4)
+
+
+def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
+    lm, seen = tiny(), []
+
+    def judge(*given: list[str]) -> list[float]:
+        seen.append(given)
+        return [1, 0.5, 0]
+
+    args: Any = DPOConfig(**settings(Path("unused")))
+    pairs: Any = DPOTrainer.make_rows(lm, args, PREFERENCES[:3], "eval_dataset")
+    assert wins(judge, lm, pairs, SAMPLER) == [1.0, 0.5, 0.0]
+    [(prompts, completions, chosen)] = seen
+    assert prompts == [row["prompt"] for row in PREFERENCES[:3]] and chosen == [row["chosen"] for row in PREFERENCES[:3]]
+    assert completions == generate(lm, prompts, SAMPLER).texts
+    assert wins(judge, lm, [], SAMPLER) == [] and len(seen) == 1
+    prompt, response = split_row(pairs[1])
+    assert prompt + response == pairs[1]["input_ids"][: pairs[1]["documents"].count(1)] and response[-1] == lm.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("judge", "message"),
+    [
+        (lambda *_: [1], r"judge: gave \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
+        (lambda *_: [1, 2], "judge: gave"),
+        (lambda *_: [1, float("nan")], "judge: gave"),
+        (lambda *_: [1, "win"], "judge: raised ValueError"),
+        (lambda *_: 1 / 0, "judge: raised ZeroDivisionError"),
+        (lambda *_: sys.exit(3), "judge: raised SystemExit: 3"),
+    ],
+)
+def test_what_is_no_verdict_is_an_error(judge, message):
+    lm = tiny()
+    pairs: Any = DPOTrainer.make_rows(lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset")
+    with pytest.raises(TrainingError, match=message):
+        wins(judge, lm, pairs, SAMPLER)
+
+
+def test_the_win_rate_is_logged_with_the_evaluation(tmp_path):
+    (tmp_path / "judge.py").write_text(
+        "def judge(prompts, completions, chosen):\n    return [0.5 * (len(text) <= 3) for text in completions]\n"
+    )
+    shape = {"eval_dataset": PREFERENCES[:4], "canvas_length": 9, "max_steps": 1, "judge": f"{tmp_path}/judge.py:judge"}
+    trainer = make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=30), **shape)
+    assert trainer.sampler.max_new_tokens == 9  # the canvas
+    metrics = trainer.evaluate()
+    texts = generate(trainer.lm, [row["prompt"] for row in PREFERENCES[:4]], trainer.sampler).texts
+    assert metrics["eval_win_rate"] == 0.5 * sum(len(text) <= 3 for text in texts) / 4
+    assert trainer.state.log_history[-1]["eval_win_rate"] == metrics["eval_win_rate"]
+    trainer.train()
+    assert "win_rate" not in trainer.state.log_history[0]
+
+
+def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"absent\.py:judge: cannot be imported"):
+        make("dpo", tmp_path, judge="absent.py:judge", eval_dataset=PREFERENCES)
+    (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
+    with pytest.raises(ConfigError, match="judge: there are no held-out pairs to judge on"):
+        make("dpo", tmp_path, judge=f"{tmp_path}/judge.py:judge")
+    with pytest.raises(ConfigError, match="judge: kto has no chosen responses"):
+        DPOTrainer(tiny(), DPOConfig(**settings(tmp_path, loss_type="kto")), PREFERENCES, PREFERENCES, judge=lambda *_: [])
+
+
+def test_a_prompt_that_leaves_no_room_to_write_is_told_before_training(tmp_path):
+    (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
+    rows = [PREFERENCES[0], PREFERENCES[0] | {"chosen": ""}, PREFERENCES[1] | {"prompt": "ab" * 10}]
+    shape = {"judge": f"{tmp_path}/judge.py:judge", "eval_dataset": rows, "bad_rows": "skip"}
+    make("dpo", tmp_path / "fits", sampler=SamplerConfig(max_new_tokens=43), **shape)  # of a context of 64, and BOS
+    with pytest.raises(GenerationError, match=r"eval_dataset, row 2: 21 prompt tokens and 44 new .*lower max_new_tokens \(sampler\)"):
+        make("dpo", tmp_path / "run", sampler=SamplerConfig(max_new_tokens=44), **shape)

@@ -1,0 +1,194 @@
+"""Rollouts of tiny models, and scores of chance on them, for the tests of methods.
+
+Shapes: B completions, V views, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+from torch.nn import functional as F
+
+from tests.generation.tiny_models import tiny
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.views import Draw, Views
+from unmask.generation import sampler
+from unmask.rl.config import GRPOConfig
+from unmask.rl.losses import count_items, shares
+from unmask.rl.methods import Rollout, Scores, get_method
+from unmask.rl.methods.base import learnable, parts_of, plan_views
+from unmask.rl.rollouts import cut_at_end, make_rollout
+
+PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5], [7, 4], [6, 6]]
+LENGTH = 8
+
+
+def stopping(attention="causal", block_size=None, logit_shift=None):
+    """A model that often ends early: part of its canvases is never denoised."""
+    return tiny("phi", attention, block_size, logit_shift, eos_bias=1.0)
+
+
+@cache
+def rollout_of(lm, **settings):
+    """A generation at temperature 1, cut at its ends, and the rollout made of it; settings are those of the sampler."""
+    defaults = {"max_new_tokens": LENGTH, "temperature": 1.0, "trace": True}
+    generation = cut_at_end(lm, sampler.generate(lm, PROMPTS, SamplerConfig(**(defaults | settings))))
+    return generation, make_rollout(lm, generation, slice(None), settings.get("block_size"))
+
+
+def usual(attention, block_size=None, /, **settings):
+    """A model of a pattern and a rollout of it, by decoding blocks of two tokens where it has no others."""
+    lm = stopping(attention, block_size)
+    if attention == "bidirectional":
+        settings = {"block_size": 2} | settings
+    return lm, rollout_of(lm, **settings)[1]
+
+
+def tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
+    return {name: part for name, part in vars(rollout).items() if isinstance(part, torch.Tensor)}
+
+
+def one(rollout: Rollout, row: int) -> Rollout:
+    """A row of a rollout by itself, without its padding."""
+    own_T = rollout.documents_BT[row] > 0
+    return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in tensors(rollout).items()}, one_document=True)
+
+
+def whole(group_BT: torch.Tensor) -> Rollout:
+    """Completions of all maskable tokens, whose ids do not matter."""
+    completion_BT = group_BT >= 0
+    ones_BT = torch.ones_like(group_BT)
+    blocks_BT = torch.where(completion_BT, 0, -1)
+    return Rollout(ones_BT, ones_BT, ~completion_BT, completion_BT, blocks_BT, group_BT, blocks_BT)
+
+
+def padded(lm, rollout: Rollout, views: Views, count: int = 3) -> tuple[Rollout, Views]:
+    """The same with padding on the left."""
+    fills = {"steps_BT": -1, "block_BT": -1}
+    moved = {name: F.pad(part_BT, (count, 0), value=fills.get(name, 0)) for name, part_BT in tensors(rollout).items()}
+    moved = replace(rollout, **moved, one_document=False)
+    group_BT = noise_groups(lm, moved.completion_BT | moved.beyond_BT, moved.documents_BT)
+    return replace(moved, group_BT=group_BT), Views(*(F.pad(part_BVT, (count, 0)) for part_BVT in masks(views)))
+
+
+def keys(rollout: Rollout) -> torch.Tensor:
+    """A key for each completion, by its place in the batch."""
+    return torch.arange(len(rollout.ids_BT))
+
+
+def held(name: str) -> dict[str, float]:
+    """A divergence, for methods whose loss has one."""
+    return {"beta": 0.1} if "beta" in get_method(name).uses else {}
+
+
+def config(name, **more):
+    """The settings of a method, with its defaults as users get them."""
+    return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more).settled("bidirectional")
+
+
+def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -> Views:
+    """A method's views, with what stands behind the end as `beyond_eos` says."""
+    draw, args = Draw(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more)
+    return plan_views(lambda rollout: get_method(name).plan(rollout, draw, args), rollout, end)
+
+
+def masks(views: Views) -> tuple[torch.Tensor, ...]:
+    return views.hidden_BVT, views.scored_BVT, views.weight_BVT
+
+
+def states(views: Views, row: int, own_T: torch.Tensor) -> list[tuple[list, ...]]:
+    """What the views of a row hide, score and weigh, but for those that score nothing."""
+    parts = [part_BVT[row][:, own_T] for part_BVT in masks(views)]
+    return [tuple(part_T.tolist() for part_T in view) for view in zip(*parts, strict=True) if view[1].any()]
+
+
+def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spread: float = 0.7) -> tuple[Scores, torch.Tensor]:
+    """Scores of chance, and the items by which their loss is divided. All but the third completion count."""
+    random = torch.Generator().manual_seed(seed)
+
+    def around(center, width):
+        chance_BVT = 2 * torch.rand(views.scored_BVT.shape, generator=random, dtype=torch.float64) - 1
+        return torch.where(views.scored_BVT, center + width * chance_BVT, 0)
+
+    policy_BVT = around(-2.0, 1.0)
+    old_BVT, reference_BVT = (around(policy_BVT, spread) for _ in range(2))
+    kept_B1 = (keys(rollout) != 2)[:, None]
+    advantage_B1 = torch.tensor([1.5, -1.0, 3.0, 0.5, -2.0, -0.5], dtype=torch.float64)[: len(kept_B1), None]
+    learnt_BT = learnable(rollout, views) & kept_B1
+    part_BT = parts_of(rollout, views, args.aggregation)
+    share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
+    held_to = (old_BVT if args.kl_to == "old" else reference_BVT) if args.beta else None
+    scores = Scores(policy_BVT.requires_grad_(), old_BVT, held_to, rollout, views, advantage_B1, share_BT)
+    return scores, count_items(learnt_BT, args.aggregation, part_BT)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One completion of a batch, for slow code: log-probabilities by view and position, positions in lists."""
+
+    policy: torch.Tensor
+    old: torch.Tensor
+    reference: torch.Tensor | None
+    weight: torch.Tensor
+    hidden: list[list[int]]
+    """The scored positions of each view."""
+    tokens: list[int]
+    steps: list[int]
+    groups: list[int]
+    advantage: float
+    views: int
+
+    def value(self, log_prob_VT, token):
+        """The weighted log-probability of a token."""
+        return sum(self.weight[view, token] * log_prob_VT[view, token] for view in range(self.views))
+
+
+def completions(scores: Scores) -> list[Completion]:
+    """Those that count."""
+    made = []
+    for row in keys(scores.rollout).tolist():
+        if row == 2:
+            continue
+        made.append(
+            Completion(
+                scores.policy_BVT[row],
+                scores.old_BVT[row],
+                None if scores.reference_BVT is None else scores.reference_BVT[row],
+                scores.views.weight_BVT[row].double(),
+                [view_T.nonzero().flatten().tolist() for view_T in scores.views.scored_BVT[row]],
+                scores.rollout.completion_BT[row].nonzero().flatten().tolist(),
+                scores.rollout.steps_BT[row].tolist(),
+                scores.rollout.group_BT[row].tolist(),
+                scores.advantage_BT[row].item(),
+                scores.views.count,
+            )
+        )
+    return made
+
+
+def clipped(ratio, advantage, low, high):
+    bounded = min(max(ratio, torch.tensor(1 - low)), torch.tensor(1 + high))
+    return -min(ratio * advantage, bounded * advantage)
+
+
+def k3(reference, policy):
+    return (reference - policy).exp() - (reference - policy) - 1
+
+
+def assert_loss(name, by_hand, spread=0.7, **settings):
+    """A method's loss of a batch, its value and its gradients are those of slow code: `by_hand` of all completions."""
+    args = config(name, **settings)
+    for attention, block_size in (("bidirectional", None), ("block_causal", 3)):
+        _, rollout = usual(attention, block_size, stop_at_eos=args.stop_at_eos)
+        views = plan(name, rollout, **settings)
+        for seed in range(2):
+            scores, items = made_up(rollout, views, args, seed, spread)
+            loss = get_method(name).loss(scores, args).total / items
+            expected = by_hand(completions(scores), args)
+            gradients = [torch.autograd.grad(value, scores.policy_BVT)[0] for value in (loss, expected)]
+            torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+            assert (gradients[0] != 0).any()

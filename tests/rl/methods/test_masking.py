@@ -1,0 +1,394 @@
+"""Masking strategies plan in a method's place: by the same rules, with the weights that the method's loss is made for."""
+
+from __future__ import annotations
+
+import math
+import random
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache
+from itertools import combinations, permutations
+
+import pytest
+import torch
+
+from tests.generation.tiny_models import every_pattern
+from tests.rl.methods.rollouts import keys, rollout_of, stopping
+from tests.training.tiny_runs import PAIRS, equal, settings, tiny, weights
+from unmask.diffusion.rng import Stream
+from unmask.diffusion.views import Draw, Views
+from unmask.errors import ConfigError, TrainingError
+from unmask.rl.config import GRPOConfig
+from unmask.rl.methods import METHODS, get_method, masking
+from unmask.rl.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
+from unmask.rl.trainer import GRPOTrainer
+
+PARTS = ("hidden_BVT", "scored_BVT", "weight_BVT")
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
+
+
+def config(**more):
+    """Settings with three views, where they are counted."""
+    counted = more.get("masking") not in ("coupled", "optimized") or "samples" in get_method(more["method"]).plan_uses
+    return GRPOConfig(**{"output_dir": "unused", "use_cpu": True} | ({"samples": 3} if counted else {}) | more)
+
+
+def same(one: Views, other: Views) -> bool:
+    return all(torch.equal(getattr(one, part), getattr(other, part)) for part in PARTS)
+
+
+@cache
+def sampled(attention="bidirectional", block_size=None):
+    return rollout_of(stopping(attention, block_size), block_size=2 if attention == "bidirectional" else None)[1]
+
+
+@every_strategy
+@every_pattern
+def test_only_the_completion_is_scored_where_it_is_hidden_and_all_behind_it_is_hidden(name, attention, block_size):
+    rollout = sampled(attention, block_size)
+    assert rollout.beyond_BT.any()
+    settings = config(masking=name, method="coupled-grpo")
+    views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
+    assert views.scored_BVT.any((1, 2)).all() and (views.weight_BVT > 0).equal(views.scored_BVT)
+    assert not (views.scored_BVT & ~rollout.completion_BT[:, None]).any()
+    assert torch.equal(views.hidden_BVT, views.scored_BVT | rollout.beyond_BT[:, None])
+
+
+@every_strategy
+def test_plans_follow_from_the_completion_and_its_key_alone(name):
+    rollout, settings = sampled(), config(masking=name, method="coupled-grpo")
+    strategy, key_B = find_masking(settings), keys(rollout) * 1000
+    torch.manual_seed(3)
+    states = torch.get_rng_state(), random.getstate()
+    views = strategy.plan(rollout, Draw(0, key_B), settings, 0.5)
+    assert torch.equal(torch.get_rng_state(), states[0]) and random.getstate() == states[1]
+    assert same(views, strategy.plan(rollout, Draw(0, key_B), settings, 0.5))
+    for row in range(len(key_B)):  # by itself, by a strategy that has seen nothing yet
+        at = slice(row, row + 1)
+        alone = find_masking(settings).plan(rollout.rows(at), Draw(0, key_B[at]), settings, 0.5)
+        assert same(alone, views.piece(at))
+    others = {str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BVT.tolist()) for iteration in range(3)}
+    assert len(others) == 3
+
+
+@pytest.mark.parametrize(("name", "method"), [("diffusion", "bgpo"), ("block", "spg"), ("coupled", "coupled-grpo"), ("optimized", "espo")])
+@every_pattern
+def test_a_strategy_is_the_plan_of_the_method_that_it_is_named_after(name, method, attention, block_size):
+    rollout, settings = sampled(attention, block_size), config(masking=name, method=method)
+    draw = Draw(3, keys(rollout), 1)  # below the number of patterns
+    own = config(method=method, **({"prompt_mask_rate": 0.0} if method == "spg" else {}))  # strategies hide nothing of prompts
+    assert same(find_masking(settings).plan(rollout, draw, settings, 0.5), get_method(method).plan(rollout, draw, own))
+
+
+@every_pattern
+def test_tokens_weigh_what_the_loss_takes_them_to_weigh(attention, block_size):
+    rollout = sampled(attention, block_size)
+    for method in REPLACEABLE:
+        settings = config(method=method)
+        views = Diffusion().plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
+        assert views.count == 3
+        if get_method(method).weighs == "token":
+            torch.testing.assert_close(views.weight_BVT.sum(1), views.scored_BVT.any(1).float())
+            assert (
+                (views.weight_BVT.amax(1) == views.weight_BVT.where(views.scored_BVT, 1.0).amin(1))
+                .logical_or(~views.scored_BVT.any(1))
+                .all()
+            )
+        elif get_method(method).weighs == "mean":
+            torch.testing.assert_close(views.weight_BVT.sum(2), torch.ones(len(rollout.ids_BT), 3))
+        else:  # every view of k of L tokens adds up to L: to the completion, whatever is hidden of each group
+            length_BV = rollout.completion_BT.sum(1, keepdim=True).expand(-1, 3)
+            torch.testing.assert_close(views.weight_BVT.sum(2) * 3, length_BV.float())
+
+
+@every_pattern
+@pytest.mark.parametrize("progress", [0.0, 0.25, 1.0])
+def test_the_mask_rate_follows_progress(attention, block_size, progress):
+    rollout = sampled(attention, block_size)
+    settings = config(masking="adaptive", mask_rate=[0.2, 1.0])
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, progress)
+    weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(rollout, Draw(0, keys(rollout)), settings, progress)
+    assert torch.equal(views.scored_BVT, weighted.scored_BVT)
+    for row, group_T in enumerate(group_BT):
+        for group in group_T.unique()[group_T.unique() >= 0]:
+            size = int((group_T == group).sum())
+            count = max(1, round((0.2 + 0.8 * progress) * size))
+            assert views.scored_BVT[row, :, group_T == group].sum(1).tolist() == [count] * 3
+            scored_VT = weighted.scored_BVT[row] & (group_T == group)
+            assert weighted.weight_BVT[row][scored_VT].tolist() == pytest.approx([size / count / 3] * 3 * count)
+
+
+@pytest.mark.parametrize("method", REPLACEABLE)
+def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkeypatch):
+    """Bit for bit, whatever was asked before: the table is nothing but memory."""
+    rate = {"prompt_mask_rate": 0.5} if "prompt_mask_rate" in get_method(method).plan_uses else {}
+    settings = config(method=method, num_iterations=2, **rate)
+    calls, drawn = [], masking.drawn
+    monkeypatch.setattr(masking, "drawn", lambda *place: calls.append(place) or drawn(*place))
+    strategy = Optimized(patterns=4)
+    short, long = sampled(), rollout_of(stopping("bidirectional"), max_new_tokens=32)[1]
+    for rollout in (short, long, short.rows(slice(2, 4)), long):
+        key_B = torch.arange(len(rollout.ids_BT)) + 10**12
+        for iteration in (0, 1):
+            views = strategy.plan(rollout, Draw(7, key_B, iteration), settings, 0.5)
+            assert same(views, get_method(method).plan(rollout, Draw(7, key_B % 4, iteration), settings))
+    stats = strategy.get_cache_stats()
+    assert len(set(calls)) == len(calls) == stats["misses"] == stats["size"] > 0
+    assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hit_rate"] == stats["hits"] / (stats["hits"] + stats["misses"])
+
+
+@every_pattern
+@pytest.mark.parametrize("method", [name for name in REPLACEABLE if get_method(name).weighs == "token"])
+def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_over_its_mask_rate(method, attention, block_size):
+    rollout = sampled(attention, block_size)
+    plain, weighted = (config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True))
+    draw = Draw(0, keys(rollout), 1)
+    views, own = (find_masking(settings).plan(rollout, draw, settings, 0.5) for settings in (weighted, plain))
+    assert views.hidden_BVT.equal(own.hidden_BVT) and views.scored_BVT.equal(own.scored_BVT)
+    assert views.weight_BVT.dtype == torch.float32 and not views.weight_BVT[~views.scored_BVT].any()
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    for row, view, position in views.scored_BVT.nonzero().tolist():
+        there_T = group_BT[row] == group_BT[row, position]
+        rate = float(views.scored_BVT[row, view, there_T].sum() / there_T.sum())
+        assert float(views.weight_BVT[row, view, position]) == pytest.approx(1 / rate / views.count)
+
+
+class EverySet(MaskingStrategy):
+    """Each number k of hidden tokens as often as any other, and each set of k tokens as any other of k."""
+
+    def plan(self, rollout, draw, config, progress):
+        [position] = {tuple(row.nonzero().flatten().tolist()) for row in rollout.completion_BT}
+        times = math.lcm(*(math.comb(len(position), count) for count in range(1, len(position) + 1)))
+        sets = []
+        for count in range(1, len(position) + 1):
+            sets += list(combinations(position, count)) * (times // math.comb(len(position), count))
+        hidden_VT = torch.zeros(len(sets), rollout.ids_BT.shape[1], dtype=torch.bool)
+        for view, chosen in enumerate(sets):
+            hidden_VT[view, list(chosen)] = True
+        return weighed(rollout, hidden_VT.expand(len(rollout.ids_BT), -1, -1), config)
+
+
+def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
+    """Against the mean over all orders of the sum of log-probabilities, each given what comes later in the order hidden."""
+    rollout = sampled().rows(slice(0, 1))
+    length = 4
+    completion_BT = torch.zeros_like(rollout.completion_BT)
+    completion_BT[:, -length:] = True
+    rollout = replace(rollout, completion_BT=completion_BT, group_BT=torch.zeros_like(rollout.group_BT))
+    position = completion_BT[0].nonzero().flatten().tolist()
+    rng = random.Random(0)
+    sets = [chosen for count in range(1, length + 1) for chosen in combinations(position, count)]
+    log_probs = {(one, chosen): rng.uniform(-9, 0) for chosen in sets for one in chosen}
+    orders = list(permutations(position))
+    elbo = sum(log_probs[one, tuple(sorted(order[at:]))] for order in orders for at, one in enumerate(order)) / len(orders)
+    sums = {}
+    for adaptive_loss in (False, True):
+        views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(rollout, Draw(0, keys(rollout)), config(method="wd1"), 0.5)
+        sums[adaptive_loss] = sum(
+            float(views.weight_BVT[0, view, one]) * log_probs[one, tuple(views.scored_BVT[0, view].nonzero().flatten().tolist())]
+            for _, view, one in views.scored_BVT.nonzero().tolist()
+        )
+    assert sums[True] == pytest.approx(elbo, rel=1e-5)
+    assert sums[False] != pytest.approx(elbo, rel=1e-2)
+
+
+def test_adaptive_loss_is_refused_where_the_loss_weighs_by_the_rate_itself():
+    for method in REPLACEABLE:
+        if get_method(method).weighs != "token":
+            with pytest.raises(ConfigError, match=rf"adaptive_loss: {method} weighs the tokens of a view.*Leave it out"):
+                config(method=method, masking="optimized", adaptive_loss=True)
+
+
+def test_document_a_reads_the_hit_rate_before_the_first_step_and_after_training(tmp_path):
+    made = trainer(tmp_path, masking="optimized", adaptive_loss=True, max_steps=2, num_iterations=2, method="coupled-grpo")
+    cache_stats = made.masking_strategy.get_cache_stats()
+    assert f"Cache hit rate: {cache_stats['hit_rate']:.2f}" == "Cache hit rate: 0.00"
+    made.train()
+    cache_stats = made.masking_strategy.get_cache_stats()
+    assert cache_stats == made.get_cache_stats() and cache_stats["misses"] > 0
+    assert cache_stats["hit_rate"] == cache_stats["hits"] / (cache_stats["hits"] + cache_stats["misses"])
+    assert isinstance(made.masking_strategy, Optimized) and made.masking_strategy.adaptive_loss
+
+
+def test_optimized_wraps_other_strategies():
+    rollout, settings = sampled(), config()
+    draw = Draw(0, keys(rollout) + 64)
+    for inner in (Diffusion(), Adaptive(0.2, 0.6)):
+        strategy = Optimized(inner)
+        wanted = inner.plan(rollout, Draw(0, keys(rollout)), settings, 0.3)
+        assert same(strategy.plan(rollout, draw, settings, 0.3), wanted) and strategy.get_cache_stats()["hits"] == 0
+        assert same(strategy.plan(rollout, draw, settings, 0.3), wanted) and strategy.get_cache_stats()["rate"] == 0.5
+
+
+def test_the_table_is_bounded(monkeypatch):
+    monkeypatch.setattr(masking, "TABLES", 3)
+    rollout, strategy = sampled(), Optimized(Diffusion())
+    for iteration in range(5):
+        strategy.plan(rollout, Draw(0, keys(rollout), iteration), config(), 0.0)
+    assert strategy.get_cache_stats() == {"hits": 0, "misses": 10, "rate": 0.0, "hit_rate": 0.0, "size": 3}
+
+
+@every_strategy
+def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name):
+    for method in METHODS:
+        separable, weighs = get_method(method).separable, get_method(method).weighs
+        if not separable and weighs in STRATEGIES[name].serves:
+            assert isinstance(find_masking(config(method=method, masking=name)), STRATEGIES[name])
+            continue
+        reason = f"the views of {method} are" if separable else f"{method} compares bounds .* Use one of diffusion, optimized"
+        with pytest.raises(ConfigError, match=rf"masking: {reason}"):
+            config(method=method, masking=name)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"masking": "difusion"}, r"masking: unknown strategy 'difusion'.*diffusion"),
+        ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: 1 rates"),
+        ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: rates of 0.0 and 0.5"),
+        ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: needs masking=adaptive"),
+        ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
+        ({"masking": "diffusion", "adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
+
+
+@every_strategy
+def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name):
+    rollout = sampled()
+    for method in REPLACEABLE:
+        if get_method(method).weighs not in STRATEGIES[name].serves:
+            continue
+        given = {"output_dir": "unused", "use_cpu": True, "method": method, "masking": name}
+        for setting, value in {"samples": 5, "prompt_mask_rate": 0.9, "segments": 2, "shrink": 3}.items():
+            plain, changed = GRPOConfig(**given), GRPOConfig(**given)
+            setattr(changed, setting, value)
+            plans = [find_masking(args).plan(rollout, Draw(0, keys(rollout)), args, 0.5) for args in (plain, changed)]
+            with nullcontext() if not same(*plans) else pytest.raises(ConfigError, match=f"^{setting}: {method} with .* does not read it"):
+                GRPOConfig(**given, **{setting: value})
+
+
+def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path):
+    trainer(tmp_path, Diffusion(), samples=3)
+    for strategy, given, message in [
+        (None, {"samples": 3}, "samples: diffu-grpo does not read it"),
+        (Diffusion(), {"prompt_mask_rate": 0.5}, "prompt_mask_rate: diffu-grpo with Diffusion does not read it"),
+        (Optimized(Diffusion()), {"prompt_mask_rate": 0.5}, "prompt_mask_rate: diffu-grpo with Optimized does not read it"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            trainer(tmp_path, strategy, **given)
+
+
+class Halves(MaskingStrategy):
+    """A user's own: each token in one of two views."""
+
+    def __init__(self):
+        self.calls, self.planned = [], []
+
+    def plan(self, rollout, draw, config, progress):
+        position_BT = torch.arange(rollout.ids_BT.shape[1]).expand_as(rollout.ids_BT)
+        first_B1T = (draw.uniform(position_BT, 1, Stream.MASK) < 0.5) & rollout.completion_BT[:, None]
+        self.calls.append((draw.iteration, progress))
+        self.planned.append(weighed(rollout, torch.cat([first_B1T, ~first_B1T & rollout.completion_BT[:, None]], 1), config))
+        return self.planned[-1]
+
+    def get_cache_stats(self):
+        return {"hits": 3 * len(self.calls), "misses": len(self.calls), "rate": 0.75, "size": 0}
+
+
+def ranks(completions, **_):
+    return [float(rank) for rank in range(len(completions))]
+
+
+def trainer(folder, strategy=None, lm=None, **more):
+    shape = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
+    return GRPOTrainer(lm or tiny(), ranks, GRPOConfig(**settings(folder, **shape) | more), PAIRS, masking=strategy)
+
+
+def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path, monkeypatch):
+    strategy, used = Halves(), []
+    made = trainer(tmp_path, strategy, max_steps=4, num_iterations=2)
+    micro_loss = made.loss_on
+    monkeypatch.setattr(made, "loss_on", lambda batch, *rest: used.append(batch.views) or micro_loss(batch, *rest))
+    before = weights(made.lm)
+    made.train()
+    assert strategy.calls == [(0, 0.0), (1, 0.0), (0, 0.5), (1, 0.5)]
+    assert [id(views) for views in used] == [id(views) for views in strategy.planned]
+    assert not equal(weights(made.lm), before)
+    assert made.get_cache_stats()["hits"] == 12
+    assert made.state.log_history[0]["masks/reuse_rate"] == 0.75
+
+
+class Wrong(MaskingStrategy):
+    """Right views, with some of it changed."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def plan(self, rollout, draw, config, progress):
+        return self.change(Diffusion().plan(rollout, draw, config, progress), rollout)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda views, rollout: None, "NoneType is no plan of views"),
+        (lambda views, rollout: replace(views, weight_BVT=views.weight_BVT[:, :1]), r"tensors of .*\[4, 1, 7\], for 4 rows of 7 tokens"),
+        (lambda views, rollout: views.piece(slice(1, None)), r"\[3, 2, 7\], for 4 rows"),
+        (lambda views, rollout: views.piece(slice(None), slice(0)), r"\[4, 0, 7\], for 4 rows"),
+        (lambda views, rollout: replace(views, hidden_BVT=views.hidden_BVT[:, 0]), r"\[4, 7\]"),
+        (lambda views, rollout: replace(views, scored_BVT=views.scored_BVT.long()), r"torch.int64 \[4, 2, 7\]"),
+        (lambda views, rollout: replace(views, weight_BVT=views.scored_BVT), r"torch.bool \[4, 2, 7\], for"),
+        (lambda views, rollout: replace(views, hidden_BVT=views.hidden_BVT & ~views.scored_BVT), "scored that the model is shown"),
+        (lambda views, rollout: weighed(rollout, (rollout.documents_BT > 0)[:, None], GRPOConfig()), "that are not the completion's"),
+    ],
+)
+def test_a_plan_that_a_loss_cannot_read_is_refused(change, message, tmp_path):
+    made = trainer(tmp_path, Wrong(change), max_steps=1, samples=2)
+    with pytest.raises(TrainingError, match=f"plan of Wrong: .*{message}"):
+        made.train()
+
+
+@pytest.mark.parametrize("strategy", ["diffusion", Diffusion, object()])
+def test_what_is_no_strategy_is_refused(strategy, tmp_path):
+    with pytest.raises(ConfigError, match=r"masking: .* is no MaskingStrategy"):
+        trainer(tmp_path, strategy)
+    with pytest.raises(ConfigError, match="patterns: 0 patterns"):
+        Optimized(patterns=0)
+
+
+def test_without_a_strategy_nothing_is_kept(tmp_path):
+    made = trainer(tmp_path, max_steps=1)
+    made.train()
+    assert made.get_cache_stats() == {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
+    assert "masks/reuse_rate" not in made.state.log_history[0]
+
+
+@every_strategy
+def test_the_first_update_has_a_ratio_of_one_and_a_run_resumes_bit_for_bit(name, tmp_path):
+    shape = {"masking": name, "num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    straight = trainer(tmp_path, **shape)
+    straight.train()
+    ratios = [line["ratio"] for line in straight.state.log_history if "ratio" in line]
+    assert ratios[0] == ratios[2] == 1 and ratios[1] != 1
+    resumed = trainer(tmp_path, **shape)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert equal(weights(resumed.lm), weights(straight.lm))
+    rates = [line["masks/reuse_rate"] for line in straight.state.log_history if "masks/reuse_rate" in line]
+    assert rates == ([0.0, 0.5] if name == "optimized" else [])  # of each inner iteration the numbers are drawn once
+
+
+def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="masking: a causal model's likelihood is exact"):
+        trainer(tmp_path, masking="diffusion", lm=tiny("causal"))
+    with pytest.raises(ConfigError, match="masking: the views of cj-grpo are"):
+        trainer(tmp_path, Halves(), method="cj-grpo")
+    with pytest.raises(ConfigError, match=r"masking: espo compares bounds .* Adaptive"):
+        trainer(tmp_path, Adaptive(), method="espo")
+    with pytest.raises(ConfigError, match="masking: 'block', but a strategy was given too"):
+        trainer(tmp_path, Halves(), masking="block")

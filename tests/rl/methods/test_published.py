@@ -1,0 +1,116 @@
+"""The losses and gradients that the authors' own code gave for the same model, completions and masks (data/published.json names it).
+
+The model is that of tests/published.py. The policy that sampled has H + 0.2 cos, the reference H + 0.2 sin.
+
+Shapes: B completions, V views, T positions, D hidden width, K vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.published import HEAD_DK, OLD_DK, REFERENCE_DK, scored
+from tests.rl.methods.rollouts import config
+from unmask.diffusion.rng import Stream
+from unmask.diffusion.views import Views
+from unmask.rl.losses import advantages, count_items, shares
+from unmask.rl.methods import Rollout, Scores, get_method
+from unmask.rl.methods.base import learnable, parts_of, plan_views
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
+IDS_BT, REWARD_B = torch.tensor(PUBLISHED["ids"]), torch.tensor(PUBLISHED["reward"])
+BATCH, LENGTH = IDS_BT.shape
+PROMPT = PUBLISHED["prompt"]
+CASES: dict[str, dict[str, Any]] = {
+    "diffu-grpo": {"prompt_mask_rate": 0.5},
+    "wd1": {"prompt_mask_rate": 0.5},
+    "coupled-grpo": {"beyond_eos": "shown"},
+    "spg": {},
+    "espo": {"beyond_eos": "learnt", "samples": 2},
+    "cj-grpo": {"beyond_eos": "learnt"},
+    "just-grpo": {"beyond_eos": "learnt"},
+    "trace-rl, llada": {"beyond_eos": "learnt", "aggregation": "view"},
+    "trace-rl, sdar": {"beyond_eos": "learnt", "aggregation": "view-constant", "log_ratio_clamp": 10.0},
+}
+"""With what gives the published method, beside the settings that it was run with."""
+
+
+def made(record: dict[str, Any]) -> Rollout:
+    """The completions, up to and including their first EOS, in decoding blocks of two."""
+    place_BT = torch.arange(LENGTH).expand(BATCH, -1) - PROMPT
+    canvas_BT, end_BT = place_BT >= 0, torch.eq(IDS_BT, PUBLISHED["eos"])
+    ended_BT = (end_BT & canvas_BT).cumsum(1)
+    completion_BT = canvas_BT & ((ended_BT == 0) | ((ended_BT == 1) & end_BT))
+    steps_BT = torch.full_like(IDS_BT, -1)
+    steps_BT[:, PROMPT:] = torch.tensor(record.get("steps", [[0] * (LENGTH - PROMPT)] * BATCH))
+    blocks_BT, group_BT = torch.where(canvas_BT, place_BT // 2, -1), torch.where(canvas_BT, 0, -1)
+    return Rollout(IDS_BT, torch.ones_like(IDS_BT), ~canvas_BT, completion_BT, steps_BT, group_BT, blocks_BT)
+
+
+class Injected:
+    """A Draw by which a plan hides what the published code hid."""
+
+    order_B = None
+
+    def __init__(self, hidden_BVT: Tensor, rate: float, samples: int):
+        self.hidden_BVT, self.rate, self.samples = hidden_BVT, rate, samples
+
+    def per_sequence(self, views: int, stream: Stream) -> Tensor:
+        assert stream == Stream.TIME
+        return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)  # coupled-GRPO's share
+
+    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+        if stream == Stream.TIME:  # ESPO's counts, each from the middle of its stretch
+            size = LENGTH - PROMPT + 1
+            count_BV = self.hidden_BVT[:, : self.samples, PROMPT:].sum(2)
+            time_BV = (count_BV + 0.5) / size * self.samples - torch.arange(self.samples)
+            return time_BV[:, :, None].expand(-1, -1, LENGTH).double()
+        partial_BVT = self.hidden_BVT[:, 1:2] if self.hidden_BVT.shape[1] == 3 else self.hidden_BVT[:, :views]
+        return torch.where(partial_BVT, 0.1, 0.9).double()
+
+
+def views_of(name: str, rollout: Rollout, hidden_BVT: Tensor, args: Any, rate: float) -> Views:
+    """The method's own plan; of SPG, which draws blocks by permutations, the published masks as they are."""
+    if name == "spg":
+        scored_BVT = hidden_BVT & rollout.completion_BT[:, None]
+        return Views(hidden_BVT, scored_BVT, scored_BVT / scored_BVT.sum(2, keepdim=True))
+    draw: Any = Injected(hidden_BVT, rate, args.samples)
+    return plan_views(lambda rollout: get_method(name).plan(rollout, draw, args), rollout, args.beyond_eos)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_the_published_code(case):
+    record, name = PUBLISHED["of"][case], case.split(",")[0]
+    settings = {key: value for key, value in record["settings"].items() if key != "num_iterations"}
+    if name == "wd1":
+        settings = {}
+    args = config(name, **settings | CASES[case])
+    args.max_completion_length = LENGTH - PROMPT
+    rollout, hidden_BVT = made(record), torch.tensor(record["hidden"]).bool().transpose(0, 1)
+    rollout = rollout.whole() if args.beyond_eos == "learnt" else rollout
+    views = views_of(name, rollout, hidden_BVT, args, record.get("rate", 0.5))
+    assert torch.equal(views.hidden_BVT, hidden_BVT)  # the published masks, by our plan
+
+    advantage_B = advantages(REWARD_B, torch.zeros(BATCH, dtype=torch.long), args.advantage)
+    if name != "wd1":  # whose published advantage is weighed in its loss
+        torch.testing.assert_close(advantage_B, torch.tensor(record["advantage"]))
+    head_DK = HEAD_DK.clone().requires_grad_()
+    old_BVT = scored(IDS_BT, OLD_DK, views)
+    reference_BVT = (old_BVT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
+    learnt_BT, part_BT = learnable(rollout, views), parts_of(rollout, views, args.aggregation)
+    share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
+    scores = Scores(
+        scored(IDS_BT, head_DK, views), old_BVT, reference_BVT, rollout, views, advantage_B[:, None].double(), share_BT.double()
+    )
+    loss = get_method(name).loss(scores, args).total / count_items(learnt_BT, args.aggregation, part_BT)
+    loss = loss * BATCH if name == "wd1" else loss  # published as a sum over the group
+    loss.backward()
+    torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)
+    if record["loss"] is not None:  # just-grpo's function returns none
+        assert loss.item() == pytest.approx(record["loss"], rel=2e-6, abs=1e-7)

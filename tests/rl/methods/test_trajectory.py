@@ -1,0 +1,260 @@
+"""Trajectory replay scores every token once, in the state in which it was drawn or shortly before: the policy of the sampler.
+
+Shapes: B completions, V views, T positions, N listed choices.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.generation.tiny_models import every_pattern
+from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one, plan, rollout_of, states, stopping, usual
+from unmask.diffusion.log_probs import score
+from unmask.rl.losses import shares
+from unmask.rl.methods import Scores, get_method
+from unmask.rl.methods.base import learnable
+
+
+def scores_of(lm, rollout, views, chunk=None):
+    """The log-probability of every token [B, T]."""
+    with torch.no_grad():
+        log_prob_BVT = score(lm, rollout.ids_BT, rollout.documents_BT, views, chunk=chunk)
+    return (views.weight_BVT * log_prob_BVT).sum(1)
+
+
+def assert_the_samplers(generation, rollout, log_prob_BT):
+    for log_prob_T, completion_T, sampled in zip(log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True):
+        assert log_prob_T[completion_T].tolist() == pytest.approx(sampled, abs=1e-10)
+        assert (log_prob_T[~completion_T] == 0).all()
+
+
+def within(rollout, row):
+    """The step of every revealed position of a row, counted from the first of its group."""
+    steps, groups = rollout.steps_BT[row].tolist(), rollout.group_BT[row].tolist()
+    first = {}
+    for step, group in zip(steps, groups, strict=True):
+        if step >= 0:
+            first[group] = min(step, first.get(group, step))
+    return {at: step - first[group] for at, (step, group) in enumerate(zip(steps, groups, strict=True)) if step >= 0}
+
+
+def replayed(rollout, row, order):
+    """What the views of a row hide and score, by slow code: `order` says which view a position belongs to."""
+    completion, beyond = (part_BT[row].nonzero().flatten().tolist() for part_BT in (rollout.completion_BT, rollout.beyond_BT))
+    never = {at for at in beyond if at not in order}
+    made = []
+    for view in sorted({order[at] for at in completion}):
+        hidden = {at for at, place in order.items() if place >= view} | never
+        made.append((hidden, {at for at in completion if order[at] == view}))
+    return made
+
+
+def sets(views, row):
+    """What the views of a row hide and score, but for those that score nothing."""
+    pairs = zip(views.hidden_BVT[row], views.scored_BVT[row], strict=True)
+    return [tuple(set(part_T.nonzero().flatten().tolist()) for part_T in pair) for pair in pairs if pair[1].any()]
+
+
+@every_pattern
+@pytest.mark.parametrize("logit_shift", [False, True])
+@settings(max_examples=5)
+@given(
+    policy=st.sampled_from(["confidence", "margin", "entropy", "random", "left_to_right"]),
+    steps=st.none() | st.integers(1, 8),
+    decoding_block=st.sampled_from([None, 1, 2, 4, 8]),
+    stop_at_eos=st.booleans(),
+    chunk=st.none() | st.integers(1, 5),
+)
+def test_scores_are_the_log_probs_of_the_sampler(attention, block_size, logit_shift, policy, steps, decoding_block, stop_at_eos, chunk):
+    lm = stopping(attention, block_size, logit_shift)
+    decoding_block = decoding_block if attention == "bidirectional" else None
+    generation, rollout = rollout_of(lm, policy=policy, steps=steps, block_size=decoding_block, stop_at_eos=stop_at_eos)
+    views = plan("cj-grpo", rollout)
+    rows = [replayed(rollout, row, within(rollout, row)) for row in range(len(PROMPTS))]
+    assert [sets(views, row) for row in range(len(PROMPTS))] == rows
+    assert views.count <= max(generation.forward_passes)
+    assert_the_samplers(generation, rollout, scores_of(lm, rollout, views, chunk))
+
+
+MERGED = [("step-merge", {"segments": segments}) for segments in (1, 2, 3, 5, 100)] + [("trace-rl", {"shrink": s}) for s in (1, 2, 3, 100)]
+SINGLE = [("cj-grpo", {}), ("dipo", {}), ("just-grpo", {}), ("agrpo", {"samples": 100})]
+
+
+@every_pattern
+@pytest.mark.parametrize(("name", "more"), MERGED + SINGLE)
+def test_each_completion_token_is_scored_once_and_stays_revealed(name, more, attention, block_size):
+    _, rollout = usual(attention, block_size)
+    views = plan(name, rollout, **more)
+    assert torch.equal(views.scored_BVT.sum(1), rollout.completion_BT.long())
+    assert torch.equal(views.weight_BVT, views.scored_BVT.float())
+    if name != "agrpo":  # whose views are in any order
+        assert not (views.hidden_BVT[:, 1:] & ~views.hidden_BVT[:, :-1]).any()
+
+
+@every_pattern
+@pytest.mark.parametrize(("name", "more"), MERGED)
+def test_steps_are_merged_in_stretches(name, more, attention, block_size):
+    _, rollout = usual(attention, block_size, stop_at_eos=False)
+    views = plan(name, rollout, **more)
+    for row in range(len(PROMPTS)):
+        order = within(rollout, row)
+        count = 1 + max(order.values())
+        if name == "trace-rl":
+            stretches = [list(range(at, min(at + more["shrink"], count))) for at in range(0, count, more["shrink"])]
+        else:  # as equal as possible
+            number = min(more["segments"], count)
+            cuts = [math.ceil(part * count / number) for part in range(number + 1)]
+            stretches = [list(range(*cut)) for cut in itertools.pairwise(cuts)]
+            assert max(map(len, stretches)) - min(map(len, stretches)) <= 1 and min(map(len, stretches)) >= 1
+        place = {step: index for index, stretch in enumerate(stretches) for step in stretch}
+        assert sets(views, row) == replayed(rollout, row, {at: place[step] for at, step in order.items()})
+
+
+@every_pattern
+@pytest.mark.parametrize("segments", [2, 3, 5])
+def test_a_short_completion_beside_a_long_one_is_divided_as_it_is_alone(attention, block_size, segments):
+    _, rollout = usual(attention, block_size)
+    views = plan("step-merge", rollout, segments=segments)
+    for row in range(len(PROMPTS)):
+        own_T = rollout.documents_BT[row] > 0
+        alone = plan("step-merge", one(rollout, row), segments=segments)
+        assert states(views, row, own_T) == states(alone, 0, own_T[own_T])
+
+
+def assert_same(lm, rollout, one_plan, other_plan):
+    """Two plans are the same, and so are their scores."""
+    assert all(torch.equal(*parts) for parts in zip(masks(one_plan), masks(other_plan), strict=True))
+    assert torch.equal(scores_of(lm, rollout, one_plan), scores_of(lm, rollout, other_plan))
+
+
+@every_pattern
+@pytest.mark.parametrize("stop_at_eos", [False, True])
+def test_one_segment_is_diffu_grpo_without_prompt_masks(attention, block_size, stop_at_eos):
+    lm, rollout = usual(attention, block_size, stop_at_eos=stop_at_eos)
+    assert_same(lm, rollout, plan("step-merge", rollout, segments=1), plan("diffu-grpo", rollout, prompt_mask_rate=0.0))
+
+
+@every_pattern
+def test_a_segment_for_every_step_is_cj_grpo_and_trace_rl_with_a_step_in_a_view(attention, block_size):
+    lm, rollout = usual(attention, block_size)
+    every = plan("cj-grpo", rollout)
+    steps = 1 + max(max(within(rollout, row).values()) for row in range(len(PROMPTS)))
+    for other in (
+        plan("step-merge", rollout, segments=steps),
+        plan("trace-rl", rollout, shrink=1),
+        plan("dipo", rollout),
+    ):
+        assert_same(lm, rollout, every, other)
+    assert steps == 1 or plan("step-merge", rollout, segments=1).count < every.count
+
+
+# JustGRPO.
+
+
+@every_pattern
+@pytest.mark.parametrize("logit_shift", [False, True])
+@pytest.mark.parametrize("stop_at_eos", [False, True])
+def test_just_grpo_replays_what_was_decoded_from_left_to_right(attention, block_size, logit_shift, stop_at_eos):
+    lm = stopping(attention, block_size, logit_shift)
+    generation, rollout = rollout_of(lm, policy="left_to_right", stop_at_eos=stop_at_eos)
+    views, replay = plan("just-grpo", rollout), plan("cj-grpo", rollout)
+    for row in range(len(PROMPTS)) if attention != "block_causal" else ():  # where blocks that were never begun may be hidden or not
+        assert sets(views, row) == sets(replay, row)
+    assert_the_samplers(generation, rollout, scores_of(lm, rollout, views))
+
+
+@every_pattern
+def test_just_grpo_scores_each_token_from_those_before_it(attention, block_size):
+    """However the text was decoded; in a model by blocks the rest of the block is hidden."""
+    lm, rollout = usual(attention, block_size)
+    log_prob_BT = scores_of(lm, rollout, plan("just-grpo", rollout))
+    for row in range(len(PROMPTS)):
+        ids_T = rollout.ids_BT[row][rollout.documents_BT[row] > 0]
+        positions = rollout.completion_BT[row].nonzero().flatten()
+        hidden_NT = torch.arange(len(ids_T)) >= positions[:, None]
+        with torch.no_grad():
+            logits_NTV = lm.logits(torch.where(hidden_NT, lm.mask_token_id, ids_T), hidden_BT=hidden_NT)
+        expected_N = logits_NTV.log_softmax(-1)[torch.arange(len(positions)), positions, ids_T[positions]]
+        torch.testing.assert_close(log_prob_BT[row, positions], expected_N, rtol=0, atol=1e-10)
+
+
+# AGRPO.
+
+
+class Orders:
+    """A draw that lists every order of the steps."""
+
+    def __init__(self, orders):
+        self.order_NV = torch.tensor(orders, dtype=torch.float64)
+
+    def per_sequence(self, views, stream):
+        assert views == self.order_NV.shape[1]
+        return self.order_NV
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4, 9])
+def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
+    _, rollout = rollout_of(stopping("bidirectional"), steps=4)
+    row = max(range(len(PROMPTS)), key=lambda at: len(rollout.steps_BT[at][rollout.completion_BT[at]].unique()))
+    alone = rollout.rows(slice(row, row + 1))
+    every = plan("cj-grpo", alone)
+    assert every.count == 4
+    orders = list(itertools.permutations(range(4)))
+    repeated = rollout.rows(torch.tensor([row] * len(orders)))
+    sampled = get_method("agrpo").plan(repeated, Orders(orders), config("agrpo", samples=samples))
+    assert sampled.count == min(samples, 4)
+    assert {len(sets(sampled, index)) for index in range(len(orders))} == {sampled.count}
+    token_T = -torch.rand(rollout.ids_BT.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    token_T.requires_grad_()  # of each token in its own step
+
+    def value_and_gradient(views, part):
+        args = config("agrpo", samples=samples)
+        log_prob_BVT = torch.where(views.scored_BVT, token_T, 0)
+        share_BT = shares(learnable(part, views), args.aggregation, part.steps_BT.clamp_min(0), LENGTH)
+        scores = Scores(log_prob_BVT, log_prob_BVT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), share_BT)
+        total = get_method("agrpo").loss(scores, args).total / len(part.ids_BT)
+        return total, torch.autograd.grad(total, token_T)[0]
+
+    for mean, whole in zip(value_and_gradient(sampled, repeated), value_and_gradient(every, alone), strict=True):
+        torch.testing.assert_close(mean, whole, rtol=1e-6, atol=1e-9)
+        assert (whole != 0).any()
+
+
+def test_steps_are_chosen_by_chance_and_without_repeats():
+    _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False)
+    row = int(rollout.completion_BT.sum(1).argmax())
+    count, many = 3, 2000
+    repeated = rollout.rows(torch.tensor([row] * many))
+    views = plan("agrpo", repeated, keys(repeated), samples=count)
+    steps = int(rollout.completion_BT[row].sum())
+    assert steps > 4 and torch.equal(views.scored_BVT.sum((1, 2)), torch.full((many,), count))
+    assert views.scored_BVT.sum(1).max() == 1
+    share_T = views.scored_BVT.any(1).float().mean(0)[rollout.completion_BT[row]]
+    assert ((share_T - count / steps).abs() < 5 * 0.5 / many**0.5).all()
+    torch.testing.assert_close(views.weight_BVT.amax(2), torch.full((many, count), steps / count))
+
+
+def test_a_completion_of_few_steps_keeps_them_all():
+    _, rollout = rollout_of(stopping("bidirectional"))
+    views = plan("agrpo", rollout, samples=5)
+    for row in range(len(PROMPTS)):
+        steps = len(rollout.steps_BT[row][rollout.completion_BT[row]].unique())
+        assert len(sets(views, row)) == min(5, steps)
+        assert views.weight_BVT[row].max().item() == pytest.approx(max(1, steps / 5))
+
+
+def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
+    """As the sampler saw them: a later token of the completion was drawn beside them."""
+    _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False, policy="random")
+    views = plan("cj-grpo", rollout)
+    shown_BVT = rollout.beyond_BT[:, None] & ~views.hidden_BVT & views.scored_BVT.any(2, keepdim=True)
+    assert shown_BVT.any() and not (views.scored_BVT & rollout.beyond_BT[:, None]).any()
+    fewer = replace(rollout, steps_BT=torch.where(rollout.beyond_BT, -1, rollout.steps_BT))
+    assert not (rollout.beyond_BT[:, None] & ~plan("cj-grpo", fewer).hidden_BVT).any()

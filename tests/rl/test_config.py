@@ -1,0 +1,211 @@
+"""The settings of reinforcement learning: recipes with d1's values, and settings without effect, which are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rl.methods.rollouts import config, held, keys, made_up, masks, usual
+from tests.training.tiny_runs import QUICK, SMALL, unmask
+from unmask.artifacts import MetricsLog
+from unmask.commands.modes import arranged
+from unmask.commands.run import resolved, training_arguments
+from unmask.config.layers import read_layers
+from unmask.config.run import resolve
+from unmask.config.yaml import parse_yaml
+from unmask.diffusion.views import Draw
+from unmask.errors import ConfigError
+from unmask.rl.config import GRPOConfig
+from unmask.rl.methods import METHODS, get_method
+from unmask.rl.methods.masking import find_masking
+from unmask.tasks import get_rewards, get_task
+
+D1 = {
+    "method": "diffu-grpo",
+    "num_generations": 6,
+    "num_iterations": 12,
+    "epsilon": 0.5,
+    "epsilon_high": None,
+    "beta": 0.04,
+    "kl": "k3",
+    "kl_to": "reference",
+    "advantage": "r-mean",
+    "aggregation": "token",
+    "ratio": "token",
+    "reference_sync_steps": 64,
+    "reference_sync_share": 0.6,
+    "prompt_mask_rate": 0.15,
+    "max_completion_length": 256,
+    "steps": 128,
+    "block_size": 32,
+    "policy": "confidence",
+    "temperature": 0.9,
+    "score_temperature": 1.0,
+    "per_device_train_batch_size": 6,
+    "gradient_accumulation_steps": 2,
+    "num_train_epochs": 10,
+    "learning_rate": 3e-6,
+    "lr_scheduler_type": "constant_with_warmup",
+    "adam_beta1": 0.9,
+    "adam_beta2": 0.99,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.2,
+    "seed": 42,
+}
+"""What d1 published (Zhao et al. 2025): diffu-grpo/slurm_scripts/train.yaml of its repository."""
+RECIPES = {
+    "gsm8k": ("gsm8k", "gsm8k/published", {}),
+    "math500": ("math500", "math500/published", {}),
+    "countdown": ("countdown", "countdown/published", {"num_iterations": 8}),
+    "sudoku": ("sudoku", "sudoku/published", {"num_iterations": 8, "temperature": 0.3}),
+    "code-python": ("mbpp", "mbpp/partial", {}),
+    "code-ocaml": ("multipl_t_ocaml", "multipl_t_ocaml/partial", {}),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_has_the_values_of_d1_and_is_a_word_in_python_and_on_the_command_line(name):
+    task, reward, own = RECIPES[name]
+    config = resolve(read_layers(recipes=[f"grpo-{name}"], overrides=["model.path=m", "output_dir=out"]))
+    for args in (training_arguments("grpo", config), GRPOConfig.for_task(name, output_dir="out")):
+        assert {key: getattr(args, key) for key in D1} == D1 | own
+    assert (config.data.task, config.data.style, config.rewards) == (task, "chat", [reward])
+    assert get_task(task) and get_rewards(reward)
+    assert config.lora and (config.lora.r, config.lora.alpha, config.lora.dropout) == (128, 64, 0.05)
+    assert (config.sampler.max_new_tokens, config.sampler.tokens_per_step, config.sampler.block_size) == (256, 2, 32)
+    assert config.sampler.temperature == 0
+
+
+def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_nearest():
+    assert GRPOConfig.for_task("gsm8k", beta=0.0, reference_sync_steps=None).beta == 0
+    with pytest.raises(ConfigError, match=r"there is no recipe for 'sudoko'.*'sudoku'"):
+        GRPOConfig.for_task("sudoko")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recipe_leaves_another_method_its_own_settings(name):
+    """Also those that it lacks, which would be refused; what is no method's stays."""
+    layers = read_layers(recipes=["grpo-sudoku"], overrides=["model.path=m", "output_dir=out", f"training.method={name}"])
+    config = resolve(arranged(layers, "grpo", None, recipes=1))
+    plain = GRPOConfig(output_dir="out", method=name)
+    for args in (training_arguments("grpo", config), GRPOConfig.for_task("sudoku", output_dir="out", method=name)):
+        for setting in ("epsilon", "epsilon_high", "beta", "kl", "reference_sync_steps", "prompt_mask_rate", "aggregation", "advantage"):
+            expected = D1.get(setting, getattr(plain, setting)) if name == "diffu-grpo" else getattr(plain, setting)
+            assert getattr(args, setting) == expected, setting
+        assert args.num_iterations == (1 if get_method(name).on_policy else 8)
+        assert (args.temperature, args.max_completion_length) == (0.3, 256)
+
+
+def test_a_recipe_trains_a_model_of_characters(model, tmp_path):
+    output = tmp_path / "out"
+    result = unmask("grpo", "--recipe", "grpo-sudoku", "--model", model, "--output", output, *QUICK, *SMALL)
+    assert result.exit_code == 0, (result.output, result.exception)
+    metrics = MetricsLog(output / "training_logs.json").read()
+    assert [line["step"] for line in metrics if "kl" in line] == [1, 2]
+    assert "rewards/sudoku/published" in metrics[0]
+    assert json.loads((output / "evaluation.json").read_text())["rows"] == 4
+    training = parse_yaml((output / "config.yaml").read_text(), "config.yaml")["training"]
+    assert (training["beta"], training["num_iterations"], training["max_completion_length"]) == (0.04, 8, 17)
+
+
+# Settings that would change nothing.
+
+OTHERS: dict[str, tuple[Any, ...]] = {
+    "epsilon": (0.05,),
+    "epsilon_high": (0.05,),
+    "dual_clip": (1.01,),
+    "log_ratio_clamp": (0.01,),
+    "ratio": ("sequence", "product"),
+    "beta": (0.2,),
+    "kl": ("k1", "k2"),
+    "kl_to": ("old", "reference"),
+    "kl_unbiased": (True,),
+    "importance_cap": (0.5,),
+    "samples": (5,),
+    "prompt_mask_rate": (0.9,),
+    "segments": (2,),
+    "shrink": (3,),
+    "eubo_beta": (3.0,),
+    "eubo_share": (0.9,),
+}
+"""Of each setting that not all methods read values, one of which is not the method's own."""
+
+
+def test_the_table_has_every_setting_that_not_all_methods_read():
+    assert {name for method in METHODS.values() for name in (*method.uses, *method.plan_uses)} == OTHERS.keys() - {"kl", "kl_to"}
+
+
+def outcome(args: GRPOConfig) -> list[torch.Tensor]:
+    """The views of a rollout, and losses of scores of chance."""
+    method = get_method(args.method)
+    _, rollout = usual("bidirectional", stop_at_eos=args.stop_at_eos)
+    views = method.plan(rollout, Draw(0, keys(rollout)), args)
+    chance_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0))
+    made = []
+    for seed in range(3):
+        scores, _ = made_up(rollout, views, args, seed)
+        made.append(method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2)), args).total)
+    return [*masks(views), *made]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("setting", OTHERS)
+def test_a_setting_is_refused_where_it_changes_neither_views_nor_loss(name, setting):
+    base = {} if setting == "beta" else held(name)
+    if setting == "kl_unbiased" and base:
+        base |= {"kl": "k3"}
+    plain, changed = config(name, **base), config(name, **base)
+    value = next(value for value in OTHERS[setting] if value != getattr(plain, setting))
+    setattr(changed, setting, value)
+    given = {setting: value}
+    if setting == "importance_cap":
+        given["rollout"] = {"backend": "vllm", "url": "http://localhost:8000"}  # without a server nothing is corrected
+    if not all(torch.equal(*pair) for pair in zip(outcome(plain), outcome(changed), strict=True)):
+        config(name, **base, **given).refuse_unread(None)
+        return
+    with pytest.raises(ConfigError, match=f"^{setting}: (needs beta|{name} does not read it)"):
+        config(name, **base, **given).refuse_unread(None)
+
+
+@pytest.mark.parametrize(
+    ("given", "needed", "message"),
+    [
+        ({"softmax_temperature": 2.0}, {"advantage": "softmax"}, "softmax_temperature: needs advantage=softmax"),
+        ({"kl": "k1"}, {"beta": 0.1}, "kl: needs beta"),
+        ({"kl_to": "old"}, {"beta": 0.1}, "kl_to: needs beta"),
+        ({"kl_unbiased": True}, {"beta": 0.1}, "kl_unbiased: needs beta"),
+        ({"kl_unbiased": True, "method": "trace-rl", "kl": "k1"}, {"kl": "k3"}, "kl_unbiased: needs kl=k3"),
+        ({"reference_model": "m"}, {"beta": 0.1}, "reference_model: needs beta"),
+        ({"reference_sync_steps": 8, "method": "trace-rl"}, {"kl_to": "reference"}, "reference_sync_steps: needs kl_to=reference"),
+        ({"reference_sync_share": 0.5, "beta": 0.1}, {"reference_sync_steps": 8}, "reference_sync_share: needs reference_sync_steps"),
+        ({"difficulty_reward": "sudoku"}, {"difficulty": [0.2, 0.8]}, "difficulty_reward: needs difficulty"),
+    ],
+)
+def test_a_setting_is_refused_without_what_it_needs(given, needed, message, tmp_path):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        GRPOConfig(output_dir=str(tmp_path), **given)
+    GRPOConfig(output_dir=str(tmp_path), **given | needed)
+
+
+@pytest.mark.parametrize("masking", [None, "optimized", "diffusion"])
+@pytest.mark.parametrize("name", ["diffu-grpo", "spg", "coupled-grpo"])
+def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(name, masking):
+    """Optimized masks are the method's own views."""
+    args = config(name, masking=masking, beyond_eos="shown")
+    strategy = find_masking(args)
+    if name == "coupled-grpo" or masking == "diffusion":
+        args.refuse_unread(strategy)
+        return
+    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} hides what stands behind the end"):
+        args.refuse_unread(strategy)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_has_filled_in_can_be_read_again(name):
+    run = resolve(read_layers(overrides=["model.path=m", "output_dir=out", "training.use_cpu=true", f"training.method={name}"]))
+    first = training_arguments("grpo", run)
+    assert training_arguments("grpo", resolved(run, first)).to_dict() == first.to_dict()

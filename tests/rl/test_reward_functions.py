@@ -1,0 +1,590 @@
+"""Reward functions are called as TRL calls them, and what no function judges is unscored, never zero."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import os
+import signal
+import socket
+import sqlite3
+import threading
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import TrainerState
+
+from unmask.errors import ConfigError, TrainingError, UnmaskError
+from unmask.rewards.verdict import Verdict
+from unmask.rl.reward_functions import Rewards, Scored, distinct
+from unmask.tasks import Task, get_task
+
+ROWS = [{"prompt": f"p{i}", "answer": str(i), "completion": "c"} for i in range(3)]
+TEXTS = ["0", "x", "2"]
+IDS = [[4, 2], [5, 2], [6, 7, 2]]
+
+
+def right(prompts, completions, answer, **_):
+    return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+def only_first(completions, **_):
+    return [0.25] + [None] * (len(completions) - 1)
+
+
+async def length(completion_ids, **_):
+    return [len(ids) for ids in completion_ids]
+
+
+class Late:
+    """A callable object whose result is awaited."""
+
+    def __call__(self, **columns):
+        return length(**columns)
+
+
+def values(rewards: Rewards) -> torch.Tensor:
+    return rewards(ROWS, TEXTS, IDS).value_BF
+
+
+def assert_equal(tensor: torch.Tensor, expected: list) -> None:
+    torch.testing.assert_close(tensor, torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+
+
+def test_functions_are_called_with_prompts_completions_ids_and_columns():
+    seen = []
+    assert_equal(values(Rewards(lambda **arguments: seen.append(arguments) or [1, 2, 3])), [[1.0], [2.0], [3.0]])
+    for name in ("log_extra", "log_metric"):
+        assert callable(seen[0].pop(name))
+    assert seen == [{"prompts": ["p0", "p1", "p2"], "completions": TEXTS, "completion_ids": IDS, "answer": ["0", "1", "2"]}]
+
+
+def test_a_function_may_edit_the_ids_it_is_given():
+    ids = [list(one) for one in IDS]
+    Rewards(lambda completion_ids, **_: [float(one.pop()) for one in completion_ids])(ROWS, TEXTS, ids)
+    assert ids == IDS
+
+
+def test_messages_are_answered_with_messages():
+    seen = {}
+    rows = [{"prompt": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}]
+    Rewards(lambda **arguments: seen.update(arguments) or [0.0, 0.0])(rows, ["yes", "no"], [[4], [5]])
+    assert seen["completions"] == [[{"role": "assistant", "content": "yes"}], "no"]
+    assert seen["prompts"] == [row["prompt"] for row in rows]
+
+
+def test_sync_async_and_objects_side_by_side():
+    rewards = Rewards([right, only_first, length, Late()])
+    nan = math.nan
+    assert_equal(values(rewards), [[1.0, 0.25, 2.0, 2.0], [0.0, nan, 2.0, 2.0], [1.0, nan, 3.0, 3.0]])
+    assert rewards.names == ["right", "only_first", "length", "Late"]
+
+
+@given(st.lists(st.sampled_from(["f", "f_2", "f_3", "g"])))
+def test_each_function_has_a_name_of_its_own(given_names):
+    names = distinct(given_names)
+    assert len(set(names)) == len(names) and all(name.startswith(given) for name, given in zip(names, given_names, strict=True))
+    once = list(dict.fromkeys(given_names))
+    assert distinct(once) == once
+
+
+def test_functions_of_one_name_are_told_apart(path):
+    task = get_task("sudoku").generate("train", 1, seed=0)
+    rewards = Rewards(["sudoku", "sudoku/partial", "sudoku/published", lambda **_: [1.0], lambda **_: 1 / 0])
+    assert rewards.names == ["sudoku", "sudoku/partial", "sudoku/published", "<lambda>", "<lambda>_2"]
+    rewards(task, [task[0]["completion"]], IDS[:1])
+    assert rewards.failures["<lambda>"] == {} and rewards.failures["<lambda>_2"] == {"raised": 1}
+    assert [rewards.statuses[name].total() for name in rewards.names[:3]] == [1, 1, 1]
+    for workers in (0, 1):
+        again = Rewards([f"{path}:few", right, f"{path}:few"], workers=workers)
+        assert again.names == ["few", "right", "few_2"]
+        with pytest.raises(TrainingError, match="reward function few_2"):
+            again._judges[2]({"completions": TEXTS, "log_extra": print, "log_metric": print}, 60)
+
+
+def test_totals_weigh_what_applies():
+    nan = math.nan
+    value_BF = torch.tensor([[1.0, 0.5], [1.0, nan], [nan, 2.0], [nan, nan], [0.0, 0.0]])
+    scored = Scored(value_BF, torch.zeros(5, 2).bool())
+    assert_equal(Rewards([right, length], [2.0, -1.0]).total(scored), [1.5, 2.0, -2.0, nan, 0.0])
+    assert_equal(Rewards([right, length]).total(scored), [1.5, 1.0, 2.0, nan, 0.0])
+
+
+@given(st.lists(st.tuples(st.floats(-1e12, 1e12), st.floats(allow_nan=False)), min_size=1, max_size=4))
+def test_totals_are_far_from_the_largest_number(functions):
+    rewards = Rewards([lambda value=value, **_: [value] for _, value in functions], [weight for weight, _ in functions])
+    scored = rewards(ROWS[:1], TEXTS[:1], IDS[:1])
+    (total,) = rewards.total(scored).tolist()
+    refused = any(abs(value) > rewards.largest for _, value in functions)
+    assert scored.failed_BF.any() == refused and (refused or abs(total) <= 1.001e12)
+
+
+def test_what_a_function_of_some_weight_failed_on_has_no_total():
+    nan = math.nan
+    scored = Scored(torch.tensor([[1.0, nan], [nan, 1.0], [1.0, 1.0]]), torch.tensor([[False, True], [True, False], [False, False]]))
+    assert_equal(Rewards([right, length]).total(scored), [nan, nan, 2.0])
+    assert_equal(Rewards([right, length], [1.0, 0.0]).total(scored), [1.0, nan, 1.0])
+
+
+def test_what_nothing_judges_is_unscored():
+    rewards = Rewards(only_first)
+    assert_equal(rewards.total(rewards(ROWS, TEXTS, IDS)), [0.25, math.nan, math.nan])
+
+
+@pytest.mark.parametrize("name", ["sudoku", "countdown"])
+def test_tasks_are_named(name):
+    rows = get_task(name).generate("train", 3, seed=0)
+    rewards = Rewards([name, length], weights=[1.0, 0.0])
+    assert rewards.names == [name, "length"]
+    answers = [rows[0]["completion"], "", rows[2]["completion"]]
+    assert_equal(rewards.total(rewards(rows, answers, IDS)), [1.0, 0.0, 1.0])
+    with pytest.raises(ConfigError, match="unknown task"):
+        Rewards(name[:-1])
+
+
+def test_functions_and_weights_that_do_not_fit():
+    for none in ([], ()):
+        with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
+            Rewards(none)
+    for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
+        with pytest.raises(ConfigError, match=r"reward_funcs: .* is no reward function\. Give a function, or the name"):
+            Rewards(wrong)
+    with pytest.raises(ConfigError, match="reward_weights: 1 weights for 2 functions"):
+        Rewards([right, length], weights=[1.0])
+    for weight in (math.inf, -math.inf, math.nan, 1e13, "1", None):
+        with pytest.raises(ConfigError, match=r"reward_weights: .* is refused\. Give numbers of at most"):
+            Rewards([right, length], weights=[1.0, weight])
+
+
+@pytest.mark.parametrize("returned", [[1.0, 2.0], [], 0.5, None])
+def test_a_wrong_return_value_names_the_function(returned):
+    def wrong(**_):
+        return returned
+
+    for errors in ("unscored", "raise"):
+        with pytest.raises(TrainingError, match=r"reward function wrong: returned .* for 3 completions\. Return one float or None"):
+            Rewards([right, wrong], errors=errors)(ROWS, TEXTS, IDS)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda completions, **_: ["a" for _ in completions], r"completion 0: returned 'a'"),
+        (lambda completions, **_: [1.0, float("nan")], r"completion 1: returned nan"),
+        (lambda completions, **_: 1 / 0, "raised ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_reward_that_misbehaves_is_named_where_errors_are_asked_for(function, message):
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    with pytest.raises(TrainingError, match=rf"^reward function <lambda>.*{message}"):
+        Rewards(function, errors="raise")(rows, ["x", "y"], [[1], [2]])
+
+
+REWARDS = """
+import os
+def right(completions, answer, **_): return [float(t == a) if t != "?" else None for t, a in zip(completions, answer)]
+def few(completions, **_): return []
+def process(completions, **_): return [float(os.getpid())] * len(completions)
+"""
+
+
+@pytest.fixture
+def path(tmp_path):
+    (tmp_path / "custom.py").write_text(REWARDS)
+    return str(tmp_path / "custom.py")
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 5])
+def test_a_function_of_a_file_gives_the_same_in_any_number_of_processes(path, workers):
+    rewards = Rewards([f"{path}:right"], workers=workers)
+    assert rewards.names == ["right"]
+    assert_equal(rewards(ROWS, ["0", "?", "x"], IDS).value_BF, [[1.0], [math.nan], [0.0]])
+
+
+def test_workers_are_other_processes_and_without_them_it_is_this_one(path):
+    here, there = values(Rewards(f"{path}:process")), values(Rewards(f"{path}:process", workers=3))
+    assert set(here.flatten().tolist()) == {float(torch.tensor(float(os.getpid())))}
+    assert len(set(there.flatten().tolist())) == 3 and not set(there.flatten().tolist()) & set(here.flatten().tolist())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_imported_is_told_before_training(path, workers):
+    with pytest.raises(UnmaskError, match=r"cannot be imported|has no attribute"):
+        Rewards(f"{path}:absent", workers=workers)
+
+
+def test_a_named_shaping_is_several_functions_of_one_weight():
+    rewards = Rewards(["gsm8k/published", right], weights=[0.5, 2.0])
+    assert rewards.names == ["xml_count", "soft_format", "strict_format", "integer", "correctness", "right"]
+    assert rewards.weights == [0.5] * 5 + [2.0]
+
+
+def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypatch):
+    class Odd(Task):
+        name, fields, columns = "odd", ("answer",), ("answer",)
+
+        def row(self, record, where):
+            return {"prompt": "", "completion": "", "group": "", **record}
+
+        def verify(self, completion, row):
+            return {"0": Verdict(1.0, "ok"), "x": Verdict(None, "infrastructure")}.get(completion, Verdict(0.0, "timeout"))
+
+    monkeypatch.setattr(Task, "_known", Task._known)
+    rewards = Rewards("odd")
+    scored = rewards(ROWS, TEXTS, IDS)
+    assert_equal(scored.value_BF, [[1.0], [math.nan], [0.0]])
+    assert scored.failed_BF.tolist() == [[False], [True], [False]]
+    assert rewards.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
+    del Task._known["odd"]
+
+
+def test_parts_of_a_wrong_length_are_refused(tmp_path):
+    (tmp_path / "odd.py").write_text("def odd(completions, **_): return [1.0] * (3 if completions[0] == '0' else 1)")
+    with pytest.raises(TrainingError, match="reward function odd: returned 3 values for 2 completions"):
+        Rewards(f"{tmp_path}/odd.py:odd", workers=2)([*ROWS, ROWS[0]], [*TEXTS, "3"], [*IDS, [1]])
+
+
+def test_what_cannot_be_judged_is_unscored_in_every_shaping(monkeypatch):
+    unable = Verdict(None, "infrastructure", "no worker")
+    monkeypatch.setattr("unmask.tasks.math500.equivalent", lambda *_: unable)
+    monkeypatch.setattr("unmask.tasks.math500.equivalent_all", lambda pairs: [unable for _ in pairs])
+    text = ["\\boxed{1}"]
+    rewards = Rewards(["math500", "math500/published"])
+    scored = rewards([ROWS[1]], text, IDS[:1])
+    assert_equal(scored.value_BF, [[math.nan, 0.5, math.nan]])
+    assert_equal(rewards.total(scored), [math.nan])
+
+
+def broken(completions, **_):
+    """Raises on `x`."""
+    if "x" in completions:
+        raise KeyError("x")
+    return [1.0] * len(completions)
+
+
+def invalid(completions, **_):
+    return ["a" if text == "x" else 1.0 for text in completions]
+
+
+@pytest.fixture
+def release():
+    """Ends what hangs."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.mark.parametrize(("function", "kind"), [(broken, "raised"), (invalid, "invalid")])
+def test_what_a_function_fails_on_is_unscored_as_a_whole_and_the_rest_is_not(function, kind):
+    rewards = Rewards([function, right])
+    scored = rewards(ROWS, TEXTS, IDS)
+    assert_equal(scored.value_BF, [[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
+    assert scored.failed_BF.tolist() == [[False, False], [True, False], [False, False]]
+    assert_equal(rewards.total(scored), [2.0, math.nan, 2.0])
+    assert rewards.failures == {function.__name__: {kind: 1}, "right": {}}
+    rewards(ROWS[:1], TEXTS[:1], IDS[:1])
+    assert rewards.failures == {function.__name__: {}, "right": {}}
+
+
+HUGE = pytest.param(10**9999, id="huge")
+
+
+@pytest.mark.parametrize("value", ["a", math.nan, math.inf, -1e13, HUGE, [1.0], 1j, Decimal(1), torch.tensor([1.0]), object()])
+def test_values_that_are_no_numbers_or_beyond_the_bound_are_failures(value):
+    rewards = Rewards(lambda completions, **_: [value, 2.0, None])
+    scored = rewards(ROWS, TEXTS, IDS)
+    assert_equal(scored.value_BF, [[math.nan], [2.0], [math.nan]])
+    assert scored.failed_BF.tolist() == [[True], [False], [False]]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, np.array, np.float32, torch.tensor, torch.FloatTensor, lambda v: [Fraction(x) for x in v]])
+def test_numbers_may_be_of_any_kind(kind):
+    for whole in (kind([1.0, 2.0, 3.0]), list(kind([1.0, 2.0, 3.0]))):
+        scored = Rewards(lambda whole=whole, **_: whole)(ROWS, TEXTS, IDS)
+        assert_equal(scored.value_BF, [[1.0], [2.0], [3.0]])
+
+
+def test_a_function_of_this_process_is_given_up_on(release):
+    rewards = Rewards([lambda **_: release.wait(60), right], seconds=0.2)
+    scored = rewards(ROWS, TEXTS, IDS)
+    assert_equal(scored.value_BF, [[math.nan, 1.0], [math.nan, 0.0], [math.nan, 1.0]])
+    assert rewards.failures == {"<lambda>": {"timeout": 3}, "right": {}}
+    with pytest.raises(TrainingError, match=r"reward function <lambda>: gave no answer within 0\.2 seconds"):
+        Rewards(lambda **_: release.wait(60), seconds=0.2, errors="raise")(ROWS, TEXTS, IDS)
+
+
+def test_an_async_function_is_cancelled():
+    cancelled = threading.Event()
+
+    async def hangs(**_):
+        try:
+            await asyncio.sleep(60)
+        finally:
+            cancelled.set()
+
+    rewards = Rewards([hangs, length], seconds=0.3)
+    assert_equal(values(rewards), [[math.nan, 2.0], [math.nan, 2.0], [math.nan, 3.0]])
+    assert cancelled.wait(10) and rewards.failures["hangs"] == {"timeout": 3}
+
+
+HANGS = """
+import os, time
+def odd(completions, **_):
+    if "x" in completions: time.sleep(60)
+    if "y" in completions: os._exit(3)
+    return [1.0] * len(completions)
+def state(trainer_state, timeout, **columns): return [trainer_state.global_step + len(columns)] * len(timeout)
+"""
+
+
+def test_of_processes_the_late_one_is_killed_and_only_its_part_is_unscored(tmp_path, caplog):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    rewards = Rewards(f"{tmp_path}/hangs.py:odd", workers=2, seconds=0.5)
+    processes = [worker._process for worker in rewards.functions[0].workers]
+    rows = [{"prompt": "p"}] * 4
+    started = time.monotonic()
+    scored = rewards(rows, ["a", "b", "c", "x"], [[1]] * 4)
+    assert time.monotonic() - started < 5 and processes[1].poll() is not None
+    assert_equal(scored.value_BF[:, 0], [1.0, 1.0, math.nan, math.nan])
+    assert rewards.failures == {"odd": {"timeout": 2}}
+    rewards.seconds = 60  # enough to start a process again
+    assert_equal(rewards(rows, ["y", "b", "c", "d"], [[1]] * 4).value_BF[:, 0], [math.nan, 1.0, 1.0, 1.0])
+    assert rewards.failures == {"odd": {"raised": 1}}
+    assert [record.getMessage().split(". What")[0] for record in caplog.records] == [
+        "reward function odd, completion 2: gave no answer within 0.5 seconds",
+        "reward function odd, completion 0: its process ended (exit code 3)",
+    ]
+
+
+def test_processes_get_the_attributes_of_the_state_and_columns_of_any_name(tmp_path):
+    (tmp_path / "hangs.py").write_text(HANGS)
+    rewards = Rewards(f"{tmp_path}/hangs.py:state", workers=2)
+    rows = [{"prompt": "p", "timeout": 1, "self": 2}] * 3
+    # prompts, completions, completion_ids, self and the two ways to log
+    assert_equal(rewards(rows, TEXTS, IDS, TrainerState(global_step=7)).value_BF, [[13.0]] * 3)
+
+
+def test_each_function_tells_once_of_each_kind_of_failure(caplog):
+    def both(completions, **_):
+        return invalid(completions) if len(completions) > 2 else broken(completions)
+
+    def second(completions, **_):
+        raise ValueError("line\nbreak")
+
+    rewards = Rewards([both, second])
+    for texts in (TEXTS, TEXTS, ["x", "y"], ["x", "y"]):
+        rewards(ROWS[: len(texts)], texts, IDS[: len(texts)])
+    told = [record.getMessage().split(". What")[0] for record in caplog.records]
+    assert told == [
+        "reward function both, completion 1: returned 'a'",
+        "reward function second: raised ValueError: line break",
+        "reward function both, completion 0: raised KeyError: 'x'",
+    ]
+    assert {(record.name, record.levelname) for record in caplog.records} == {("unmask.rl.reward_functions", "WARNING")}
+
+
+def test_functions_that_wait_run_side_by_side(tmp_path):
+    """Each waits for a file that another one makes: in any order one after another they would be late."""
+
+    async def first(**_):
+        while not (tmp_path / "worker").exists():
+            await asyncio.sleep(0.001)
+        (tmp_path / "first").touch()
+        return [1.0] * 3
+
+    class Second:
+        async def __call__(self, **_):
+            while not (tmp_path / "here").exists():
+                await asyncio.sleep(0.001)
+            (tmp_path / "second").touch()
+            return [2.0] * 3
+
+    def here(**_):
+        (tmp_path / "here").touch()
+        while not (tmp_path / "first").exists():
+            time.sleep(0.001)
+        return [3.0] * 3
+
+    waits = f"while not Path('{tmp_path}/second').exists(): time.sleep(0.001)"
+    source = f"    {waits}\n    Path('{tmp_path}/worker').touch()\n    return [4.0] * len(_['prompts'])"
+    (tmp_path / "slow.py").write_text(f"import time\nfrom pathlib import Path\ndef slow(**_):\n{source}\n")
+    rewards = Rewards([first, f"{tmp_path}/slow.py:slow", here, functools.partial(Second())], workers=2, seconds=20)
+    assert_equal(values(rewards), [[1.0, 4.0, 3.0, 2.0]] * 3)
+    assert not any(rewards.failures.values())
+
+
+def test_functions_of_this_process_run_one_after_another():
+    running = threading.Lock()
+
+    def alone(**_):
+        assert running.acquire(blocking=False)
+        time.sleep(0.01)
+        running.release()
+        return [1.0] * 3
+
+    rewards = Rewards([alone, length, alone, alone])
+    values(rewards)
+    assert not any(rewards.failures.values())
+
+
+def test_async_functions_may_keep_what_belongs_to_a_loop():
+    gate = asyncio.Semaphore(1)
+
+    async def gated(**_):
+        async with gate:
+            await asyncio.sleep(0.01)
+        return [1.0] * 3
+
+    rewards = Rewards([gated, gated], seconds=20)
+    for _ in range(2):
+        assert_equal(values(rewards), [[1.0, 1.0]] * 3)
+
+
+def test_what_works_in_the_main_thread_alone_is_called_there(caplog):
+    """As math-verify's `parse`, by its own message, and asyncio and sqlite3."""
+
+    def alarmed(**_):
+        handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGALRM, handler)
+        return [1.0] * 3
+
+    def wrapped(**_):
+        try:
+            return alarmed()
+        except ValueError as error:
+            raise ValueError("not in threads") from error
+
+    connection = sqlite3.connect(":memory:")
+
+    def stored(**_):
+        return [connection.execute("select 1.0").fetchone()[0]] * 3
+
+    rewards = Rewards([alarmed, wrapped, stored])
+    for _ in range(2):
+        assert_equal(values(rewards), [[1.0, 1.0, 1.0]] * 3)
+    connection.close()
+    assert [record.args[0] for record in caplog.records] == ["alarmed", "wrapped", "stored"]
+
+
+def test_trl_functions_are_given_the_state_and_ways_to_log():
+    """`log_extra` and `log_metric` as TRL documents them."""
+    state = TrainerState(global_step=3)
+
+    def logs(completions, answer, trainer_state, log_extra=None, log_metric=None, **kwargs):
+        scores = [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+        log_extra("golden_answer", answer)
+        log_extra("too few", [1])
+        log_metric("accuracy", sum(scores) / len(scores))
+        log_metric("step", trainer_state.global_step)
+        return scores
+
+    async def too(completions, trainer_state, log_metric, **kwargs):
+        log_metric("step", trainer_state.global_step + 1)
+        return [None] * len(completions)
+
+    rewards = Rewards([logs, too])
+    scored = rewards(ROWS, TEXTS, IDS, state)
+    assert_equal(scored.value_BF[:, 0], [1.0, 0.0, 1.0])
+    assert not scored.failed_BF.any()
+    assert rewards.logged["accuracy"] == [pytest.approx(2 / 3)] and sorted(rewards.logged["step"]) == [3.0, 4.0]
+    assert rewards.extras == {"golden_answer": ["0", "1", "2"]}
+    rewards(ROWS[:1], TEXTS[:1], IDS[:1], state)
+    assert rewards.extras == {"golden_answer": ["0"], "too few": [1]} and rewards.logged["accuracy"] == [1.0]
+
+
+def test_columns_are_logged_once_though_a_function_logs_them_again():
+    def logs(completions, answer, log_extra, **_):
+        log_extra("seen", completions)
+        return broken(completions)
+
+    for functions in (logs, [logs, logs]):
+        rewards = Rewards(functions)
+        rewards(ROWS, TEXTS, IDS)
+        assert rewards.extras == {"seen": TEXTS}
+
+
+UNFIT = """
+def short(prompts, completions): return [0.0] * len(completions)
+def elsewhere(missing, **_): return [0.0] * len(missing)
+async def late(completions): return [0.0] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("name", "what"), [("short", "unexpected keyword"), ("elsewhere", "missing"), ("late", "unexpected keyword")])
+def test_a_function_that_does_not_take_its_arguments_is_an_error(tmp_path, workers, name, what):
+    (tmp_path / "unfit.py").write_text(UNFIT)
+    with pytest.raises(TrainingError, match=rf"^reward function {name}: cannot be called: .*{what}.*kwargs"):
+        Rewards(f"{tmp_path}/unfit.py:{name}", workers=workers)(ROWS, TEXTS, IDS)
+
+
+def test_a_task_whose_columns_are_missing_is_an_error():
+    with pytest.raises(TrainingError, match=r"reward function sudoku: .*no column"):
+        Rewards("sudoku")(ROWS, TEXTS, IDS)
+
+
+LOGS = """
+def logs(completions, log_extra, log_metric, **_):
+    if "bad" in completions: raise ValueError
+    log_extra("twice", [1] * len(completions))
+    log_extra("seen", completions)
+    log_extra("too few", [1][:len(completions) - 1])
+    log_metric("words", sum(map(len, completions)))
+    return [1.0] * len(completions)
+async def later(completions, log_extra, log_metric, **_): return logs(completions, log_extra, log_metric)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["logs", "later"])
+def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, name):
+    (tmp_path / "logs.py").write_text(LOGS)
+    rewards = Rewards(f"{tmp_path}/logs.py:{name}", workers=workers)
+    assert_equal(values(rewards), [[1.0]] * 3)
+    assert rewards.extras["seen"] == TEXTS and rewards.extras["twice"] == [1, 1, 1] and "too few" not in rewards.extras
+    assert sum(rewards.logged["words"]) == 3 and len(rewards.logged["words"]) == max(1, workers)
+
+
+@pytest.mark.parametrize(("name", "error"), [(3, "TypeError: a log cannot have the name 3"), ("\ud800", "UnicodeEncodeError")])
+@pytest.mark.parametrize("way", ["log_extra", "log_metric"])
+def test_a_log_of_no_name_is_a_failure_of_its_function(way, name, error):
+    rewards = Rewards(lambda **given: given[way](name, [1.0] * 3 if way == "log_extra" else 1.0), errors="raise")
+    with pytest.raises(TrainingError, match=f"reward function <lambda>: raised {error}"):
+        rewards(ROWS, TEXTS, IDS)
+
+
+def test_what_a_process_logs_stays_with_its_completions(tmp_path):
+    (tmp_path / "logs.py").write_text(LOGS)
+    rewards = Rewards(f"{tmp_path}/logs.py:logs", workers=2)
+    assert rewards([ROWS[0]] * 4, ["a", "b", "bad", "d"], [[1]] * 4).failed_BF[:, 0].tolist() == [False, False, True, False]
+    assert rewards.extras["seen"] == ["a", "b", None, None] and rewards.logged["words"] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf])
+def test_limits_and_errors_that_are_none(seconds):
+    with pytest.raises(ConfigError, match="seconds"):
+        Rewards(right, seconds=seconds)
+    with pytest.raises(ConfigError, match="unknown 'ignore'"):
+        Rewards(right, errors="ignore")
+
+
+def test_a_judge_over_http_that_does_not_answer_is_a_failure():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        rewards = Rewards(f"http://127.0.0.1:{free.getsockname()[1]}/judge")
+        scored = rewards(ROWS, TEXTS, IDS, TrainerState())
+    assert scored.failed_BF.all() and rewards.failures == {"127.0.0.1": {"raised": 3}}
+    assert_equal(rewards.total(scored), [math.nan] * 3)
+
+
+def test_rewards_are_computed_without_gradients_in_any_thread():
+    weight = torch.nn.Parameter(torch.ones(3))
+    rewards = Rewards(lambda **_: [float((2 * weight).requires_grad)] * 3)
+    assert_equal(values(rewards), [[0.0]] * 3)

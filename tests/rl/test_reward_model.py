@@ -1,0 +1,31 @@
+"""The rewards of a classifier are its logits, in a batch as alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from unmask.data.characters import character_tokenizer
+from unmask.errors import ModelError
+from unmask.rl.reward_model import RewardModel
+
+
+def test_a_sequence_classifier_is_a_reward(tmp_path):
+    tokenizer = character_tokenizer("abc")
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_labels=1, **sizes)
+    torch.manual_seed(0)
+    model = LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    reward = RewardModel(str(tmp_path))
+    model.config.pad_token_id = tokenizer.pad_token_id
+    expected = [model(**tokenizer([text], return_tensors="pt")).logits.item() for text in ("abc", "caba")]
+    assert reward(["ab", "c"], ["c", "aba"]) == pytest.approx(expected)
+
+    LlamaForSequenceClassification(LlamaConfig(**{**config.to_dict(), "num_labels": 2})).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has 2 labels"):
+        RewardModel(str(tmp_path))
+    with pytest.raises(ModelError, match="no sequence classifier"):
+        RewardModel(f"{tmp_path}/absent")

@@ -1,0 +1,399 @@
+"""Completions from a server are those made here, its loss stops a run where it can go on, and its own numbers are corrected for."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+import unmask
+from tests.generation.remote.servers import copied, served
+from tests.generation.remote.stub_servers import (
+    FOR_ADAPTERS,
+    FOR_ADAPTERS_IN_ENVIRONMENT,
+    FOR_ROLLOUTS,
+    FakeVLLM,
+    Server,
+    serving,
+    write_model,
+)
+from tests.training.tiny_runs import PAIRS, equal, make, share_of_a, tiny, weights
+from unmask.artifacts import MetricsLog
+from unmask.config.run import LoraSettings
+from unmask.errors import ConfigError, GenerationError, TrainingError
+from unmask.generation.remote.http import RemoteError
+from unmask.models.load import load
+from unmask.rewards.verdict import Verdict
+from unmask.rl.config import GRPOConfig
+from unmask.rl.prompt_sampler import Judged
+from unmask.rl.trainer import GRPOTrainer
+
+RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
+    peft = {"peft_config": LoraSettings(r=2, target_modules=["q_proj"]).to_peft()} if adapters else {}
+    here = make("grpo", tmp_path / "here", tiny("block_causal", 2), **RUN, **peft)
+    here.train()
+    with served(copied(tiny("block_causal", 2), tmp_path / "model")) as url:
+        there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **RUN, **peft)
+        there.train()
+        there.backend.close()
+    if adapters:  # the server's are merged, which rounds
+        torch.testing.assert_close(weights(there.lm), weights(here.lm), rtol=0, atol=1e-5)
+    else:
+        assert equal(weights(there.lm), weights(here.lm))
+    stats = there.get_performance_stats()
+    assert {"generation", "reward", "scoring", "forward", "backward", "sync"} <= stats["seconds"].keys()
+    assert {"reward", "ratio", "clipped", "kl", "entropy", "truncated", "unscored"} <= stats["logged"].keys()
+    assert any("time/sync" in line for line in there.state.log_history)
+
+
+def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_it(tmp_path):
+    def run(url: str, **more: Any) -> GRPOTrainer:
+        rollout = {"backend": "server", "url": url, "patience": 0.5}
+        return make("grpo", tmp_path / "run", rollout=rollout, max_steps=4, rows=PAIRS[:6], **more)  # type: ignore[return-value]
+
+    straight = make("grpo", tmp_path / "straight", max_steps=4, rows=PAIRS[:6])
+    straight.train()
+    with served(copied(tiny(), tmp_path / "model")) as url:
+        trainer = run(url)
+        generate, calls = trainer.backend.generate, []
+
+        def dying(*arguments: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 3:
+                raise RemoteError("the server has taken no requests for 0.5 seconds", where=url, remedy="Start it")
+            return generate(*arguments)
+
+        trainer.backend.generate = dying  # type: ignore[method-assign]
+        with pytest.raises(RemoteError, match="taken no requests"):
+            trainer.train()
+        assert (tmp_path / "run" / "checkpoint-2").is_dir()
+        resumed = run(url)
+        resumed.train(resume_from_checkpoint=True)
+        for each in (trainer, resumed):
+            each.backend.close()
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+def test_what_was_half_done_is_not_logged_twice(tmp_path):
+    shape = {"max_steps": 4, "logging_steps": 4, "dynamic_sampling": 1, "drop_equal_groups": True}
+    calls: list[int] = []
+
+    def run(folder: Path, fails: bool) -> GRPOTrainer:
+        def reward(completions: list[str], trainer_state: Any, log_metric: Any, **_: Any) -> list[float]:
+            calls.append(1)
+            log_metric("at", trainer_state.global_step)
+            if fails and len(calls) == 4:  # the second of a rollout: each step asks twice, as groups of equal rewards are replaced
+                raise TrainingError("wrong")
+            return [1.0] * len(completions)
+
+        return make("grpo", folder, tiny("causal"), reward=reward, **shape)  # type: ignore[return-value]
+
+    run(tmp_path / "straight", fails=False).train()
+    calls.clear()
+    with pytest.raises(TrainingError, match="wrong"):
+        run(tmp_path / "broken", fails=True).train()
+    run(tmp_path / "broken", fails=False).train(resume_from_checkpoint=True)
+    for folder in (tmp_path / "straight", tmp_path / "broken"):
+        assert MetricsLog(folder / "training_logs.json").read()[0]["at"] == 1.5
+
+
+@pytest.mark.parametrize("failure", [OSError("No space left on device"), SafetensorError("IoError: No space left on device")])
+def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, tmp_path, monkeypatch):
+    with served(copied(tiny(), tmp_path / "model")) as url:
+        trainer = make("grpo", tmp_path / "run", rollout={"backend": "server", "url": url}, max_steps=3)
+        save, calls = type(trainer.lm).save, []
+
+        def full(lm: Any, path: Any) -> None:
+            calls.append(path)
+            if len(calls) == 2:
+                raise failure
+            save(lm, path)
+
+        monkeypatch.setattr(type(trainer.lm), "save", full)
+        error = r"step-1: the weights cannot be written \(.*No space left on device\)\. Make room there, or set rollout\.folder"
+        with pytest.raises(RemoteError, match=error):
+            trainer.train()
+        trainer.backend.close()
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
+    """The server says that it drew its tokens with log-probabilities of its own: each counts by the ratio, at most the cap."""
+    lm = tiny("causal")
+    with serving(FakeVLLM(lm, processed=True)) as url:
+        settings = {"rollout": {"backend": "vllm", "url": url}, "max_steps": 1, "learning_rate": 0.0, "rows": PAIRS[:4]}
+        trainer = make("grpo", tmp_path, lm, reward=lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), **settings)
+        plain = make("grpo", tmp_path, lm, importance_cap=None, **settings)
+        rows = [[trainer.train_dataset[index] for index in range(4)]]
+        [[update]], [[uncorrected]] = trainer.experience(rows), plain.experience(rows)
+        for each in (trainer, plain):
+            each.backend.close()
+    assert uncorrected.rollout.sampled_BT is None
+    with torch.no_grad():
+        log_prob_BVT = trainer.score_views(trainer.lm, update)
+    scores = trainer.scores_of(update, log_prob_BVT)
+    where_BT = update.rollout.completion_BT
+    expected = (log_prob_BVT[:, 0][where_BT] - torch.tensor([-0.5, -0.25, -1.0]).repeat(4)).exp().clamp_max(2.0)
+    torch.testing.assert_close(scores.importance_BT[where_BT], expected)
+    loss = trainer.method.loss(scores, trainer.args)
+    by_hand = -(expected * update.advantage_BT.expand_as(where_BT)[where_BT]).sum()
+    torch.testing.assert_close(loss.total, by_hand)
+
+
+def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_path):
+    lm = tiny("causal")
+    with serving(FakeVLLM(lm, processed=False)) as url:
+        trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
+        with pytest.raises(GenerationError, match=r"does not tell how likely.*--logprobs-mode processed_logprobs"):
+            trainer.train()
+        trainer.backend.close()
+
+
+@pytest.mark.parametrize(
+    ("rollout", "message"),
+    [
+        ({"backend": "sglang"}, "rollout.backend"),
+        ({"backend": "vllm"}, r"rollout.url: backend 'vllm' needs the address"),
+        (
+            {"backend": "vllm", "url": "http://h:1", "method": "espo"},
+            r"rollout\.backend and method: the loss of espo does not weigh tokens",
+        ),
+        ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
+    ],
+)
+def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), method=rollout.pop("method", "diffu-grpo"), rollout=rollout)
+
+
+VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            VLLM | {"block_size": 32},
+            r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or sample a diffusion",
+        ),
+        (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and steps means nothing"),
+        (VLLM | {"policy": "entropy"}, r"^rollout\.backend and policy: vllm decodes a causal"),
+        (
+            {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
+            r"^rollout\.sync and use_cpu: NCCL needs a GPU.*Use disk or lora",
+        ),
+        (VLLM | {"masking": "diffusion"}, r"^rollout\.backend and masking: a causal model's likelihood is exact.*Leave it out"),
+        (
+            VLLM | {"prompt_mask_rate": 0.3},
+            r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it of a causal model.*Leave it out",
+        ),
+        (
+            VLLM | {"method": "spg", "importance_cap": None, "samples": 3},
+            r"^rollout\.backend and samples: spg does not read it of a causal model",
+        ),
+        (
+            VLLM | {"score_temperature": 0.5},
+            r"^rollout\.backend and score_temperature: the server's log-probabilities are of temperature 1, not of 0\.5",
+        ),
+        (
+            {"importance_cap": 3.0},
+            r"^rollout\.backend and importance_cap: local draws from the trained model itself.*set rollout.backend to vllm",
+        ),
+        ({"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}}, r"^rollout\.backend and importance_cap: server"),
+    ],
+)
+def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(output_dir=str(tmp_path), **given)
+
+
+def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
+    made = GRPOConfig(output_dir=str(tmp_path), **VLLM, importance_cap=3.0, policy="left_to_right", rollout_batch_size=4, stop_at_eos=False)
+    assert made.corrected and made.importance_cap == 3.0
+    assert GRPOConfig(output_dir=str(tmp_path), **VLLM, method="just-grpo", importance_cap=None).policy == "left_to_right"
+
+
+def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
+    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    with pytest.raises(ConfigError, match=r"rollout\.backend: weights that are shared out cannot be sent to a server\. Use local"):
+        make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
+
+
+def test_samples_of_completions_are_kept_and_rewound(tmp_path):
+    shape = {"max_steps": 4, "log_completions_steps": 2, "log_completions_rows": 3, "save_strategy": "steps", "save_steps": 2}
+    make("grpo", tmp_path, **shape).train()
+    read = (tmp_path / "completions.jsonl").read_text
+    assert read().count('"step": 1') == 3 and '"rewards/share_of_a"' in read() and '"advantage"' in read()
+    whole = read()
+    make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(read().splitlines()) == sorted(whole.splitlines())
+
+
+def test_samples_tell_what_reward_functions_log_of_each_completion(tmp_path):
+    def first(completions: list[str], log_extra: Any, **_: Any) -> list[float]:
+        log_extra("first", [text[:1] for text in completions])
+        log_extra("parts", [torch.arange(len(text)) for text in completions])
+        return [float(len(text)) for text in completions]
+
+    make("grpo", tmp_path, reward=first, max_steps=1, log_completions_steps=1).train()
+    lines = MetricsLog(tmp_path / "completions.jsonl").read()
+    assert len(lines) > 2 and len({line["first"] for line in lines}) > 1
+    for line in lines:
+        assert line["first"] == line["completion"][:1] and line["parts"] == list(range(int(line["reward"])))
+
+
+def test_what_reward_functions_log_does_not_touch_what_the_trainer_logs(tmp_path):
+    settings = {"max_steps": 2, "performance_log_interval": 1, "log_memory_usage": True, "include_num_input_tokens_seen": "all"}
+    settings |= {"curriculum": 0.5, "drop_equal_groups": True, "dynamic_sampling": 1, "beta": 0.1, "method": "diffu-grpo"}
+    settings |= {"eval_dataset": PAIRS[:2], "eval_strategy": "steps", "eval_steps": 1}
+
+    def lines(folder: Path, reward: Any) -> list[dict[str, float]]:
+        make("grpo", folder, tiny("causal"), reward=reward, **settings).train()
+        return MetricsLog(folder / "training_logs.json").read()
+
+    plain = lines(tmp_path / "plain", share_of_a)
+    own = {name for line in plain for name in line}
+    assert {"step", "loss", "kl", "eval_reward", "groups_replaced", "throughput/trained", "time/reward", "memory_gb", "train_loss"} <= own
+
+    def chatty(completions: list[str], log_metric: Any, **_: Any) -> list[float]:
+        for name in (*own, "mine"):
+            log_metric(name, 1e6)
+        return share_of_a(completions)
+
+    chatty.__name__ = "share_of_a"
+    logged = lines(tmp_path / "chatty", chatty)
+    for before, after in zip(plain, logged, strict=True):
+        theirs = {name for name in after if "mine" in name or "logged/" in name}
+        assert after.keys() - theirs == before.keys() and all(after[name] == 1e6 for name in theirs)
+        assert theirs >= ({"mine", "logged/step", "logged/loss"} if "loss" in after else set())
+        changing = ("time/", "throughput/", "memory", "tokens_per_second", "samples_per_second", "train_")
+        assert [after[name] for name in before if not name.startswith(changing)] == [
+            before[name] for name in before if not name.startswith(changing)
+        ]
+
+
+def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
+    lm = tiny("causal")
+    vllm = FakeVLLM(lm, processed=True)
+    with serving(vllm) as url:
+        trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url, "sync_steps": 9}, eval_dataset=PAIRS[:2])
+        trainer.train()
+        sent = [vllm.paths().count("/collective_rpc")]
+        trainer.evaluate()
+        sent.append(vllm.paths().count("/collective_rpc"))
+        trainer.backend.close()
+    assert sent == [1, 2] and vllm.version.endswith("step-2")
+
+
+def test_an_evaluation_tells_what_each_function_gave_and_what_was_not_scored(tmp_path):
+    def never(completions: list[str], **_: Any) -> list[None]:
+        return [None] * len(completions)
+
+    def b(prompts: list[str], **_: Any) -> list[float | None]:
+        return [2.0 if prompt[0] == "b" else None for prompt in prompts]
+
+    def tenth(completions: list[str], tenths: list[bool], **_: Any) -> list[float | None]:
+        return [0.1 if tells else None for tells in tenths]
+
+    held_out = [{"prompt": prompt, "tenths": tells} for prompt, tells in (("ab", False), ("ba", True), ("bb", False), ("cc", True))]
+    trainer = make("grpo", tmp_path / "some", reward=[b, tenth, never], eval_dataset=held_out)
+    metrics = trainer.evaluate()
+    assert metrics == pytest.approx(
+        {
+            "eval_reward": (2.1 + 2.0 + 0.1) / 3,
+            "eval_unscored": 0.25,
+            "eval_rewards/b": 2.0,
+            "eval_rewards/tenth": 0.1,
+            "eval_rewards/never": math.nan,
+            "epoch": 0,
+        },
+        nan_ok=True,
+    )
+    assert trainer.state.log_history[-1]["eval_unscored"] == 0.25
+    with pytest.raises(ConfigError, match=r"eval_dataset: there is nothing to evaluate on\. Give it to evaluate"):
+        make("grpo", tmp_path / "unheld", reward=never).evaluate()
+    none = make("grpo", tmp_path / "none", reward=never, eval_dataset=held_out).evaluate()
+    assert math.isnan(none["eval_reward"]) and none["eval_unscored"] == 1.0
+
+
+def test_training_averages_hold_nothing_of_evaluations(tmp_path):
+    more = {"eval_dataset": [{"prompt": "ab"}, {"prompt": "cd"}], "eval_strategy": "steps", "eval_steps": 1}
+    lines = [make_lines(tmp_path / name, **settings) for name, settings in (("alone", {}), ("evaluated", more))]
+    for name in ("prefix/reuse_rate", "rewards/length/ok", "reward"):
+        alone, evaluated = ([line[name] for line in own if name in line] for own in lines)
+        assert alone == evaluated and len(alone) == 3
+    assert [line["eval_prefix/reuse_rate"] for line in lines[1] if "eval_reward" in line] == [0.0] * 3  # its prompts differ
+
+
+def make_lines(folder: Path, **more: Any) -> list[dict[str, float]]:
+    """What a run of a causal model logs, by a function that gives verdicts."""
+
+    def length(completion_ids: list[list[int]], **_: Any) -> list[Verdict]:
+        return [Verdict(float(len(ids)), "ok" if len(ids) > 2 else "wrong") for ids in completion_ids]
+
+    trainer = make("grpo", folder, tiny("causal"), reward=length, max_steps=3, **more)
+    trainer.train()
+    return trainer.state.log_history
+
+
+def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
+    def solved(completions: list[str], **_: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    shape = {"num_generations": 4, "difficulty": [0.2, 0.8], "reward": [solved, share_of_a]}
+    value_BF = torch.tensor([[1.0, -9.0]] * 4 + [[1.0, 9.0], [0.0, 9.0], [0.0, 9.0], [math.nan, 9.0]] + [[0.0, 0.5]] * 4)
+    for name, kept in [("solved", [False, True, False]), ("share_of_a", [False, False, True]), (None, [False, False, True])]:
+        trainer = make("grpo", tmp_path, difficulty_reward=name, **shape)
+        rows = [trainer.train_dataset[index] for index in range(12)]
+        judged = Judged(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
+        _, kept_B = trainer.advantages(judged)
+        assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
+    twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
+    _, kept_B = twice.advantages(judged)
+    assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
+    with pytest.raises(ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"):
+        make("grpo", tmp_path, difficulty_reward="solve", **shape)
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("adapters", [False, True])
+def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
+    """Log-probabilities of server and trainer agree in every rollout, also after updates: the server has the new weights."""
+    write_model(tmp_path / "stock", seed=0)
+    load(tmp_path / "stock").save(tmp_path / "model")
+    options, environment = (FOR_ROLLOUTS + FOR_ADAPTERS, FOR_ADAPTERS_IN_ENVIRONMENT) if adapters else (FOR_ROLLOUTS, {})
+    with Server(tmp_path / "model", tmp_path / "log.txt", options, **environment) as server:
+        args = GRPOConfig(
+            output_dir=str(tmp_path / "run"),
+            per_device_train_batch_size=8,
+            num_generations=4,
+            num_iterations=2,
+            max_steps=6,
+            max_completion_length=16,
+            temperature=0.8,
+            learning_rate=3e-3,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            rollout={"backend": "vllm", "url": server.url, "sync": "lora" if adapters else "disk", "patience": 300.0},
+        )
+        peft = {"peft_config": LoraSettings(r=8, target_modules=["q_proj", "v_proj"]).to_peft()} if adapters else {}
+        prompts = [{"prompt": text} for text in ("Once upon a time", "The dog", "Lily and her mom went to the", "A")]
+        trainer = GRPOTrainer(unmask.load(tmp_path / "model"), share_of_a, args, prompts, **peft)
+        before = weights(trainer.lm)
+        trainer.train()
+        trainer.backend.close()
+    gaps = [line["server_gap"] for line in trainer.state.log_history if "server_gap" in line]
+    assert not equal(weights(trainer.lm), before)
+    assert len(gaps) == 6 and max(gaps) < 1e-3, gaps
+    assert all(math.isclose(line["importance"], 1.0, abs_tol=1e-2) for line in trainer.state.log_history if "importance" in line)

@@ -1,0 +1,94 @@
+"""The updates on a rollout: the first has a ratio of exactly 1, and each has masks of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rl.methods.rollouts import held
+from tests.training.tiny_runs import PAIRS, make, ranks, tiny
+from unmask.rl.methods import METHODS
+from unmask.rl.methods.base import policy_gradient
+from unmask.rl.methods.spg import sandwich
+from unmask.rl.trainer import GRPOTrainer
+
+RATIOS = [name for name, method in METHODS.items() if method.loss not in (policy_gradient, sandwich)]
+"""The methods that compare the policy with the one that sampled."""
+
+
+def watched(trainer: GRPOTrainer) -> list[tuple[float, float]]:
+    """The largest deviation of a ratio from 1 and the largest divergence, of every loss that the trainer finds."""
+    calls: list[tuple[float, float]] = []
+    method_loss, trainer.separable = trainer.method.loss, False  # every loss is then seen whole, once
+
+    def loss(scores: Any, config: Any) -> Any:
+        made = method_loss(scores, config)
+        calls.append((float((made.ratio - 1).abs().max()), float(made.kl.abs().max())))
+        return made
+
+    trainer.method = replace(trainer.method, loss=loss)
+    return calls
+
+
+@pytest.mark.parametrize("method", RATIOS)
+@pytest.mark.parametrize("attention", ["bidirectional", "block_causal", "causal"])
+def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(method, attention, tmp_path):
+    lm = tiny(attention, 2 if attention == "block_causal" else None, attention_dropout=0.3)
+    shape = {"method": method, "num_iterations": 2, **held(method), "kl_to": "reference", "difficulty": [-99.0, 99.0]}
+    trainer = make("grpo", tmp_path, lm, reward=ranks, **shape | ({"epsilon": None} if method == "bgpo" else {}))
+    calls = watched(trainer)
+    trainer.model.train()
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    buffer = trainer.experience([rows[:2], rows[2:]])
+    for iteration in range(2):
+        for updates in buffer:
+            trainer.training_step(trainer.model, updates[iteration], trainer.count_items(updates[iteration]))
+        with torch.no_grad():
+            for weight in trainer.model.parameters():
+                weight -= 0.1 * weight.grad
+    ratios, kls = [ratio for ratio, _ in calls], [kl for _, kl in calls]
+    assert len(calls) == 4 and ratios[:2] == [0, 0] and min(ratios[2:]) > 0
+    if method != "bgpo":  # whose loss has no reference
+        assert kls[:2] == [0, 0] and min(kls[2:]) > 0
+
+
+@pytest.mark.parametrize("method", ["diffu-grpo", "espo"])
+def test_the_first_update_on_each_rollout_has_a_ratio_of_one(method, tmp_path):
+    shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 4, "beta": 0.1}
+    trainer = make("grpo", tmp_path, tiny(attention_dropout=0.3), reward=ranks, method=method, **shape)
+    calls = watched(trainer)
+    trainer.train()
+    ratios, kls = [ratio for ratio, _ in calls], [kl for _, kl in calls]
+    assert len(calls) == 8 and ratios[0:2] == [0, 0] == ratios[4:6] and min(ratios[2:4] + ratios[6:8]) > 0
+    assert kls[0:2] == [0, 0] and min(kls[2:]) > 0
+
+
+ONE, MULTI = {"prompt_mask_rate": 0.5}, {"method": "coupled-grpo", "score_chunk": 2}
+
+
+@pytest.mark.parametrize(("accumulation", "iterations", "more"), [(2, 2, ONE), (2, 12, ONE), (3, 4, ONE), (2, 2, MULTI)])
+def test_every_mask_is_planned_once_and_used_once(accumulation, iterations, more, tmp_path, monkeypatch):
+    planned: list[Any] = []
+    used: list[Any] = []
+    shape = {"gradient_accumulation_steps": accumulation, "num_iterations": iterations, "max_steps": 2 * iterations}
+    trainer = make("grpo", tmp_path, per_device_train_batch_size=2, rows=PAIRS[:6], **shape, **more)
+
+    def plan(*arguments: Any) -> Any:
+        planned.append(method.plan(*arguments))
+        return planned[-1]
+
+    method = trainer.method
+    trainer.method = replace(method, plan=plan)
+    step = trainer.training_step
+    monkeypatch.setattr(trainer, "training_step", lambda model, batch, *rest: used.append(batch.views) or step(model, batch, *rest))
+    trainer.train()
+    assert len(planned) == 2 * accumulation * iterations
+    assert len(used) == len(planned)
+    for updates in range(0, len(planned), iterations):  # of a micro-batch; two that are equal by chance may be one
+        at = updates // iterations
+        theirs = used[at // accumulation * accumulation * iterations + at % accumulation :: accumulation][:iterations]
+        assert all(views.equals(plan) for views, plan in zip(theirs, planned[updates : updates + iterations], strict=True))
+    assert len({views.hidden_BVT.numpy().tobytes() for views in planned[:iterations]}) > 1  # of one rollout, by chance

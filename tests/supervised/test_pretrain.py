@@ -1,0 +1,149 @@
+"""Pre-training is the next-token training of any causal model."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from itertools import chain
+
+import pytest
+import torch
+from datasets import Dataset, IterableDataset
+
+from tests.training.tiny_runs import TEXTS, batch, equal, make, stock, tiny, weights
+from unmask.errors import ConfigError, DataError, ModelError
+
+
+@pytest.mark.parametrize("texts", [["abcdef", "hgfeda", "aaabbb"], ["abcdefgh", "a", "cafe"]])
+def test_the_loss_is_that_of_transformers_and_at_first_that_of_guessing(texts, tmp_path):
+    trainer = make("pretrain", tmp_path, rows=[{"text": text} for text in texts])
+    rows = batch(trainer, *range(len(texts)))
+    model, tokenizer = stock()
+    expected = model(
+        input_ids=rows["input_ids"],
+        attention_mask=rows["documents"],
+        labels=torch.where(rows["documents"] > 0, rows["input_ids"], -100),
+    ).loss.item()
+    trainer.model.eval()
+    assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(expected, abs=1e-5)
+    assert expected == pytest.approx(math.log(len(tokenizer) - 1), abs=0.15)  # every token but <unk>
+
+
+def test_packed_documents_are_learnt_as_if_alone(tmp_path):
+    texts = [{"text": text} for text in ("abc", "hg", "cafe")]
+    packed = make("pretrain", tmp_path, rows=texts, packing=True)
+    apart = make("pretrain", tmp_path, rows=texts)
+    assert len(packed.train_dataset) == 1 and len(apart.train_dataset) == 3
+    with torch.no_grad():
+        one, three = packed.compute_loss(packed.model, batch(packed, 0)), apart.compute_loss(apart.model, batch(apart, 0, 1, 2))
+    assert one.item() == pytest.approx(three.item(), abs=1e-5)
+
+
+def test_it_learns(tmp_path):
+    trainer = make("pretrain", tmp_path, rows=[{"text": "abcdefgh"}] * 4, max_steps=30, text_column="text")
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[0] > 2 and losses[-1] < 0.5
+
+
+def test_the_column_has_the_name_that_it_is_given(tmp_path):
+    rows = [{"story": "abc"}, {"story": "hg"}]
+    assert len(make("pretrain", tmp_path, rows=rows, text_column="story").train_dataset) == 2
+    with pytest.raises(DataError, match=r"train_dataset, row 0: no column 'text'.*'story'.*data\.text_column"):
+        make("pretrain", tmp_path, rows=rows)
+
+
+@pytest.mark.parametrize("text", [None, 5])
+def test_what_is_not_text_is_refused_with_its_row(text, tmp_path):
+    with pytest.raises(DataError, match="train_dataset, row 1"):
+        make("pretrain", tmp_path, rows=[{"text": "a"}, {"text": text}])
+
+
+def test_only_causal_models_are_pretrained(tmp_path):
+    for lm in (tiny(), tiny("block_causal", 4), tiny("causal", logit_shift=False)):
+        with pytest.raises(ModelError, match=r"needs a causal model.*ConvertTrainer or SFTTrainer"):
+            make("pretrain", tmp_path, lm)
+
+
+# Streams and the token cache
+
+
+def stream():
+    return IterableDataset.from_generator(lambda: iter(TEXTS)).shuffle(seed=0, buffer_size=5)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_path):
+    # Seven steps of two batches of three rows: several passes over the stream, which ends in the middle of a batch.
+    run = {"packing": packing, "max_length": 7, "max_steps": 7, "per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
+    run |= {"dataloader_num_workers": workers, "lr_scheduler_type": "constant", "save_strategy": "steps", "save_steps": 4}
+
+    straight = make("pretrain", tmp_path, rows=stream(), **run)
+    seen = batches_of(straight)
+    straight.train()
+    assert list(chain(*seen)) == list(range(42))  # every row once, in order
+    shutil.rmtree(tmp_path / "checkpoint-7")
+    resumed = make("pretrain", tmp_path, rows=stream(), **run)
+    seen_again = batches_of(resumed)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(straight.lm))
+    assert seen_again == seen[8:]
+
+
+def batches_of(trainer):
+    """The sample ids of each batch that it will be trained on."""
+    seen = []
+    step = trainer.training_step
+
+    def recorded(model, inputs, *rest):
+        seen.append(inputs["sample_id"].tolist())
+        return step(model, inputs, *rest)
+
+    trainer.training_step = recorded
+    return seen
+
+
+def test_a_stream_trains_as_its_rows_do(tmp_path):
+    """Rows in the same order: a list that is not shuffled."""
+    run = {"packing": True, "max_length": 7, "max_steps": 2, "train_sampling_strategy": "sequential"}
+    ends = []
+    for rows in (TEXTS, Dataset.from_list(TEXTS), Dataset.from_list(TEXTS).to_iterable_dataset()):
+        trainer = make("pretrain", tmp_path, rows=rows, **run)
+        trainer.train()
+        ends.append(weights(trainer.lm))
+    assert equal(ends[0], ends[1]) and equal(ends[0], ends[2])
+
+
+def test_what_a_stream_cannot_do_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"max_steps: a stream has no end.*token_cache"):
+        make("pretrain", tmp_path, rows=stream(), max_steps=-1)
+    with pytest.raises(ConfigError, match="dataloader_num_workers: 2 workers for one stream"):
+        make("pretrain", tmp_path, rows=stream(), dataloader_num_workers=2)
+    with pytest.raises(DataError, match=r"eval_dataset: is a stream"):
+        make("pretrain", tmp_path, eval_dataset=stream())
+    with pytest.raises(DataError, match="train_dataset, row 0: no column 'story'"):
+        make("pretrain", tmp_path, rows=stream(), text_column="story")
+    with pytest.raises(DataError, match="train_dataset: is a stream, or has no length"):
+        make("sft", tmp_path, rows=stream())
+
+
+@pytest.mark.parametrize("rows", [TEXTS, stream()], ids=["rows", "a stream"])
+def test_a_token_cache_changes_nothing(rows, tmp_path):
+    ends = []
+    for cache in (None, tmp_path / "cache", tmp_path / "cache"):
+        run = {"token_cache": cache and str(cache), "packing": True, "max_length": 7, "num_train_epochs": 2, "max_steps": -1}
+        kept = list(rows) if cache is None else rows  # with a cache a stream may be gone over in epochs
+        trainer = make("pretrain", tmp_path / "run", rows=kept, eval_dataset=TEXTS[:2], **run)
+        trainer.train()
+        ends.append((weights(trainer.lm), trainer.evaluate()["eval_loss"]))
+    assert len(list((tmp_path / "cache").iterdir())) == 2  # of the training rows and of those held out
+    assert all(equal(end, ends[0][0]) and loss == ends[0][1] for end, loss in ends)
+
+
+def test_a_damaged_cache_is_refused_before_a_step(tmp_path):
+    make("pretrain", tmp_path, token_cache=str(tmp_path / "cache"))
+    (file,) = (tmp_path / "cache").glob("*/rows.arrow")
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(DataError, match=rf"{file}: the token cache is corrupted.*Remove the folder"):
+        make("pretrain", tmp_path, token_cache=str(tmp_path / "cache"))

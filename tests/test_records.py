@@ -1,0 +1,157 @@
+"""Rows survive the way through a file, and whatever cannot be read is named."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from unmask.errors import DataError
+from unmask.records import kind_of, read_examples, read_lines, read_records, require_names
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r\0"), max_size=12)
+tables = st.lists(st.fixed_dictionaries({"a": texts, "b,c": texts}), min_size=1, max_size=5)
+
+
+@given(tables)
+def test_jsonl_and_json_round_trip(tmp_path_factory, table):
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "t.jsonl").write_text("\n".join(json.dumps(row, ensure_ascii=False) for row in table), encoding="utf-8")
+    (folder / "t.json").write_text(json.dumps(table, ensure_ascii=False), encoding="utf-8")
+    assert [row for _, row in read_records(folder / "t.jsonl")] == table
+    assert [row for _, row in read_records(folder / "t.json")] == table
+
+
+@given(tables)
+def test_csv_round_trips_as_text(tmp_path_factory, table):
+    path = tmp_path_factory.mktemp("rows") / "t.csv"
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["a", "b,c"], quoting=csv.QUOTE_ALL)
+        writer.writeheader()
+        writer.writerows(table)
+    assert [row for _, row in read_records(path)] == table
+
+
+def test_a_row_says_where_it_stands(tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"a": 1}\n\n{"a": 2}\r\n')
+    assert list(read_records(path)) == [(f"{path}, line 1", {"a": 1}), (f"{path}, line 3", {"a": 2})]
+
+
+def test_a_byte_order_mark_is_dropped(tmp_path):
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"\xef\xbb\xbfa\n007\n")
+    assert list(read_records(path, ["a"])) == [(f"{path}, row 1", {"a": "007"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("t.jsonl", b'{"a": 1}\n{"a": \n', "line 2: malformed JSON"),
+        ("t.jsonl", b'{"a": 1} {"a": 2}\n', "line 1: malformed JSON, column 10: Extra data"),
+        ("t.jsonl", b'  {"a" 1}\n', "line 1: malformed JSON, column 8: Expecting ':'"),
+        ("t.jsonl", b'{"a": 1}\n{"a": "x', "line 2: malformed JSON, column 7: .*; the text ends in the middle of a record"),
+        ("t.jsonl", b"[" * 200_000, "line 1: malformed JSON"),
+        ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1: malformed JSON"),
+        ("t.json", b'[{"a": 1},\n{"a": 2}', "line 2: malformed JSON, .*; the text ends in the middle of a record"),
+        ("t.json", b'[{"a": 1},\n{"a" 2}]', "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Mend"),
+        ("t.jsonl", b'"text"\n', "line 1: a row is an object"),
+        ("t.jsonl", b"\n \n", "empty"),
+        ("t.jsonl", b'{"a": "\xff"}\n', "byte 7 is not UTF-8"),
+        ("t.json", b'{"a": 1}', "not an array of objects"),
+        ("t.json", b"[]", "no rows"),
+        ("t.json", b"[1]", "row 1: a row is an object"),
+        ("t.csv", b'a,b\n1,2\n"1,2\n', "row 2: malformed CSV"),
+        ("t.csv", b"a\n" + b"x" * 200_000, "row 1: malformed CSV"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=message) as caught:
+        list(read_records(path))
+    assert str(path) in str(caught.value) and caught.value.remedy
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(DataError, match="no such file"):
+        list(read_lines(tmp_path / "t.txt"))
+
+
+@given(st.lists(texts.filter(str.strip), min_size=1, max_size=5), st.sampled_from(["\n", "\r\n"]), st.booleans())
+def test_lines_come_one_by_one_with_their_ends_compressed_or_not(tmp_path_factory, lines, end, terminated):
+    lines = [line.replace("\n", "") or "x" for line in lines]
+    folder = tmp_path_factory.mktemp("lines")
+    content = (end.join(lines) + end * terminated).encode()
+    (folder / "t.txt").write_bytes(content)
+    (folder / "t.TXT.gz").write_bytes(gzip.compress(content))
+    for name in ("t.txt", "t.TXT.gz"):
+        read = list(read_lines(folder / name))
+        assert "".join(read) == "\n".join(lines) + "\n" * terminated and len(read) == len(lines)
+        assert kind_of(folder / name) == ".txt"
+
+
+def test_rows_before_a_malformed_one_are_read_first(tmp_path):
+    for name, content in [("t.jsonl", '{"a": 1}\n{"a": '), ("t.csv", "a,b\n1,2\n3")]:
+        (tmp_path / name).write_text(content)
+        rows = read_records(tmp_path / name)
+        next(rows)
+        with pytest.raises(DataError, match=f"{name}, (line|row) 2"):
+            next(rows)
+
+
+LINES = ['{"a": 1}', '{"a": 2}', "", " ", "\u3000", "\x1c", '"\u3000"', '{"a', "\udcff"]
+
+
+@given(st.lists(st.sampled_from(LINES), max_size=5))
+def test_an_error_is_raised_or_stands_in_place_of_its_row(tmp_path_factory, lines):
+    path = tmp_path_factory.mktemp("rows") / "t.jsonl"
+    path.write_bytes("\n".join(lines).encode(errors="surrogateescape"))
+
+    def read(**options):
+        """The rows and errors, or the error that ended them."""
+        try:
+            return [str(row) for row in read_examples(path, **options)]
+        except DataError as error:
+            return str(error)
+
+    kept = read(keep_malformed=True)
+    assert isinstance(kept, str) == (not any(line.strip() for line in lines))
+    errors = [row for row in kept if not row.startswith("{")] if isinstance(kept, list) else []
+    assert len(errors) == sum(bool(line.strip()) and not line.endswith("}") for line in lines)
+    assert read() == (errors[0] if errors else kept)
+
+
+@pytest.mark.parametrize("cut", [1, 9, 30])
+def test_a_compressed_file_that_was_cut_off(cut, tmp_path):
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 3 + b'{"a": 2}')[:-cut])
+    with pytest.raises(DataError, match=r"t\.jsonl\.gz, after line \d: the compressed file is damaged or cut off") as caught:
+        list(read_records(path))
+    assert caught.value.remedy
+
+
+def test_missing_names_are_told_with_those_present_and_the_nearest():
+    require_names(["a", "b"], ["b"], "here")
+    with pytest.raises(DataError, match=r"here: no column 'prompt' \(present: 'promt', 'x'\). Did you mean 'promt'\?"):
+        require_names(["promt", "x"], ["x", "prompt"], "here")
+
+
+def test_a_file_that_may_not_be_read_is_told(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}")
+
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", refuse)  # root may read everything
+    with pytest.raises(DataError, match=r"rows\.jsonl: cannot be read: Permission denied"):
+        list(read_records(path))
+    with pytest.raises(DataError, match="mem"):
+        monkeypatch.undo()
+        list(read_records("/proc/self/mem"))

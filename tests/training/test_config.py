@@ -1,0 +1,154 @@
+"""What a stage's config chooses by itself: mixed precision where it is known to pay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import yaml
+
+from tests.training.tiny_runs import make, settings, tiny, unmask, weights
+from unmask.commands.verbs import VERBS
+from unmask.errors import ConfigError
+from unmask.preference.config import DPOConfig
+from unmask.rl.config import GRPOConfig
+from unmask.supervised.pretrain import PretrainConfig
+from unmask.supervised.sft import SFTConfig
+from unmask.training import config as stage_config
+from unmask.training import hardware_checks
+from unmask.training.model_history import chosen_settings
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU where mixed precision pays, as far as the choice goes."""
+    monkeypatch.setattr(stage_config, "amp_pays", lambda: True)
+
+
+def config(folder, kind=SFTConfig, **more):
+    return kind(**settings(folder, **{"use_cpu": False} | more))
+
+
+@pytest.mark.parametrize(
+    ("available", "capability", "pays"),
+    [
+        (False, (0, 0), False),
+        (True, (7, 0), False),
+        (True, (7, 5), False),
+        (True, (8, 0), True),
+        (True, (8, 9), True),
+        (True, (9, 0), True),
+    ],
+)
+def test_mixed_precision_pays_on_gpus_since_ampere(available, capability, pays, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    assert hardware_checks.amp_pays() is pays
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_computes_in_bfloat16_where_that_pays(verb, tmp_path):
+    args = config(tmp_path, VERBS[verb].config)
+    assert (args.bf16, args.fp16, args.mixed_precision) == (True, False, "bf16")
+    assert chosen_settings(args)["bf16"] is True
+
+
+@pytest.mark.parametrize("kind", [PretrainConfig, SFTConfig, DPOConfig, GRPOConfig])
+def test_on_a_cpu_nothing_is_chosen_or_told(kind, tmp_path):
+    args = config(tmp_path, kind, use_cpu=True)
+    assert (args.bf16, args.mixed_precision) == (False, "no")
+    assert "bf16" not in chosen_settings(args)
+
+
+@pytest.mark.usefixtures("ampere")
+def test_what_is_asked_for_wins(tmp_path, monkeypatch):
+    asked = {"bf16": False}, {"use_cpu": True}
+    assert not any(config(tmp_path, **more).bf16 for more in asked)
+    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: True)
+    assert (args := config(tmp_path, fp16=True)).fp16 and not args.bf16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # of `accelerate launch`
+    assert not config(tmp_path).bf16
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float32])
+def test_weights_in_other_types_than_float32_are_computed_as_they_are(dtype, tmp_path):
+    args = config(tmp_path)
+    trainer = make("sft", tmp_path, tiny(dtype=dtype), use_cpu=False)
+    chosen = dtype == torch.float32
+    assert trainer.args.bf16 is chosen and trainer.accelerator.mixed_precision == ("bf16" if chosen else "no")
+    for in_float32 in (False, True):  # the same config for one model after another
+        args.choose_precision(in_float32=in_float32)
+        assert (args.bf16, args.mixed_precision) == (in_float32, "bf16" if in_float32 else "no")
+
+
+@pytest.mark.parametrize("chooses", [False, True])
+def test_precision_that_is_assigned_to_a_config_that_was_made_is_taken_up(chooses, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_config, "amp_pays", lambda: chooses)
+    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: True)
+    for assigned, runs in [({"bf16": not chooses}, "no" if chooses else "bf16"), ({"fp16": True}, "fp16")]:
+        args = config(tmp_path)
+        for name, value in assigned.items():
+            setattr(args, name, value)
+        for _ in range(2):
+            args.choose_precision(in_float32=True)
+            assert args.mixed_precision == runs and (args.bf16, args.fp16) == (runs == "bf16", runs == "fp16")
+    args = config(tmp_path, bf16=True)
+    args.fp16 = True
+    with pytest.raises(ConfigError, match="bf16, fp16: both are on"):
+        args.choose_precision(in_float32=True)
+
+
+def test_precision_that_is_assigned_and_does_not_work_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: False)
+    args = config(tmp_path, use_cpu=True)
+    args.bf16 = True
+    with pytest.warns(RuntimeWarning, match="bf16 was asked for, but this machine cannot train in it"):
+        args.choose_precision(in_float32=True)
+    assert (args.bf16, args.mixed_precision) == (False, "no")
+
+
+@pytest.mark.usefixtures("ampere")
+def test_what_is_chosen_is_what_runs(tmp_path):
+    """In the same bits as where it is asked for, on weights in float32."""
+    chosen, asked = make("sft", tmp_path / "a", use_cpu=False), make("sft", tmp_path / "b", bf16=True)
+    exact = make("sft", tmp_path / "c")
+    for trainer in (chosen, asked, exact):
+        trainer.train()
+    assert all(torch.equal(one, other) for one, other in zip(weights(chosen.lm).values(), weights(asked.lm).values(), strict=True))
+    assert not all(torch.equal(one, other) for one, other in zip(weights(chosen.lm).values(), weights(exact.lm).values(), strict=True))
+    assert {weight.dtype for weight in weights(chosen.lm).values()} == {torch.float32}
+
+
+@pytest.mark.usefixtures("ampere")
+@pytest.mark.parametrize(
+    ("overrides", "bf16"),
+    [
+        ([], True),
+        (["training.bf16=null"], True),
+        (["training.bf16=false"], False),
+        (["training.use_cpu=true"], False),
+        (["model.dtype=bfloat16"], False),
+        (["model.dtype=float64"], False),
+    ],
+)
+def test_print_config_shows_what_is_chosen(overrides, bf16, tmp_path):
+    shown = unmask("sft", "--model", "m", "--output", tmp_path, "--data", "d", *overrides, "--print-config")
+    assert yaml.safe_load(shown.stdout)["training"]["bf16"] is bf16
+
+
+@pytest.mark.parametrize(("variable", "expected"), [("bf16", (True, False)), ("no", (False, False))])
+def test_the_variable_wins_over_the_choice(variable, expected, tmp_path, monkeypatch):
+    monkeypatch.setattr(stage_config, "amp_pays", lambda: variable == "no")
+    monkeypatch.setenv("DIFFU_MIXED_PRECISION", variable)
+    shown = unmask("sft", "--model", "m", "--output", tmp_path, "--data", "d", "--print-config")
+    training = yaml.safe_load(shown.stdout)["training"]
+    assert (training["bf16"], training["fp16"]) == expected
+
+
+@pytest.mark.usefixtures("ampere")
+def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path):
+    quick = [f"training.{setting}" for setting in ("max_steps=1", "logging_steps=1", "per_device_train_batch_size=2", "save_strategy=no")]
+    done = unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path / "run", "data.text_column=text", *quick)
+    assert done.exit_code == 0, done.output
+    assert yaml.safe_load((tmp_path / "run/config.yaml").read_text())["training"]["bf16"] is True

@@ -1,0 +1,65 @@
+"""Settings declared with what is refused of them."""
+# ruff: noqa: RUF009 (the calls make fields)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from unmask.errors import ConfigError
+from unmask.training.config_fields import check_settings, check_types, setting
+
+
+@dataclass
+class Config:
+    kind: str = setting("a", "The kind", choices=("a", "b", "c"))
+    share: float = setting(0.5, "A share", low=0, high=1)
+    rates: list[float] | None = setting(None, "Rates", low=0)
+    of_either: int = setting(3, "Of two kinds", needs=["kind=b|c"])
+    on: bool = setting(False, "A switch")
+    of_switch: str | None = setting(None, "Of the switch", needs=["on"])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "d"}, r"kind: unknown kind 'd'\. Use one of a, b, c"),
+        ({"share": 1.5}, r"share: 1.5 is refused\. Use at least 0 and at most 1"),
+        ({"share": float("nan")}, "share: nan is refused"),
+        ({"rates": [0.5, -1.0]}, r"rates: -1.0 is refused\. Use at least 0"),
+        ({"of_either": 4}, r"of_either: needs kind=b or c\. Leave it out, or set kind=b or c"),
+        ({"of_switch": "x"}, "of_switch: needs on"),
+    ],
+)
+def test_what_is_out_of_range_unknown_or_without_effect_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        check_settings(Config(**given))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"kind": "b", "of_either": 4}, {"kind": "c", "of_either": 4}, {"on": True, "of_switch": "x"}, {"rates": [0, 9.0]}, {"kind": None}],
+)
+def test_the_rest_is_left_alone(given: dict[str, Any]):
+    check_settings(Config(**given))
+
+
+def test_what_is_given_by_itself_may_be_told():
+    config = Config(of_either=4)
+    check_settings(config, lambda each: False)
+    with pytest.raises(ConfigError, match="of_switch: needs on"):
+        check_settings(config, lambda each: each.name == "of_switch")
+
+
+@pytest.mark.parametrize(("name", "value"), [("of_either", "x"), ("of_either", 1.5), ("rates", 0.5), ("share", None), ("on", 3)])
+def test_what_is_of_another_type_is_refused(name, value):
+    with pytest.raises(ConfigError, match=f"^{name}: "):
+        check_types(Config(**{name: value}))
+
+
+def test_what_can_be_read_as_the_type_is():
+    args = Config(share=1, rates=[1])
+    check_types(args)
+    assert isinstance(args.share, float) and isinstance(args.rates[0], float)

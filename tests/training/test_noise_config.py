@@ -1,0 +1,60 @@
+"""The noise that a config describes: what is refused, and what a trainer then hides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.training.tiny_runs import batch, make, settings, tiny
+from unmask.convert.config import ConvertConfig
+from unmask.diffusion.views import Draw
+from unmask.errors import ConfigError
+from unmask.training.noise_config import NoisingConfig
+
+
+@pytest.mark.parametrize(
+    ("refused", "words"),
+    [
+        ({"schedule": "quadratic"}, "schedule: unknown schedule"),
+        ({"weighting": "2/t"}, "weighting: unknown weighting"),
+        ({"min_time": 0.0}, "min_time, cart_p"),
+        ({"cart_p": 1.0}, "min_time, cart_p"),
+        ({"exact_count": True, "min_time": 0.4}, "exact_count"),
+        ({"min_time": 0.9, "max_time": 0.1}, "min_time, max_time: times from 0.9 to 0.1"),
+        ({"num_timesteps": 3, "min_time": 0.4, "max_time": 0.5}, "num_timesteps: no multiple of 1/3"),
+    ],
+)
+def test_noise_that_makes_no_sense_is_refused(refused, words, tmp_path):
+    with pytest.raises(ConfigError, match=words):
+        NoisingConfig(**settings(tmp_path, **refused))
+
+
+def test_a_pair_that_cannot_be_is_refused_with_the_config(tmp_path):
+    for refused in ({"num_timesteps": 8}, {"min_time": 0.6}):
+        ConvertConfig(**settings(tmp_path, **refused))
+        with pytest.raises(ConfigError, match=next(iter(refused))):
+            ConvertConfig(**settings(tmp_path, complementary=True, **refused))
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "geometric"])
+def test_a_trainer_hides_what_the_settings_say(schedule, tmp_path):
+    rows = [{"prompt": "ab", "completion": "cdefgh" * 4}] * 64
+    trainer = make("sft", tmp_path, rows=rows, schedule=schedule, min_time=0.5, max_time=0.5, weighting="uniform")
+    examples = batch(trainer, *range(64))
+    views = trainer.plan(examples, trainer.draw(examples))
+    maskable = examples["maskable"][:, None].expand_as(views.hidden_BVT)
+    rate = trainer.args.noise.schedule.mask_rate(torch.tensor(0.5, dtype=torch.float64)).item()
+    assert views.hidden_BVT[maskable].double().mean().item() == pytest.approx(rate, abs=0.05)
+    assert not (views.hidden_BVT & ~maskable).any()
+    assert views.weight_BVT[views.hidden_BVT].unique().tolist() == pytest.approx([1 / views.count])
+
+
+def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
+    plans = {}
+    for attention, block_size in (("bidirectional", None), ("block_causal", 4)):
+        args = ConvertConfig(**settings(tmp_path, weighting="cart", attention=attention, block_size=block_size))
+        lm, everything = tiny(attention, block_size), torch.ones(2, 12, dtype=torch.long)
+        plans[attention] = plan = args.plan(lm, torch.zeros_like(everything), everything, Draw(0, torch.arange(2)))
+        assert (plan.weight_BVT >= 0).all() and plan.weight_BVT.unique().numel() > 3
+    one, other = plans.values()
+    assert torch.equal(one.hidden_BVT, other.hidden_BVT) and not torch.equal(one.weight_BVT, other.weight_BVT)

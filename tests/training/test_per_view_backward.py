@@ -1,0 +1,148 @@
+"""A loss of many views has the gradient that it has in one piece, however it is cut into passes, and never holds more than one of them.
+
+Shapes: B completions, V views, T positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rl.methods.rollouts import held
+from tests.toy import toy
+from tests.training.tiny_runs import moved, ranks, settings
+from unmask.errors import TrainingError
+from unmask.rl.config import GRPOConfig
+from unmask.rl.methods import METHODS
+from unmask.rl.trainer import GRPOTrainer, Update
+from unmask.training.per_view_backward import ViewwiseTrainer
+
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {"samples": 3} if name == "bgpo" else {}) for name in METHODS]
+CASES += [("cj-grpo", {"ratio": "sequence"}), ("diffu-grpo", {"kl": "k1"})]
+FULL, BLOCKS = ("bidirectional", None, False), ("block_causal", 3, False)
+PASSES = [(*case, FULL) for case in CASES] + [(name, {}, BLOCKS) for name in ("diffu-grpo", "coupled-grpo", "spg", "espo", "cj-grpo")]
+ALL_AT_ONCE = 10**6
+
+
+def case_id(name: str, more: dict[str, Any]) -> str:
+    return " ".join([name, *map(str, more.values())])
+
+
+def trainer_of(
+    folder: Path, name: str, attention: tuple[str, int | None, bool] = ("bidirectional", None, False), **more: Any
+) -> GRPOTrainer:
+    """A trainer of a toy in float64, and of a method with a KL; it keeps all groups."""
+    shape = {"num_generations": 2, "max_completion_length": 5, **held(name), "difficulty": [-99.0, 99.0]}
+    args = GRPOConfig(**settings(folder, method=name, **shape) | more)
+    trainer = GRPOTrainer(toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")])
+    trainer.model.train()
+    return trainer
+
+
+def experience(trainer: GRPOTrainer, *sizes: int) -> list[list[Update]]:
+    """Micro-batches of completions, of these sizes."""
+    rows = iter([trainer.train_dataset[index] for index in range(sum(sizes))])
+    return trainer.experience([[next(rows) for _ in range(size)] for size in sizes])
+
+
+def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:
+    made = [weight.grad.clone() for weight in trainer.model.parameters() if weight.grad is not None]
+    trainer.model.zero_grad()
+    return made
+
+
+def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The loss in one piece, and its gradients."""
+    trainer.args.score_chunk = ALL_AT_ONCE
+    loss = trainer.loss_on(update, trainer.score_views(trainer.lm, update)) / items
+    loss.backward()
+    return loss.detach(), gradients(trainer)
+
+
+@pytest.mark.parametrize(("name", "more", "attention"), PASSES, ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES])
+def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, attention, tmp_path):
+    trainer = trainer_of(tmp_path, name, attention, num_iterations=1 if METHODS[name].on_policy else 2, **more)
+    [updates] = experience(trainer, 4)
+    seen: list[tuple[bool, int]] = []
+    trainer.model.register_forward_pre_hook(
+        lambda model, args, kwargs: seen.append((torch.is_grad_enabled(), len(kwargs["input_ids"]))), with_kwargs=True
+    )
+    for update in updates:
+        items = trainer.count_items(update) + 3  # as of several micro-batches
+        expected, whole = plain(trainer, update, items)
+        assert any((gradient != 0).any() for gradient in whole)
+        scored = int(update.views.scored_BVT.any(2).sum())
+        for chunk in (1, 2, None, ALL_AT_ONCE) if update is updates[-1] else (1,):
+            trainer.args.score_chunk = chunk
+            seen.clear()
+            loss = trainer.training_step(trainer.model, update, items)
+            torch.testing.assert_close(loss.double(), expected, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(gradients(trainer), whole, rtol=1e-8, atol=1e-10)
+            learning, looking = ([rows for with_gradient, rows in seen if with_gradient == kind] for kind in (True, False))
+            assert max(learning) <= (chunk or 4)
+            if chunk == 1 and attention != BLOCKS:
+                assert len(learning) == scored
+                assert bool(looking) == (not trainer.separable)
+        moved(trainer.lm, 0.02)  # the next update is of other weights
+
+
+@pytest.mark.parametrize(("name", "more"), CASES, ids=[case_id(*case) for case in CASES])
+def test_accumulated_gradients_are_those_of_one_large_batch(name, more, tmp_path):
+    """And so are masks, which do not depend on the cut."""
+    trainer = trainer_of(tmp_path, name, **more)
+    made = []
+    for sizes in ((6,), (1, 2, 3)):
+        updates = [update for [update] in experience(trainer, *sizes)]
+        items = trainer._get_num_items_in_batch(updates, torch.device("cpu"))
+        for update in updates:
+            trainer.training_step(trainer.model, update, items)
+        made.append(gradients(trainer))
+    torch.testing.assert_close(made[1], made[0], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["diffu-grpo", "espo", "cj-grpo"])
+def test_the_first_update_on_a_rollout_needs_no_scores_of_the_policy_that_sampled(name, tmp_path):
+    """With them its gradient is the same."""
+    trainer = trainer_of(tmp_path, name, num_iterations=2)
+    [[first, second]] = experience(trainer, 4)
+    assert first.old_BVT is None and second.old_BVT is not None
+    scored = replace(first, old_BVT=trainer.score_views(trainer.lm, first).detach())
+    made = []
+    for update in (first, scored):
+        trainer.training_step(trainer.model, update, trainer.count_items(update))
+        made.append(gradients(trainer))
+    torch.testing.assert_close(made[1], made[0], rtol=1e-8, atol=1e-10)
+    assert any((gradient != 0).any() for gradient in made[0])
+
+
+def test_a_loss_that_is_no_number_is_refused_in_any_pass(tmp_path):
+    for name in ("cj-grpo", "spg"):
+        trainer = trainer_of(tmp_path, name, score_chunk=1)
+        [[update]] = experience(trainer, 4)
+        update.advantage_BT[1] = torch.nan
+        with pytest.raises(TrainingError, match="the loss is nan"):
+            trainer.training_step(trainer.model, update, trainer.count_items(update))
+
+
+def test_completions_that_teach_nothing_leave_no_gradient(tmp_path):
+    for name in ("cj-grpo", "spg"):
+        trainer = trainer_of(tmp_path, name, score_chunk=1)
+        [[update]] = experience(trainer, 4)
+        update.learnt_BT[:] = False
+        assert trainer.training_step(trainer.model, update, torch.tensor(1)) == 0
+        assert not any(gradient.any() for gradient in gradients(trainer))
+
+
+def test_the_scores_of_pieces_are_those_of_the_whole(tmp_path):
+    trainer = trainer_of(tmp_path, "coupled-grpo")
+    [[update]] = experience(trainer, 4)
+    assert isinstance(trainer, ViewwiseTrainer)
+    with torch.no_grad():
+        trainer.args.score_chunk = 1
+        whole_BVT = trainer.score_views(trainer.lm, update)
+        for piece in trainer.passes_of(update):
+            assert torch.equal(trainer.score_views(trainer.lm, update, piece), whole_BVT[piece])  # bit for bit

@@ -1,0 +1,182 @@
+"""The reference stays what the policy was, or follows it slowly; under adapters it is the base itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import peft
+import pytest
+import torch
+
+from tests.training.tiny_runs import PAIRS, equal, make, ranks, stock, tiny, weights
+from unmask.demo import DemoSettings, small_model
+from unmask.errors import ConfigError
+from unmask.models.adapters import with_adapters
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+from unmask.rl.trainer import GRPOTrainer
+from unmask.tasks import get_task
+from unmask.training.reference_model import Reference
+
+CPU = torch.device("cpu")
+IDS = torch.tensor([[1, 4, 5, 3, 3, 6]])
+
+
+def adapted() -> DiffusionLM:
+    return with_adapters(tiny(), peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"))
+
+
+def scores(lm: DiffusionLM) -> torch.Tensor:
+    with torch.no_grad():
+        return lm.logits(IDS)
+
+
+def train(lm: DiffusionLM) -> None:
+    """Move all that is trained."""
+    with torch.no_grad():
+        for weight in lm.model.parameters():
+            if weight.requires_grad:
+                weight += 0.1
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_a_frozen_copy_is_the_model_as_it_was(moves):
+    lm = tiny()
+    before = scores(lm)
+    reference = Reference(lm, device=CPU, moves=moves)
+    train(lm)
+    with reference.scoring() as scored:
+        assert torch.equal(scores(scored), before) and not torch.equal(scores(lm), before)
+        assert not any(weight.requires_grad for weight in scored.model.parameters())
+
+
+def test_under_adapters_the_reference_is_the_base_and_no_copy():
+    base, lm = scores(tiny()), adapted()
+    reference = Reference(lm, device=CPU)
+    train(lm)
+    with reference.scoring() as scored:
+        assert scored.model is lm.model
+        torch.testing.assert_close(scores(scored), base)
+    assert not torch.allclose(scores(lm), base, atol=1e-3)  # and after it the adapters are on again
+
+
+@pytest.mark.parametrize("more", [{"init_lora_weights": False}, {"init_lora_weights": "pissa"}, {"bias": "all"}])
+def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp_path):
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM", **more)
+    lm = with_adapters(tiny(attention_bias=True), config)
+    before = scores(lm)
+    reference = Reference(lm, device=CPU)
+    train(lm)
+    with reference.scoring() as scored:
+        assert torch.equal(scores(scored), before)
+    with pytest.raises(ConfigError, match=r"reference: the policy as given is not the base under its adapters\. Use stored or frozen"):
+        make("dpo", tmp_path, tiny(attention_bias=True), peft_config=config, reference="adapter")
+
+
+def test_a_moving_reference_goes_a_share_of_the_way():
+    for lm in (tiny(), adapted()):
+        reference = Reference(lm, device=CPU, moves=True)
+        start = weights(reference.lm)
+        train(lm)
+        reference.move(0.25)
+        trained = {name for name, weight in lm.model.named_parameters() if weight.requires_grad}
+        assert trained
+        for name, weight in reference.lm.model.named_parameters():
+            assert torch.equal(weight != start[name], torch.full_like(weight, name in trained, dtype=torch.bool))
+            torch.testing.assert_close(weight, start[name] + 0.025 * (name in trained))
+        reference.move(1.0)
+        assert equal(weights(reference.lm), weights(lm))
+
+
+def test_a_moved_reference_is_read_back(tmp_path):
+    lm = adapted()
+    reference = Reference(lm, device=CPU, moves=True)
+    train(lm)
+    reference.move(0.5)
+    reference.save(tmp_path)
+    again = Reference(adapted(), device=CPU, moves=True)
+    assert not torch.equal(scores(again.lm), scores(reference.lm))
+    again.load(tmp_path)
+    assert torch.equal(scores(again.lm), scores(reference.lm))
+
+
+def test_a_reference_is_kept_only_where_the_policy_is_held_to_it(tmp_path):
+    for more, kept in [({}, False), ({"beta": 0.1}, True), ({"beta": 0.1, "kl_to": "old"}, False), ({"method": "espo"}, True)]:
+        assert (make("grpo", tmp_path, **more).reference is not None) == kept
+
+
+def test_the_reference_moves_before_the_first_rollout_that_its_step_comes_before(tmp_path, monkeypatch):
+    moves: list[Any] = []
+    shape = {"num_iterations": 2, "max_steps": 10, "rows": PAIRS[:6], "beta": 0.1}
+    trainer = make("grpo", tmp_path, reward=ranks, reference_sync_steps=3, reference_sync_share=0.25, **shape)
+    monkeypatch.setattr(trainer.reference, "move", lambda share: moves.append((trainer.state.global_step, share)))
+    trainer.train()
+    assert moves == [(4, 0.25), (6, 0.25)]  # steps 3, 6 and 9; the rollouts begin at 0, 2, 4, 6 and 8
+
+
+def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
+    other = tiny()
+    train(other)
+    other.save(tmp_path / "other")
+    trainer = make("grpo", tmp_path / "run", reward=ranks, beta=0.1, reference_model=str(tmp_path / "other"), num_iterations=2)
+    with trainer.reference.scoring() as scored:
+        assert equal(weights(scored), weights(other)) and not any(weight.requires_grad for weight in scored.model.parameters())
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] > 1e-3  # from the first update on
+    assert equal(weights(trainer.reference.lm), weights(other))
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path):
+    small_model(get_task("sudoku"), DemoSettings(hidden=32, layers=1), 0).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"reference_model .*other: its vocabulary has \d+ tokens, the policy's \d+\. Give a model of"):
+        make("grpo", tmp_path / "run", beta=0.1, reference_model=str(tmp_path / "other"))
+    with pytest.raises(ConfigError, match="reference_model: needs beta"):
+        make("grpo", tmp_path / "run", reference_model=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "told"),
+    [
+        (("causal", None, True), "its attention is causal, the policy's block_causal and its block_size is None, the policy's 4 and its"),
+        (("block_causal", 8, False), "its block_size is 8, the policy's 4"),
+        (("block_causal", 4, True), "its logit_shift is True, the policy's False"),
+    ],
+)
+def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told, tmp_path):
+    attention, block_size, shift = pattern
+    tiny(attention, block_size, logit_shift=shift).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=rf"reference_model .*other: {told}.*Give a model that was saved with the policy's settings"):
+        Reference(tiny("block_causal", 4), device=CPU, path=str(tmp_path / "other"))
+
+
+@pytest.mark.parametrize("pattern", [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False)])
+def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
+    """So that of the policy's own folder it is the policy."""
+    attention, block_size, shift = pattern
+    for part in stock(torch.bfloat16):
+        part.save_pretrained(tmp_path / "stock")
+    lm = load(tmp_path / "stock", attention, block_size, shift, dtype="bfloat16")
+    with Reference(lm, device=CPU, path=str(tmp_path / "stock")).scoring() as scored:
+        assert scored.settings == lm.settings and torch.equal(scores(scored), scores(lm))
+
+
+def test_a_second_model_is_held_where_the_training_is(tmp_path):
+    """Under FSDP and DeepSpeed the policy is still elsewhere when its reference is made."""
+    lm, meta = tiny(), torch.device("meta")
+    lm.save(tmp_path / "other")
+    for path in (None, str(tmp_path / "other")):
+        reference = Reference(lm, device=meta, path=path)
+        assert {weight.device for weight in reference.lm.model.parameters()} == {meta}
+    assert {weight.device for weight in lm.model.parameters()} == {CPU}
+    assert Reference(adapted(), device=meta).lm.device == CPU  # the policy itself
+
+
+def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(tmp_path, monkeypatch):
+    lm = tiny()
+    next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"reference: no reference can be made of weights that ZeRO 3 has shared out\. Use zero1"):
+        make("grpo", tmp_path, lm, beta=0.1)
+    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    make("grpo", tmp_path, beta=0.1)
+    with pytest.raises(ConfigError, match=r"reference_sync_steps: weights that are shared out cannot be followed\. Leave it out"):
+        make("grpo", tmp_path, beta=0.1, reference_sync_steps=2)

@@ -1,0 +1,164 @@
+"""A character-level Llama of two layers, rows of different lengths, and quiet settings: a training run takes a blink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase, TrainerCallback
+from typer.testing import CliRunner
+
+from unmask.cli import app
+from unmask.data.characters import character_tokenizer
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+from unmask.preference.config import WIDEST_EXACT, DPOConfig, exact_width
+from unmask.preference.trainer import DPOTrainer
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
+from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
+from unmask.training.trainer import DiffusionTrainer
+
+ALPHABET = "abcdefgh"
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+TEXTS = [{"text": text} for text in ("abcab", "ghgh", "aabbccdd", "fe", "hgfedcba", "cafe", "deadbeef", "babe")]
+PAIRS = [{"prompt": text[:2], "completion": text[2:] or "a"} for text in (row["text"] for row in TEXTS)]
+ROLLOUT = {"num_generations": 2, "max_completion_length": 4, "epsilon": 0.2}
+PREFERENCES = [{"prompt": p["prompt"], "chosen": p["completion"], "rejected": p["completion"][::-1] + "h"} for p in PAIRS]
+
+
+def stock(dtype: torch.dtype = torch.float32, **config: Any) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
+    """A causal model of transformers and its tokenizer, without a mask token: always the same weights."""
+    tokenizer = character_tokenizer(ALPHABET)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
+    shape |= {"max_position_embeddings": 64, "vocab_size": len(tokenizer)}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**shape | ids | config))
+    return model.to(dtype), tokenizer
+
+
+def tiny(
+    attention: str = "bidirectional",
+    block_size: int | None = None,
+    *,
+    logit_shift: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> DiffusionLM:
+    """The stock model under a pattern; `config` goes to its LlamaConfig."""
+    return make_diffusion(*stock(dtype, **config), attention=attention, block_size=block_size, logit_shift=logit_shift)
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    """What every config of these tests shares."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": 2,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **more,
+    }
+
+
+def share_of_a(completions: list[str], **_: Any) -> list[float]:
+    """A reward that a policy can learn in a few steps."""
+    return [text.count("a") / max(len(text), 1) for text in completions]
+
+
+def ranks(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs within every group."""
+    return [float(rank) for rank in range(len(completions))]
+
+
+def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """A reward that differs wherever completions do, as good as always."""
+    return [1 / sum(number * token for number, token in enumerate(ids, start=1)) for ids in completion_ids]
+
+
+def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = None, **more: Any) -> DiffusionTrainer:
+    """A trainer on the rows above; `more` goes to its config, or to the trainer itself where it takes it."""
+    taken = {name: more.pop(name) for name in ("callbacks", "peft_config", "eval_dataset", "progress", "log", "sampler") if name in more}
+    if verb == "pretrain":
+        args = PretrainConfig(**settings(folder, packing=False, max_length=32) | more)
+        return PretrainTrainer(lm or tiny("causal"), args, rows or TEXTS, **taken)
+    if verb == "sft":
+        return SFTTrainer(lm or tiny(), SFTConfig(**settings(folder, max_length=32) | more), rows or PAIRS, **taken)
+    if verb in ("dpo", "kto"):
+        loss = {"loss_type": "kto"} if verb == "kto" else {}
+        lm = lm or tiny()
+        exact = more.get("bound") != "elbo" and exact_width(lm) <= WIDEST_EXACT
+        few = {} if exact else {"samples": 2}
+        return DPOTrainer(lm, DPOConfig(**settings(folder, max_length=32, **few) | loss | more), rows or PREFERENCES, **taken)
+    reward = more.pop("reward", share_of_a)
+    return GRPOTrainer(lm or tiny(), reward, GRPOConfig(**settings(folder, **ROLLOUT) | more), rows or PAIRS, **taken)
+
+
+def prepared(verb: str, folder: Path, lm: DiffusionLM | None = None, **more: Any) -> DiffusionTrainer:
+    """A trainer that always has something to learn."""
+    return make(verb, folder, lm, **({"reward": ranks} if verb == "grpo" else {}), **more)
+
+
+def wide() -> DiffusionLM:
+    """Weights large enough to be quantised: bitsandbytes keeps an optimizer's state of fewer than 4096 numbers in 32 bits."""
+    return tiny(hidden_size=64, intermediate_size=64)
+
+
+def batch(trainer: DiffusionTrainer, *rows: int) -> dict[str, torch.Tensor]:
+    """These rows of the training data, collated."""
+    return trainer.data_collator([trainer.train_dataset[row] for row in rows])
+
+
+def weights(lm: DiffusionLM) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in lm.model.state_dict().items()}
+
+
+def moved(lm: DiffusionLM, by: float = 0.1, among: str = "") -> DiffusionLM:
+    """The model, its weights (those with this in their name) moved at random, always in the same way."""
+    with torch.no_grad():
+        for number, (name, weight) in enumerate(lm.model.named_parameters()):
+            if among in name:
+                weight += by * torch.randn(weight.shape, generator=torch.Generator().manual_seed(number)).to(weight)
+    return lm
+
+
+def equal(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> bool:
+    """Whether two sets of weights agree bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+QUICK = [
+    *("training.max_steps=2", "training.per_device_train_batch_size=4", "training.logging_steps=1", "training.use_cpu=true"),
+    *("data.max_rows=16", "data.eval_rows=4"),
+]
+"""Settings of a run of the command line that takes a blink."""
+SMALL = [
+    *("model.attention=bidirectional", "data.style=plain", "lora.r=2", "sampler.block_size=null"),
+    *("training.max_completion_length=17", "training.steps=9", "training.block_size=null"),
+    *("training.per_device_train_batch_size=6", "training.gradient_accumulation_steps=1"),
+]
+"""What fits a recipe of reinforcement learning to a model of characters."""
+
+
+def unmask(*args: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(arg) for arg in args])
+
+
+class Before(TrainerCallback):
+    """Calls `act` when this many optimizer steps are done, after the next one's batches were made."""
+
+    def __init__(self, step: int, act: Callable[[], None]):
+        self.step, self.act = step, act
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            self.act()

@@ -1,0 +1,118 @@
+"""Files that a run leaves behind: written whole or not at all, metrics as JSON lines, the manifest."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from unmask.errors import DataError
+
+RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+
+
+def write_atomic(path: str | Path, text: str) -> None:
+    """Write a UTF-8 file whole or not at all: a crash leaves the earlier file as it was. Makes the folder where needed."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).chmod(0o644)  # mkstemp gives it to its owner alone
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def plain(value: Any) -> Any:
+    """`value` in types that JSON has: numbers that are not finite become None, arrays and tensors lists or numbers, the rest text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+class MetricsLog:
+    """Metrics of a run, one JSON object a line, each flushed before `write` returns."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+
+    def write(self, metrics: Mapping[str, Any]) -> None:
+        """Append one line; numbers may be Python's, numpy's or scalar tensors. NaN and infinity are written as null: JSON has neither."""
+        line = json.dumps(plain(metrics), allow_nan=False) + "\n"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab+") as file:
+            written = file.seek(0, os.SEEK_END)
+            if written and file.seek(written - 1) >= 0 and file.read(1) != b"\n":  # a crash tore the last line
+                file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
+            file.write(line.encode())
+
+    def read(self) -> list[dict[str, Any]]:
+        """All lines in order; a last line torn by a crash is left out. Raises `DataError` for a missing or malformed file."""
+        if not self.path.exists():
+            raise DataError("no such metrics file", where=str(self.path), remedy="Check the path, or train first")
+        records = []
+        for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+            if line.endswith("\n"):
+                try:
+                    records.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    where = f"{self.path}, line {number}"
+                    raise DataError(f"not JSON ({error.msg})", where=where, remedy="Remove the line") from error
+        return records
+
+
+def package_version(package: str) -> str | None:
+    """The version that is installed, if any."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
+    """What it takes to repeat a run: versions (None: not installed), machine, date, command line, config.
+
+    Args:
+        config: the resolved configuration.
+        extra: further entries, such as data hashes or timings.
+
+    Returns: a dictionary of JSON types only.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "unmask": package_version("unmask"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": cores,
+        "packages": {package: package_version(package) for package in RECORDED_PACKAGES},
+        "config": plain(config),
+        **plain(extra),
+    }
+
+
+def write_manifest(path: str | Path, config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
+    """Write `run_manifest(config, **extra)` to `path` as JSON, whole or not at all, and return it."""
+    manifest = run_manifest(config, **extra)
+    write_atomic(path, json.dumps(manifest, indent=2, allow_nan=False) + "\n")
+    return manifest

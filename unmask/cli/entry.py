@@ -1,0 +1,309 @@
+"""The entry point of the command line, and the verbs that do not train."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import typing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperGroup
+
+from unmask import __version__
+from unmask.config.cli_options import spread_configs
+from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, claim_output
+from unmask.console import show_table
+from unmask.errors import ConfigError, DataError, UnmaskError
+from unmask.sandbox.cli import app as sandbox
+
+if TYPE_CHECKING:
+    from unmask.models.diffusion_lm import DiffusionLM
+from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERBS, TrainingCommand, Unsandboxed, accept_unsandboxed_code, train
+
+
+class Commands(TyperGroup):
+    """Ends with one line and 2 for an error that the user can mend, with 130 for Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except UnmaskError as error:
+            if ctx.obj:
+                raise
+            typer.echo("error: " + " ".join(str(error).splitlines()), err=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    help="Turn an autoregressive language model into a diffusion language model: pretrain, convert, align, sample, evaluate.",
+    epilog="Start with `unmask demo`: the whole way on a small task, in minutes, on a laptop.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(sandbox, name="sandbox")
+
+
+def main() -> None:
+    """The entry point. Of several processes only the first prints; errors of all are shown."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours is the only progress display
+    # In every run bitsandbytes warns of a kernel that it does without on a CPU, torchao of those for other machines, and torch of torchao.
+    for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
+        logging.getLogger(library).setLevel(logging.ERROR)
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("RANK", "0") != "0":
+            stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        app(prog_name="unmask")
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit()
+
+
+@app.callback()
+def common(
+    ctx: typer.Context,
+    debug: Annotated[bool, typer.Option(envvar="UNMASK_DEBUG", help="Show the traceback of an error.")] = False,
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    ctx.obj = debug  # read by Commands.invoke
+
+
+for _verb, _help in VERBS.items():
+    app.command(_verb, cls=TrainingCommand, help=_help, epilog=TRAINING_EPILOG)(train)
+
+
+@app.command(
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+    epilog="Example: unmask profile sft --model runs/convert/model --task sudoku --output runs/profile --steps 5 training.max_length=64",
+)
+def profile(
+    ctx: typer.Context,
+    verb: Annotated[str, typer.Argument(metavar="VERB", help=f"{', '.join(VERBS)}; its own options follow.")],
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one to warm up; of grpo: rollouts with their updates.")] = 3,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Where the trace goes; unset: trace.json in the output folder.")
+    ] = None,
+) -> None:
+    """Record a few steps of a training verb: a trace for Perfetto, and what takes the time."""
+    if verb not in VERBS:
+        raise ConfigError(f"{verb} is no training verb", where="profile", remedy=f"Begin with one of {', '.join(VERBS)}.")
+    ctx.meta[PROFILE] = steps, trace
+    command = typing.cast(TyperGroup, ctx.find_root().command).commands[verb]
+    with command.make_context(verb, ctx.args, parent=ctx) as inner:
+        command.invoke(inner)
+
+
+def load_model(model: ModelConfig) -> DiffusionLM:
+    import unmask
+
+    return unmask.load(model.path, **model.model_dump(exclude={"path", "from_scratch"}))
+
+
+@app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
+@spread_configs
+def generate(
+    model: ModelConfig,
+    sampler: SamplerConfig,
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="What to complete; repeatable; - reads one prompt per line of stdin.")],
+    infill: Annotated[bool, typer.Option("--infill", help="Fill in the mask tokens of the texts instead of completing them.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
+) -> None:
+    """Complete prompts, or fill in what they leave open."""
+    import unmask
+
+    prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
+    if not prompts:
+        raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line.")
+    result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
+    if result.agreement is not None:
+        typer.echo(f"{sampler.lossy}: {result.agreement:.1%} of the tokens are those of the exact sampler", err=True)
+    for row, (text, tokens, log_probs) in enumerate(zip(result.texts, result.tokens, result.log_probs, strict=True)):
+        line = {"prompt": prompts[row], "text": text, "tokens": list(map(int, tokens)), "log_probs": list(map(float, log_probs))}
+        typer.echo(json.dumps(line, ensure_ascii=False) if as_json else text)
+
+
+@app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")
+@spread_configs
+def evaluate(
+    model: ModelConfig,
+    sampler: SamplerConfig,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task: sudoku, gsm8k, humaneval, ...")] = None,
+    style: Annotated[
+        Literal["plain", "chat"], typer.Option(metavar="NAME", help="How a task's problems are put: plain or chat.")
+    ] = "plain",
+    shots: Annotated[int, typer.Option(min=0, help="Solved examples before each problem: the first rows of the file, then left out.")] = 0,
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Also compare with the reference texts of --task text: rouge or bleu; repeatable."),
+    ] = None,
+    accept_unsandboxed: Unsandboxed = False,
+    likelihood: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of a task: score the documents of a file.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The task's rows; unset: generated, held out.")] = None,
+    split: Annotated[str, typer.Option(metavar="NAME", help="The split of a hub data set.")] = "test",
+    rows: Annotated[int, typer.Option(min=1, help="Rows or documents at most.")] = 200,
+    estimator: Annotated[
+        Literal["elbo", "exact"] | None,
+        typer.Option(metavar="NAME", help="How --likelihood scores: elbo or exact; unset: exact for a causal model."),
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Forward passes per document of the elbo.")] = 32,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there, as JSON.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it is there.")] = False,
+) -> None:
+    """Measure a model on a task, or the likelihood that it gives to a text."""
+    if (task is None) == (likelihood is None):
+        raise ConfigError(
+            "there is nothing to measure, or two things at once", where="evaluate", remedy="Give either --task or --likelihood."
+        )
+    if output and output.exists() and not overwrite:
+        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
+    if task:
+        accept_unsandboxed_code(accept_unsandboxed)
+        source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
+        metrics, report = _evaluate_task(model, sampler, source, shots, metric or [])
+    elif metric:
+        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text.")
+    else:
+        from unmask.evaluation.likelihood import likelihood_of_file
+
+        metrics = likelihood_of_file(load_model(model), str(likelihood), rows, estimator, samples, sampler.seed)
+        report = json.dumps(metrics, indent=2)
+    show_table([(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in metrics.items()], title=model.path)
+    if output:
+        from unmask.artifacts import write_atomic
+
+        write_atomic(output, report + "\n")
+
+
+def _evaluate_task(
+    model: ModelConfig, sampler: SamplerConfig, data: DataConfig, shots: int, compared: list[str]
+) -> tuple[dict[str, Any], str]:
+    from unmask.data.problems import pose, read_problems
+    from unmask.evaluation.tasks import check_metrics, evaluate_task
+    from unmask.tasks import get_task
+
+    task = get_task(str(data.task))
+    check_metrics(task, compared)
+    problems = read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=sampler.seed)
+    result = evaluate_task(load_model(model), task, pose(task, problems, data.style, shots), sampler, compared)
+    return {**result.metrics, **result.statuses}, result.to_json()
+
+
+@app.command(epilog="Example: unmask inspect runs/pretrain/model --hardware cpu --hardware h100-80gb --sequence-length 512 --measure")
+@spread_configs
+def inspect(
+    model: ModelConfig,
+    hardware: Annotated[list[str] | None, typer.Option(metavar="NAME", help="A hardware recipe; repeatable; unset: all.")] = None,
+    sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
+    copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,
+    max_memory_gb: Annotated[float | None, typer.Option(min=0.001, help="Plan for at most this much on each device.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Plan for adapters of this rank.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also make such steps here, at most 4 rows unless --batch-size says.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show what a model is, what conversion would change, and what a training step takes on which hardware. Reads no weights."""
+    from unmask.planning.blueprint import Blueprint
+    from unmask.planning.hardware import MEASURED_ROWS, Planner, Preset, preset_names
+
+    dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
+    presets = [Preset.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or preset_names()]
+    blueprint = Blueprint.read(model)
+    work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
+    planner = Planner(blueprint, work)
+    facts, changes = blueprint.facts(), blueprint.changes()
+    plans = {preset.name: planner.plan(preset, batch_size) for preset in presets}
+    measured = {}
+    for preset in presets if measure else ():
+        if preset.device or hardware:  # of all presets only the one that is here; of those named each must be
+            rows = batch_size or min(plans[preset.name].workload.batch, MEASURED_ROWS)
+            measured[preset.name] = planner.compare(preset, rows)
+    if as_json:
+        plain = {name: plan.to_dict() for name, plan in plans.items()}
+        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))
+        return
+    show_table(facts.items(), title=model.path)
+    show_table(changes.items(), title="what conversion would change")
+    lines = [plan.describe(name) for name, plan in plans.items()]
+    show_table([line.values() for line in lines], title=f"a training step: {planner.work.describe()}", head=lines[0])
+    for name, figures in measured.items():
+        show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
+
+
+@app.command(epilog="Example: unmask export runs/convert/model --layout sdar --output sdar")
+@spread_configs
+def export(
+    model: ModelConfig,
+    layout: Annotated[
+        str, typer.Option(metavar="NAME", help="llada, llada_moe, llada2, dream, sdar, fast_dllm_v2, or hf for a causal model.")
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
+) -> None:
+    """Write a model in the layout of a released family, or a causal one as a stock model, for engines that serve it."""
+    claim_output(output, overwrite=overwrite)
+
+    from unmask.models.export import export as write
+
+    write(load_model(model), output, layout)
+
+
+@app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. UNMASK_API_KEY is asked of clients, where it is set.")
+@spread_configs
+def serve(
+    model: ModelConfig,
+    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+) -> None:
+    """Sample for reinforcement learning over HTTP (rollout.backend server)."""
+    from unmask.generation.remote.server import open_port, run
+
+    with open_port(host, port) as listener:
+        run(load_model(model), listener)
+
+
+@app.command(epilog="Example: unmask migrate train.yaml gsm_base.sbatch --output gsm.yaml")
+def migrate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configurations that belong together; later ones win.")],
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the config goes; unset: to stdout.")] = None,
+    form: Annotated[str | None, typer.Option("--format", metavar="NAME", help="The format, where the keys do not tell it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it is there.")] = False,
+) -> None:
+    """Turn configurations of d1, dLLM, TRL and others into one of ours; a table on stderr says what changed and why."""
+    if output and output.exists() and not overwrite:
+        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
+    from unmask.artifacts import write_atomic
+    from unmask.migration.migrate import migrate as read
+
+    found = read(files, form)
+    with contextlib.redirect_stdout(sys.stderr):
+        show_table(found.table(), title=found.titles, head=["old", "", "new", "why"])
+    command = f"unmask {found.verb or 'VERB'} --config {output or 'FILE'}"
+    typer.echo(f"for: {' '.join([command, *found.missing])}", err=True)
+    if output:
+        write_atomic(output, found.to_yaml())
+    else:
+        typer.echo(found.to_yaml(), nl=False)
+
+
+@app.command()
+def demo(
+    task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
+    output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
+    seed: Annotated[int, typer.Option(help="What all randomness follows from.")] = 0,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
+) -> None:
+    """Run the whole way on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
+    from unmask.demo import run_demo
+
+    run_demo(task=task, output=output, seed=seed, overwrite=overwrite)

@@ -1,0 +1,171 @@
+"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from typer.core import TyperCommand
+
+from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
+from unmask.config.run import RunConfig, claim_output, continues, resolve, resuming, to_yaml
+from unmask.console import show_table
+from unmask.errors import ConfigError
+
+if TYPE_CHECKING:
+    pass
+
+
+USAGE_ERROR: Any = typer.BadParameter.__base__  # which typer does not export
+
+
+class TrainingCommand(TyperCommand):
+    """`--resume` takes a path or nothing: what follows it is one unless it is an option or a setting. Of an option that is a setting, the
+    error shows the form that works."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        following = [*args[1:], "-"]
+        bare = [arg == "--resume" and (after.startswith("-") or "=" in after) for arg, after in zip(args, following, strict=False)]
+        given = ["--resume=" if empty else arg for arg, empty in zip(args, bare, strict=True)]
+        try:
+            return super().parse_args(ctx, list(given))
+        except USAGE_ERROR as error:
+            if option := getattr(error, "option_name", None):  # it has none such
+                from unmask.commands.bare_options import refuse_bare_flag
+
+                refuse_bare_flag(str(ctx.info_name), option, given)
+            raise
+
+
+VERBS = {
+    "pretrain": "Train a causal model on text, token by token.",
+    "convert": "Turn a causal model into a diffusion model, in stages.",
+    "sft": "Fine-tune on prompts and their completions.",
+    "dpo": "Prefer the chosen completions to the rejected ones (VRPO).",
+    "grpo": "Raise the reward of the model's own completions (reinforcement learning).",
+}
+
+
+TRAINING_EPILOG = (
+    "Later settings win: recipes, --mode, files, UNMASK_* variables (UNMASK_TRAINING__LEARNING_RATE=1e-4), the command line. "
+    "`training` takes every field of transformers.TrainingArguments. --print-config shows what all of it comes to."
+)
+
+
+PROFILE = "unmask.profile"
+"""What `profile` leaves in the context for the verb: the steps to record, and where to."""
+
+
+Unsandboxed = Annotated[
+    bool, typer.Option("--i-accept-unsandboxed-code", help="Run programs that models write even where nothing isolates them.")
+]
+
+
+def accept_unsandboxed_code(accepted: bool) -> None:
+    """Let this process and those that it starts run programs without isolation."""
+    if accepted:
+        os.environ[ACCEPT_UNSANDBOXED] = "1"
+
+
+def train(
+    ctx: typer.Context,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings, for example training.learning_rate=1e-4.")
+    ] = None,
+    config: Annotated[list[Path] | None, typer.Option(metavar="FILE", help="A YAML file of settings; repeatable, later ones win.")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Settings that come with Unmask; repeatable.")] = None,
+    mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
+    data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data, or makes its own.")] = None,
+    accept_unsandboxed: Unsandboxed = False,
+    output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="[PATH]", help="Go on from the last checkpoint in the output folder, or from PATH.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Make two steps of every stage, print the plan and stop.")] = False,
+    measure_variance: Annotated[
+        bool, typer.Option("--measure-variance", help="dpo: print how far estimates of the margin scatter, by budget, and stop.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
+) -> None:
+    """Body of every training verb; the options are short for overrides."""
+    from unmask.commands.older_variables import older_layers
+    from unmask.migration.formats import refuse_old
+
+    verb = str(ctx.info_name)
+    refuse_old(config or [])
+    accept_unsandboxed_code(accept_unsandboxed)
+    flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
+    recipes = [*(recipe or []), *(["debug"] if debug else [])]
+    older, own = older_layers(os.environ, verb), overrides or []
+    layers = read_layers(recipes=recipes, config_files=config or [], older=older, environ=os.environ, flags=flags, overrides=own)
+    if mode or recipes:
+        from unmask.commands.modes import arranged
+
+        layers = arranged(layers, verb, mode, recipes=len(recipes))
+    if debug:
+        show_everything(ctx)
+    going_on, settings = resuming(resume, resolve(layers))
+    profiling = ctx.meta.get(PROFILE)
+    if profiling and (going_on or dry_run):
+        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
+    with layers.naming_sources():
+        if print_config:
+            show_config(verb, settings)
+        elif profiling:
+            show_profile(verb, settings, *profiling)
+        elif dry_run:
+            show_rehearsal(verb, settings)
+        elif measure_variance:
+            show_variance(verb, settings)
+        else:
+            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, going_on))
+            from unmask.commands.run import run_stage
+
+            run_stage(verb, settings, going_on)
+
+
+def show_everything(ctx: typer.Context) -> None:
+    """Tracebacks of errors, and the operation that makes a NaN."""
+    from unmask.training.hardware_checks import watch_for_anomalies
+
+    ctx.find_root().obj = True
+    watch_for_anomalies()
+
+
+def show_config(verb: str, settings: RunConfig) -> None:
+    from unmask.commands.run import resolved, training_arguments
+
+    typer.echo(to_yaml(resolved(settings, training_arguments(verb, settings))), nl=False)
+
+
+def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
+    from unmask.commands.profile import profile_run
+
+    trace = trace or Path(settings.output_dir, "trace.json")
+    for title, lines in profile_run(verb, settings, trace, steps).items():
+        show_table([line.values() for line in lines], f"{verb}: {title}", head=lines[0])
+    typer.echo(f"{trace}: open it in https://ui.perfetto.dev")
+
+
+def show_rehearsal(verb: str, settings: RunConfig) -> None:
+    from unmask.commands.dry_run import rehearse
+
+    lines = rehearse(verb, settings)
+    by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
+    show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
+
+
+def show_variance(verb: str, settings: RunConfig) -> None:
+    from unmask.commands.margin_variance import as_table, measure_run
+
+    measured = measure_run(verb, settings)
+    head, rows = as_table(measured)
+    show_table(rows, f"variance of the margin in nats squared, {measured['pairs']} pairs", head)
+    typer.echo(json.dumps(measured))

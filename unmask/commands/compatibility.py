@@ -1,0 +1,52 @@
+"""Settings of a run that cannot go together: refused before data and model are read, with both of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any
+
+from unmask.config.run import RunConfig
+from unmask.errors import ConfigError
+from unmask.models.load import DTYPES, pattern_settings, read_config
+from unmask.training.config import StageConfig
+from unmask.training.hardware_checks import Subject, check_switches
+from unmask.training.optimizers import check_rounding
+
+
+def check_together(config: RunConfig, args: StageConfig) -> None:
+    """Refuse what the settings, and the model's config, show not to work: what its trainer would refuse once the model is there.
+
+    Raises:
+        ConfigError: `where` holds the keys of both settings, joined by " and ".
+    """
+
+    def pattern() -> dict[str, Any]:
+        """How the model will be read."""
+        model = config.model
+        published, _ = read_config(model.path, {"revision": model.revision, "trust_remote_code": model.trust_remote_code})
+        return pattern_settings(published, model.attention, model.block_size, model.logit_shift)
+
+    with naming_sections(args):
+        for conflict in args.conflicts(config):
+            if conflict.on:
+                raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
+        quantised, split = config.model.quantization is not None, config.model.device_map is not None
+        matters = args.flash_attention and not config.model.from_scratch  # else the model's config need not be read
+        for attention in args.patterns() or [pattern()["attention"] if matters else "causal"]:
+            subject = Subject(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
+            check_switches(args, subject)
+            check_rounding(args, subject)
+        args.check_model(pattern, config)
+
+
+@contextmanager
+def naming_sections(args: StageConfig) -> Iterator[None]:
+    """Errors then name the section of settings that the trainer knows without it."""
+    try:
+        yield
+    except ConfigError as error:
+        known = {field.name for field in fields(args)}
+        keys = [f"training.{key}" if key.partition(".")[0] in known else key for key in (error.where or "").split(" and ")]
+        raise ConfigError(error.what, where=" and ".join(keys), remedy=error.remedy) from error

@@ -1,0 +1,100 @@
+"""A run before it is paid for: what it will take by formula, and two steps of every stage, really made."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from transformers import TrainerCallback
+
+from unmask.commands.run import make_trainer, training_arguments
+from unmask.config.run import RunConfig
+from unmask.console import Progress
+from unmask.errors import ConfigError
+from unmask.planning.blueprint import Blueprint
+from unmask.planning.hardware import Planner, Preset
+from unmask.planning.plans import Plan
+from unmask.training.config import Part, StageConfig
+from unmask.training.memory import memory_metrics
+
+STEPS = 2
+
+
+def plan_run(config: RunConfig, args: StageConfig) -> Plan | None:
+    """The plan of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
+    stage that has no formula. Rows are taken to be `max_length` long.
+
+    Raises:
+        ConfigError: it does not fit that machine.
+    """
+    blueprint = Blueprint.read(config.model)
+    work = args.workload(blueprint, config)
+    if work is None:
+        return None
+    plan = Planner(blueprint, work).plan(Preset.of(config), work.batch)
+    if config.hardware is not None and not plan.fits:
+        rows = args.per_device_train_batch_size
+        what = f"a step of {rows} rows needs {plan.peak / 1e9:.3g} GB, but only {plan.limit / 1e9:.3g} may be used"
+        raise ConfigError(what, where="hardware", remedy=f"Use {plan.advice}")
+    return plan
+
+
+def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
+    """Make two steps of every stage, in a folder that is removed again.
+
+    Returns:
+        A line of a table per stage: what it trains, its share of the steps, and what a step was predicted to take and took.
+
+    Raises:
+        UnmaskError: all that the run itself would raise before its third step.
+    """
+    args = training_arguments(verb, config)
+    plan, watch = plan_run(config, args), Watch()
+    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
+    with display, display.stage(verb) as stage, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=stage) as trainer:
+        steps, before = trainer.planned_steps(args), trainer.planned_seconds(args)
+        trainer.train()
+    seconds = watch.seconds[STEPS - 1 :: STEPS]
+    return [_line(part, args, plan, taken, steps, before) for part, taken in zip(args.parts(), seconds, strict=True)]
+
+
+@contextlib.contextmanager
+def short_trainer(verb: str, config: RunConfig, args: StageConfig, steps: int, **rest: Any) -> Iterator[Any]:
+    """The run's trainer, set to make so many steps of every stage in a folder that is removed again; `rest` goes to it."""
+    with tempfile.TemporaryDirectory() as folder:
+        shortened = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
+        made = training_arguments(verb, shortened)
+        yield make_trainer(verb, shortened, made, **made.rehearsal(steps) | rest)
+
+
+class Watch(TrainerCallback):
+    """The seconds of every optimizer step."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.started = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.started = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.started)
+
+
+def _line(part: Part, args: StageConfig, plan: Plan | None, seconds: float, steps: int, before: float) -> dict[str, str]:
+    micro_batches = args.gradient_accumulation_steps
+    predicted = plan.seconds * micro_batches if plan and plan.seconds else None
+    return {
+        **part.described,
+        "steps": f"{part.share * steps:,.0f}",
+        "rate": f"{args.learning_rate * part.rate:.3g}",
+        "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
+        "seconds a step": f"{seconds:.3g}",
+        "hours in all": f"{(before + seconds * part.share * steps) / 3600:.3g}",
+        "predicted peak GB": "-" if plan is None else f"{plan.peak / 1e9:.3g}",
+        "peak GB so far": f"{memory_metrics(args.device)['memory_gb']:.3g}",
+    }

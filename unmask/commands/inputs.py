@@ -1,0 +1,89 @@
+"""The inputs of a training verb: task, rows and model, read from what the config names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from unmask.commands.verbs import Rows, Verb
+from unmask.config.run import DataConfig, DataSource, RunConfig
+from unmask.data.problems import pose, read_problems
+from unmask.data.sources import load_examples, load_mixture, load_rows
+from unmask.errors import ConfigError, DataError, GenerationError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import initialise, load
+from unmask.tasks import Puzzle, Row, Task, get_task
+from unmask.training.config import StageConfig
+from unmask.training.pair_config import PairConfig
+
+GENERATED_ROWS = 10_000
+
+
+def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
+    """The task, and the problems of it that the trained model is evaluated on: of the file given, else new ones if the task makes any."""
+    task = get_task(config.data.task) if config.data.task else None
+    problems = unseen_problems(task, config.data) if task else []
+    return task, pose(task, problems, config.data.style) if task and problems else []
+
+
+def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
+    """Held-out problems: of the file given, else new ones; none of a task that makes none."""
+    if not (isinstance(task, Puzzle) or data.eval):
+        return []
+    return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
+
+
+def read_data(config: RunConfig, kind: Verb, task: Task | None, args: StageConfig) -> tuple[Rows, Rows | None]:
+    """Training and held-out rows: of a task (generated, or read from the file given), or of any data set."""
+    data = config.data
+    if data.shuffle_buffer is not None and not data.streaming:
+        raise ConfigError("there is no stream to shuffle", where="data.shuffle_buffer", remedy="Set data.streaming, or remove it")
+    if task is not None and (data.streaming or isinstance(data.train, list) or isinstance(data.eval, list)):
+        raise ConfigError("a task reads whole files, one at a time", where="data.task", remedy="Give no stream and no mixture, or no task")
+    if task is not None:
+        count = data.max_rows or (None if data.train else GENERATED_ROWS)
+        problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
+        held_out = unseen_problems(task, data) if args.eval_strategy != "no" else []
+        return kind.task_rows(task, problems, data), kind.task_rows(task, held_out, data) if held_out else None
+    if args.answers_prompts and data.text_column != DataConfig().text_column:
+        remedy = "Leave it out, and call the columns as docs/data.md does"
+        raise ConfigError("answers to prompts are read from columns of fixed names", where="data.text_column", remedy=remedy)
+    if data.train is None:
+        raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
+    examples: Any = args if args.answers_prompts and not data.streaming else None
+    train = read_source(data, data.train, data.max_rows, examples, streaming=data.streaming)
+    if data.shuffle_buffer is not None:
+        train = train.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
+    return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows, examples)
+
+
+def read_source(
+    data: DataConfig, source: str | list[DataSource], max_rows: int | None, examples: PairConfig | None, *, streaming: bool = False
+) -> Any:
+    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either; of one file of `examples` as written there."""
+    if examples is not None and isinstance(source, str):
+        return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=examples.bad_rows == "skip")
+    kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
+    return load_rows(source, **kept) if isinstance(source, str) else load_mixture(source, seed=data.seed, **kept)
+
+
+@contextlib.contextmanager
+def naming_files(data: DataConfig) -> Iterator[None]:
+    """Errors about rows then name the files that these came from."""
+    try:
+        yield
+    except (DataError, GenerationError) as error:
+        where = error.where or ""
+        for name, source in (("train_dataset", data.train), ("eval_dataset", data.eval)):
+            where = where.replace(name, source if isinstance(source, str) else " and ".join(one.path for one in source or ()) or name)
+        raise type(error)(error.what, where=where or None, remedy=error.remedy) from error
+
+
+def load_model(config: RunConfig) -> DiffusionLM:
+    """The model to start from: saved weights, or new ones for an architecture."""
+    settings = config.model.model_dump(exclude={"path", "from_scratch"})
+    if config.model.from_scratch:
+        kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids")}
+        return initialise(config.model.path, seed=config.data.seed, **kept)
+    return load(config.model.path, **settings)

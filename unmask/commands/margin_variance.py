@@ -1,0 +1,149 @@
+"""How far estimates of the preference margin scatter, by estimator and budget: what `unmask dpo --measure-variance` prints.
+
+Shapes: B rows (pairs), N responses, P pairs, R redraws, V views, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.commands.dry_run import short_trainer
+from unmask.commands.run import training_arguments
+from unmask.config.run import RunConfig
+from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.schedules import Noise, get_schedule
+from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, random_views
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import evaluating
+from unmask.preference.config import WIDEST_EXACT, exact_width
+from unmask.preference.losses import margins
+from unmask.preference.trainer import MEASURED_PAIRS, DPOTrainer
+
+BUDGETS = (1, 2, 4, 8, 16)
+"""Passes for each response."""
+REDRAWS = 16
+LOSSES = ("sigmoid", "ipo", "hinge")
+Plan = Callable[..., Views]
+"""Of groups, a source of randomness and a number of `views`."""
+
+
+def one_by_one(plan: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, views: int) -> Views:
+    """The views of as many independent plans of one view each."""
+    each = [plan(group_BT, replace(draw, iteration=draw.iteration * views + number)) for number in range(views)]
+    hidden_BVT, weight_BVT = (torch.cat(parts, 1) for parts in zip(*((one.hidden_BVT, one.weight_BVT) for one in each), strict=True))
+    return Views(hidden_BVT, hidden_BVT, weight_BVT / views)
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """How the bounds of a response under two models are estimated.
+
+    Attributes:
+        plan: what is hidden.
+        shared: whether both models are scored on the same masks.
+    """
+
+    plan: Plan
+    shared: bool = True
+
+
+_times = partial(one_by_one, partial(random_views, noise=Noise(get_schedule("linear"))))
+_counts = partial(one_by_one, partial(exact_count_views, views=1))
+INDEPENDENT = "independent times, independent masks"
+DEFAULT = "stratified exact counts, shared masks (default)"
+COMPLEMENTARY = "the same in complementary pairs (complementary: true)"
+ESTIMATORS = {
+    INDEPENDENT: Estimator(_times, shared=False),
+    "independent exact counts, independent masks": Estimator(_counts, shared=False),
+    "independent times, shared masks": Estimator(_times),
+    DEFAULT: Estimator(exact_count_views),
+    COMPLEMENTARY: Estimator(elbo_views),
+}
+
+
+@torch.no_grad()
+def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: int, redraws: int) -> Tensor:
+    """The margins [R, P] of a batch's pairs by as many plans, in nats.
+
+    Args:
+        trainer: with a reference that is scored along.
+    """
+    assert trainer.reference is not None
+    group_BT, drawn = noise_groups(trainer.lm, batch["maskable"], batch["documents"]), []
+    for redraw in range(redraws):
+        draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
+        other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
+        with trainer.reference.scoring() as reference:
+            theirs_N = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views=views))
+        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views=views)) - theirs_N))
+    return torch.stack(drawn)
+
+
+def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
+    with evaluating(lm), trainer.accelerator.autocast():
+        return trainer.of_responses(batch, (views.weight_BVT * trainer.score_views(lm, batch | {"views": views})).sum(1))
+
+
+def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:
+    """By estimator and budget the variance of the margin over redraws, in nats squared, on average over the training pairs; and the mean
+    margin by the last of them on the largest budget, in nats."""
+    batches = list(trainer.in_batches(trainer.train_dataset, trainer.args.train_batch_size))
+    found: dict[str, dict[int, float]] = {}
+    for name, estimator in ESTIMATORS.items():
+        found[name] = {}
+        for views in budgets:
+            margin_RP = torch.cat([drawn_margins(trainer, batch, estimator, views, redraws) for batch in batches], 1)
+            found[name][views] = margin_RP.double().var(0).mean().item()
+    return found, margin_RP.mean().item()
+
+
+def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
+    """The variances on the first pairs of a run's data, of its model as the policy, held to `training.reference_model`.
+
+    Returns:
+        pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes for each response. What is exact
+        has none, and as many passes as that takes.
+
+    Raises:
+        ConfigError: the verb, the loss or the reference leaves no margin to measure.
+    """
+    args = training_arguments(verb, config)
+    if verb != "dpo":
+        raise ConfigError(f"{verb} has no preference margin", where="--measure-variance", remedy="Use it with unmask dpo")
+    if args.loss_type not in LOSSES:
+        what = f"{args.loss_type} has no pairs that are compared with a reference"
+        raise ConfigError(what, where="training.loss_type", remedy=f"Measure with {', '.join(LOSSES)}")
+    if args.reference_model is None:
+        remedy = "Give the model that the policy was trained from"
+        raise ConfigError("the policy is its own reference, so that every margin is 0", where="training.reference_model", remedy=remedy)
+    data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
+    training = config.training | {"reference": "frozen", "stale_reference": "error"}
+    measured = config.model_copy(update={"data": data, "training": training, "lora": None})
+    with short_trainer(verb, measured, args, 1, rehearsed=None) as trainer:
+        lm = trainer.lm
+        found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=REDRAWS)
+        if (width := exact_width(lm)) <= WIDEST_EXACT:
+            found["exact"] = {int(2**width) - 1: 0.0}
+        return {"pairs": len(trainer.train_dataset), "redraws": REDRAWS, "margin": margin, "variance": found}
+
+
+def as_table(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The head and the rows of a table: an estimator a row, a budget a column, and how much less that is than independent draws."""
+    found = measured["variance"]
+    passes = sorted({views for by_views in found.values() for views in by_views})
+
+    def cell(by_views: dict[int, float], views: int) -> str:
+        if views not in by_views:
+            return ""
+        independent = found.get(INDEPENDENT, {}).get(views)
+        less = f" ({independent / by_views[views]:.1f} x less)" if independent and 0 < by_views[views] < independent else ""
+        return f"{by_views[views]:.3g}{less}"
+
+    return ["passes", *map(str, passes)], [[name, *(cell(by_views, views) for views in passes)] for name, by_views in found.items()]

@@ -1,0 +1,42 @@
+"""What `--mode` sets: groups of options for the hardware at hand, from `unmask/recipes/modes`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from unmask.commands.verbs import VERBS
+from unmask.config.layers import MODES, Layer, Layers, read_settings
+
+
+def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
+    """The layers, of which the first so many are recipes, as they are meant: a recipe for another method of reinforcement learning does
+    not speak for the one that is asked for, and a mode stands behind the recipes."""
+    stage, chosen = VERBS[verb].config, layers.merged().get("training", {})
+    ours = [Layer(name, values | {"training": stage.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]]
+    layers = Layers([*ours, *layers[recipes:]])
+    return with_mode(layers, mode, verb, after=recipes) if mode else layers
+
+
+def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
+    """The layers with those of a mode behind the first `after`, which are the recipes: what is asked for by files, variables or the
+    command line wins."""
+    holding = {verb} | hardware_here(use_cpu=layers.value_of("training.use_cpu") is True)
+    if layers.value_of("training.fsdp"):
+        holding.add("fsdp")
+    return Layers([*layers[:after], Layer(f"--mode {mode}", mode_settings(mode, holding)), *layers[after:]])
+
+
+def mode_settings(mode: str, holding: Collection[str]) -> dict[str, Any]:
+    """The settings of a mode: of its section `everywhere`, and of those that hold (the hardware, fsdp, a verb)."""
+    sections = read_settings(MODES / f"{mode}.yaml")
+    return Layers(Layer(name, values) for name, values in sections.items() if name in {"everywhere", *holding}).merged()
+
+
+def hardware_here(*, use_cpu: bool = False) -> set[str]:
+    """The sections of this machine: cpu, or gpu and, where that computes in bfloat16 and TF32, ampere."""
+    import torch
+
+    if use_cpu or not torch.cuda.is_available():
+        return {"cpu"}
+    return {"gpu", "ampere"} if torch.cuda.get_device_capability() >= (8, 0) else {"gpu"}

@@ -1,0 +1,108 @@
+"""Environment variables of older names, read as settings. They rank below `UNMASK_*` variables and above files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from unmask.config.layers import Layer, Layers, nested
+from unmask.errors import ConfigError
+from unmask.tasks import get_task
+
+Settings = dict[str, Any]
+"""Values by dotted key."""
+SWITCH = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
+VLLM_PORT = 8000
+
+
+class Variable(NamedTuple):
+    """How a variable is read."""
+
+    read: Callable[[str], Settings]
+    """A text that means nothing: ValueError or KeyError."""
+    wanted: str
+    """What the text should be."""
+
+
+def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
+    """The settings of each variable that is set and not empty; a line on stderr tells how it is read.
+
+    Raises:
+        ConfigError: a value that means nothing.
+    """
+    variables = OLDER | (OLDER_OF_GRPO if verb == "grpo" else {})
+    texts = {name: text for name in variables if (text := environ.get(name, "").strip())}
+    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # then there is no server, wherever it would be
+        texts.pop("VLLM_SERVER_HOST", None)
+    layers = []
+    for name, text in texts.items():
+        source = f"environment variable {name}"
+        try:
+            settings = variables[name].read(text)
+        except (KeyError, ValueError):
+            raise ConfigError(f"{text!r} is refused", where=source, remedy=f"It should be {variables[name].wanted}.") from None
+        layers.append(Layer(source, Layers(Layer(source, nested(key.split("."), settings[key])) for key in settings).merged()))
+        if environ.get("RANK", "0") == "0":
+            print(f"{name} is read as {' and '.join(settings)}", file=sys.stderr)
+    return layers
+
+
+def _number(key: str) -> Variable:
+    def read(text: str) -> Settings:
+        if int(text) < 1:
+            raise ValueError
+        return {key: int(text)}
+
+    return Variable(read, "a whole number of at least 1")
+
+
+def _switch(key: str, values: tuple[Any, Any] = (False, True)) -> Variable:
+    return Variable(lambda text: {key: values[SWITCH[text.lower()]]}, "1, true, yes or on, or 0, false, no or off")
+
+
+def _precision(text: str) -> Settings:
+    """A switch that is on means bfloat16, but on a GPU without it float16."""
+    if text.lower() in SWITCH:
+        text = _fast_type() if SWITCH[text.lower()] else "no"
+    if text not in ("bf16", "fp16", "no"):
+        raise ValueError
+    return {f"training.{name}": text == name for name in ("bf16", "fp16")}
+
+
+def _fast_type() -> str:
+    import torch
+
+    return "fp16" if torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False) else "bf16"
+
+
+def _data(text: str) -> Settings:
+    try:
+        return {"data.task": get_task(text).name}
+    except ConfigError:
+        return {"data.train": text}
+
+
+def _address(text: str) -> Settings:
+    bare = "://" not in text
+    url = urlsplit(f"http://{text}" if bare else text)
+    if not url.hostname or url.scheme not in ("http", "https"):
+        raise ValueError
+    return {"training.rollout.url": url.geturl() if url.port or not bare else f"{url.geturl()}:{VLLM_PORT}"}
+
+
+OLDER = {
+    "DIFFU_MODEL_PATH": Variable(lambda text: {"model.path": text}, "a folder or a hub name"),
+    "DIFFU_DATASET": Variable(_data, "a built-in task, a file or a hub name"),
+    "DIFFU_MIXED_PRECISION": Variable(_precision, "bf16, fp16, or a switch, of which true is bf16 (on a GPU without it fp16)"),
+    "DIFFU_BATCH_SIZE": _number("training.per_device_train_batch_size"),
+}
+OLDER_OF_GRPO = {
+    "GRPO_USE_VLLM": _switch("training.rollout.backend", ("local", "vllm")),
+    "VLLM_SERVER_HOST": Variable(_address, "HOST, HOST:PORT or a URL"),
+    "GRPO_USE_TORCH_COMPILE": _switch("training.torch_compile"),
+    "GRPO_BATCH_SIZE": _number("training.per_device_train_batch_size"),
+    "GRPO_NUM_GENERATIONS": _number("training.num_generations"),
+    "GRPO_GRAD_ACCUM_STEPS": _number("training.gradient_accumulation_steps"),
+}

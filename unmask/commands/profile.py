@@ -1,0 +1,147 @@
+"""A few steps of a run under torch.profiler: a trace for Perfetto, and tables of what takes the time."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile, schedule
+from transformers import TrainerCallback
+
+from unmask.commands.dry_run import short_trainer
+from unmask.commands.run import training_arguments
+from unmask.config.run import RunConfig
+from unmask.errors import ConfigError
+from unmask.training.step_timer import Phases
+
+SHOWN = 15
+"""Operators in the table; the trace has them all."""
+
+Table = list[dict[str, str]]
+
+
+def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[str, Table]:
+    """Make some steps of every stage, as a rehearsal does, and record all but the first.
+
+    Args:
+        trace: where the trace goes, as JSON that Perfetto and chrome://tracing open; gzipped if its name ends in .gz.
+        steps: to record; of GRPO rollouts, each with all its updates.
+
+    Returns:
+        Tables by title: of the phases, and of the operators that take the most time.
+
+    Raises:
+        UnmaskError: the trace is there and may not be overwritten, or all that the run itself would raise.
+    """
+    if trace.exists() and not config.overwrite:
+        raise ConfigError("the file exists", where=str(trace), remedy="Choose another with --trace, or replace it with --overwrite")
+    args = training_arguments(verb, config)
+    updates = getattr(args, "num_iterations", 1)
+    recorded = ((1 + steps) * len(args.parts()) - 1) * updates
+    phases = Phases(args.device, synchronize=True, memory=True)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if args.device.type == "cuda" else [])]
+    recorder = profile(activities=activities, schedule=schedule(wait=0, warmup=updates, active=recorded, repeat=1))
+    short: dict[str, Any] = {"phases": phases, "callbacks": [Advance(recorder, phases, updates)]}
+    with short_trainer(verb, config, args, (1 + steps) * updates, **short) as trainer, recorder:
+        trainer.train()
+    if args.should_save:
+        write_trace(recorder, trace)
+    tables = {"phases": by_phase(phases, recorded), **by_operator(recorder, recorded)}
+    return {title: lines for title, lines in tables.items() if lines}
+
+
+class Advance(TrainerCallback):
+    """Tells the profiler of the end of every step, and the phases of the end of the warm-up."""
+
+    def __init__(self, recorder: profile, phases: Phases, warmup: int):
+        self.recorder, self.phases, self.left = recorder, phases, warmup
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.phases.end_step()  # before the profiler takes time of its own
+        self.recorder.step()
+        self.left -= 1
+        if self.left == 0:
+            self.phases.reset()
+
+
+def write_trace(recorder: profile, path: Path) -> None:
+    """Write the trace whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        written = Path(folder) / path.name  # its ending says whether it is gzipped
+        recorder.export_chrome_trace(str(written))
+        os.replace(written, path)
+
+
+def by_phase(phases: Phases, steps: int) -> Table:
+    """Of each phase its time and its peak of memory, the longest first."""
+    stats = phases.performance_stats()
+    peaks = stats["peak_memory_gb"]
+    return [
+        {
+            "phase": name,
+            "ms a step": f"{seconds / steps * 1e3:,.1f}",
+            "share": f"{stats['share'][name]:.1%}",
+            "peak GB": f"{peaks[name]:.3g}" if name in peaks else "-",
+        }
+        for name, seconds in sorted(stats["seconds"].items(), key=lambda item: -item[1])
+    ]
+
+
+def by_operator(recorder: profile, steps: int) -> dict[str, Table]:
+    """The operators that take the most time on the CPU, without those that they call, and the kernels that do on a GPU.
+
+    Read from the profiler's own events: its `key_averages` takes minutes for the millions of them that a rollout can have.
+    """
+    profiler: Any = recorder.profiler
+    spans, kernels = [], []
+    for event in profiler.kineto_results.events():
+        span = Span(event.start_thread_id(), event.start_ns(), -event.end_ns(), event.name())
+        if event.activity_type() == "cpu_op" and not event.is_async():
+            spans.append(span)
+        elif event.device_type() == DeviceType.CUDA and not event.is_user_annotation():
+            kernels.append(span)
+    return {"operators on the CPU": top(*own_times(spans), steps), "kernels on the GPU": top(*own_times(kernels, nested=False), steps)}
+
+
+class Span(NamedTuple):
+    """An event; sorted, those of a thread follow each other, and what encloses comes before what is within. In nanoseconds."""
+
+    thread: int
+    start: int
+    minus_end: int
+    name: str
+
+
+def own_times(spans: list[Span], nested: bool = True) -> tuple[Counter[str], Counter[str]]:
+    """Nanoseconds by name, of `nested` spans without those within them, and calls; one that only passes on to its like is the same."""
+    own: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    around: list[Span] = []
+    for span in sorted(spans):
+        while around and (around[-1].thread != span.thread or -around[-1].minus_end <= span.start):
+            around.pop()
+        length = -span.minus_end - span.start
+        own[span.name] += length
+        if nested and around:
+            own[around[-1].name] -= length
+        calls[span.name] += not (nested and around and around[-1].name == span.name)
+        around.append(span)
+    return own, calls
+
+
+def top(own: Counter[str], calls: Counter[str], steps: int) -> Table:
+    """The names that take the most time."""
+    return [
+        {
+            "name": name,
+            "calls a step": f"{calls[name] / steps:,.1f}",
+            "ms a step": f"{nanoseconds / steps / 1e6:,.2f}",
+            "share": f"{nanoseconds / own.total():.1%}",
+        }
+        for name, nanoseconds in own.most_common(SHOWN)
+    ]

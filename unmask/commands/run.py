@@ -1,0 +1,144 @@
+"""One training verb from its config: load, read the data, train, save, evaluate. What the command line calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from transformers import TrainingArguments
+
+from unmask.artifacts import write_atomic, write_manifest
+from unmask.commands.compatibility import check_together
+from unmask.commands.inputs import held_out_problems, load_model, naming_files, read_data
+from unmask.commands.verbs import VERBS
+from unmask.config.run import DataConfig, RunConfig, build_training_args, continues, to_yaml
+from unmask.console import Progress
+from unmask.evaluation.tasks import check_evaluation, evaluate_task
+from unmask.models.chat_template import read_template
+from unmask.models.ends import set_chat_template
+from unmask.models.load import load
+from unmask.rl.completion_log import SAMPLES_NAME
+from unmask.tasks import get_task
+from unmask.training.checkpoints import check_last
+from unmask.training.config import StageConfig
+from unmask.training.hardware_checks import bound_memory, naming_memory, sharded_by
+from unmask.training.run_log import LOG_NAME
+
+DATA_REPORT = "data_report.json"
+TRAINED_MODEL = "model"
+
+
+def training_arguments(verb: str, config: RunConfig) -> Any:
+    """The verb's arguments; a task gives the length of the canvas, and `data` the column of the text, where `training` does not.
+
+    Raises:
+        ConfigError: a setting that the verb does not have, or a value that it refuses.
+    """
+    kind = VERBS[verb]
+    task = get_task(config.data.task) if config.data.task else None
+    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas and config.data.style == "plain" else {}
+    defaults |= kind.config.data_defaults(config.data, config.data.task)
+    fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
+    fixed["resume_from_checkpoint"] = None  # of a start, and not of the run
+    args = build_training_args(kind.config, defaults | config.training, **fixed)
+    args.choose_precision(in_float32=config.model.dtype == "float32")
+    return args
+
+
+def data_name(data: DataConfig) -> str | None:
+    """What a model card calls the data: names on the hub, or files' names without the folders of this machine."""
+    sources = [data.train or data.task] if not isinstance(data.train, list) else [source.path for source in data.train]
+    return ", ".join(Path(source).name if Path(source).exists() else source for source in sources if source) or None
+
+
+def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
+    """The config with the verb's own settings filled in; those of TrainingArguments stay out unless set, or other than there."""
+    stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+    fixed = ("output_dir", "data_source", "resume_from_checkpoint")
+    own = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
+    values = args.to_dict()
+    given = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
+    return config.model_copy(update={"training": {name: values[name] for name in own} | given})
+
+
+def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
+    """Run `unmask VERB`.
+
+    The trained model goes to `output_dir/model`, beside checkpoints, `training_logs.json`, the resolved config and a manifest. With
+    a task, the model is then evaluated on held-out problems (`evaluation.json`).
+
+    Args:
+        verb: pretrain, convert, sft, dpo or grpo.
+        config: the run.
+        resume: go on from the last whole checkpoint (True), or from this one.
+
+    Raises:
+        UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
+    """
+    args = training_arguments(verb, config)
+    output, settings = Path(config.output_dir), resolved(config, args)
+    overwrite = config.overwrite and not continues(output, resume)
+    if overwrite:
+        args.overwriting(given=config.training)
+    if isinstance(resume, str):
+        check_last(Path(resume), output)
+    display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
+    with display as progress, progress.stage(verb) as stage, naming_memory(config.hardware):
+        trainer = make_trainer(verb, config, args, progress=stage)
+        task, held_out = held_out_problems(config)
+        if task and held_out:
+            check_evaluation(trainer.lm, task, held_out, config.sampler)
+        if args.should_save:
+            if overwrite:
+                forget_earlier_run(output)
+            write_atomic(output / "config.yaml", to_yaml(settings.model_copy(update={"overwrite": False})))
+            if reports := {name: report.to_dict() for name, report in trainer.data_reports().items()}:
+                write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(output / TRAINED_MODEL))
+        if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # of a conversion every stage ends with one
+            trainer.evaluate()
+            trainer.save_model(str(output / TRAINED_MODEL))  # its card tells of it
+    if args.should_save:
+        write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
+    if args.should_save and task and held_out:
+        evaluated = trainer.lm
+        if sharded_by(args):  # then a pass would take all processes
+            evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
+        write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
+    # A process that leaves while others still talk to it aborts.
+    processes = PartialState()
+    processes.wait_for_everyone()
+    processes.destroy_process_group()
+
+
+def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
+    """The verb's trainer, with its model and data loaded; `rest` goes to it."""
+    check_together(config, args)
+    kind = VERBS[verb]
+    bound_memory(config.hardware, args.device)
+    task = get_task(config.data.task) if config.data.task else None
+    train, held_out = read_data(config, kind, task, args)
+    lm = load_model(config)
+    if config.data.chat_template is not None:
+        set_chat_template(lm, read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
+    if config.lora:
+        rest["peft_config"] = config.lora.to_peft()
+    rest |= kind.arguments(config, task)
+    with naming_files(config.data):
+        return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
+
+
+def forget_earlier_run(output: Path) -> None:
+    """Remove the checkpoints, metrics and samples of an earlier run that is overwritten: a later resume must not find them."""
+    for path in output.glob("*-*"):
+        if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
+            shutil.rmtree(path)
+    for name in (LOG_NAME, SAMPLES_NAME):
+        (output / name).unlink(missing_ok=True)

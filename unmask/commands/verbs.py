@@ -1,0 +1,79 @@
+"""The training verbs: the trainer and the config of each, and the rows that it makes of a task."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from unmask.config.run import DataConfig, RunConfig
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.data.problems import pose
+from unmask.errors import ConfigError
+from unmask.preference.config import DPOConfig
+from unmask.preference.trainer import DPOTrainer
+from unmask.rl.config import GRPOConfig
+from unmask.rl.trainer import GRPOTrainer
+from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
+from unmask.supervised.sft import SFTConfig, SFTTrainer
+from unmask.tasks import Row, Task, as_puzzle
+from unmask.training.config import StageConfig
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Verb:
+    """What differs between the training verbs."""
+
+    trainer: Callable[..., Any]
+    config: type[StageConfig]
+    task_rows: Callable[[Task, list[Row], DataConfig], Rows]
+    canvas: str | None = None
+    """The setting that a task's longest completion is the default of."""
+    arguments: Callable[[RunConfig, Task | None], dict[str, Any]] = lambda config, task: {}
+    """What the trainer is given besides model, settings and rows."""
+
+
+def as_text(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+    """Problems with their answers, as plain text."""
+    refuse_chat(data)
+    return [{"text": row["prompt"] + row["completion"]} for row in rows]
+
+
+def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+    """Prompts and completions, in the style asked for."""
+    return pose(task, rows, data.style)
+
+
+def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> Rows:
+    """The right answer preferred to a corrupted one. A task that makes no problems makes none: ConfigError."""
+    refuse_chat(data)
+    rng, corrupt = random.Random(data.seed), as_puzzle(task).corrupt
+    return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": corrupt(row, rng)} for row in rows]
+
+
+def refuse_chat(data: DataConfig) -> None:
+    if data.style == "chat":
+        raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Leave it at plain")
+
+
+def judged(config: RunConfig, task: Task | None) -> dict[str, Any]:
+    """How completions are sampled that a judge compares."""
+    return {"sampler": config.sampler}
+
+
+def rewarded(config: RunConfig, task: Task | None) -> dict[str, Any]:
+    """The reward functions: those of the config, else the task's own."""
+    return {"reward_funcs": config.rewards or ([task.name] if task else [])}
+
+
+VERBS = {
+    "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
+    "convert": Verb(ConvertTrainer, ConvertConfig, as_pairs, "canvas_length"),
+    "sft": Verb(SFTTrainer, SFTConfig, as_pairs, "canvas_length"),
+    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length", judged),
+    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length", rewarded),
+}

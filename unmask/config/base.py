@@ -1,0 +1,80 @@
+"""The base of every config: typed, frozen, strict. What is refused is a `ConfigError` that names the key and the remedy."""
+
+from __future__ import annotations
+
+import re
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pydantic
+from pydantic import ConfigDict
+
+from unmask.errors import ConfigError, did_you_mean
+
+
+class Config(pydantic.BaseModel):
+    """Base of every config: keyword-only, frozen, unknown keys refused.
+
+    Raises:
+        ConfigError: at construction; `where` is the dotted key.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except pydantic.ValidationError as error:
+            raise _config_error(error, values, type(self)) from None
+
+    # Nested configs are then validated in place, so that an error keeps its whole path.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+
+def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
+    """The first of pydantic's errors in our words; unknown keys first, since a misspelt key also leaves another one missing, then those
+    deepest inside, since a section that is refused may also have been given as a single value."""
+    errors = sorted(error.errors(), key=lambda one: (one["type"] != "extra_forbidden", -len(_locate(one["loc"], values)[0])))
+    path, value = _locate(errors[0]["loc"], values)
+    own = errors[0].get("ctx", {}).get("error")
+    if isinstance(own, ConfigError):  # raised by the config itself
+        return ConfigError(own.what, where=".".join([*path, own.where]) if own.where else ".".join(path), remedy=own.remedy)
+    if errors[0]["type"] == "extra_forbidden":
+        return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
+    if errors[0]["type"] == "missing":
+        key = ".".join([*path, str(errors[0]["loc"][-1])])
+        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE.")
+    return refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
+
+
+def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
+    """Several errors of one value are the alternatives of a union."""
+    wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
+    return ConfigError(f"{value!r} is refused", where=where, remedy=f"It should be {wanted}.")
+
+
+def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
+    """The keys that an error's location follows through the input (it also holds names of union members), and the value there."""
+    path = []
+    for part in loc:
+        inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
+        if inside:
+            values = values[part]
+            path.append(str(part))
+    return path, values
+
+
+def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
+    """The keys of the section `path` of a config."""
+    for part in path:
+        if not part.isdecimal():  # a place in a list
+            cls = next(kind for kind in _kinds(cls.model_fields[part].annotation) if isinstance(kind, type) and issubclass(kind, Config))
+    return list(cls.model_fields)
+
+
+def _kinds(annotation: Any) -> Iterator[Any]:
+    """An annotation and all that it is made of."""
+    yield annotation
+    for inner in typing.get_args(annotation):
+        yield from _kinds(inner)

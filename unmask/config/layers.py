@@ -1,0 +1,196 @@
+"""Where settings come from: recipes, YAML files, `UNMASK_*` variables, the command line. Later ones win; each value knows its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unmask.config.yaml import parse_yaml
+from unmask.errors import ConfigError, did_you_mean
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+MODES = RECIPES / "modes"
+"""Of `--mode`: settings by what they hold for."""
+PREFIX = "UNMASK_"
+ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
+"""Set to 1, it lets programs that models write run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
+API_KEY = "UNMASK_API_KEY"
+"""What `unmask serve` asks of its clients, and what rollouts give to servers; not a setting, so that it is not recorded."""
+NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED, API_KEY}  # the command line's tracebacks, the tests' data
+
+
+class Layer(NamedTuple):
+    """Settings that one source gives."""
+
+    source: str
+    """As errors name it: `configs/a.yaml`, `environment variable UNMASK_SEED`, `command line`."""
+    values: dict[str, Any]
+    """Nested mappings."""
+
+
+class Layers(tuple[Layer, ...]):
+    """Sources in the order in which they apply: later ones win, key by key."""
+
+    def merged(self) -> dict[str, Any]:
+        """All settings together."""
+        values: dict[str, Any] = {}
+        for layer in self:
+            values = _merge(values, layer.values)
+        return values
+
+    def source_of(self, key: str) -> str | None:
+        """Who set a dotted `key`: the last source of a value, every source of a section; None if nobody did."""
+        found = [(layer.source, value) for layer in self for value in _look_up(layer.values, key)]
+        if not found:
+            return None
+        return ", ".join(dict.fromkeys(source for source, _ in found)) if isinstance(found[-1][1], dict) else found[-1][0]
+
+    def value_of(self, key: str) -> Any:
+        """What a dotted key is set to; None if nobody sets it."""
+        return next(iter(_look_up(self.merged(), key)), None)
+
+    @contextmanager
+    def naming_sources(self) -> Iterator[None]:
+        """Let a `ConfigError` raised inside say which source the refused key came from."""
+        try:
+            yield
+        except ConfigError as error:
+            keys = (error.where or "").split(" and ")  # of settings that do not go together
+            sources = [self.source_of(key) if key else None for key in keys]
+            if not any(sources):
+                raise
+            where = " and ".join(f"{key} ({source})" if source else key for key, source in zip(keys, sources, strict=True))
+            raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+
+
+def read_layers(
+    *,
+    recipes: Sequence[str] = (),
+    config_files: Sequence[str | Path] = (),
+    older: Sequence[Layer] = (),
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> Layers:
+    """Every source of settings, in the order in which they apply.
+
+    Args:
+        recipes: names of files under `unmask/recipes`, without folder and suffix.
+        config_files: YAML files.
+        older: variables of other names.
+        environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
+        flags: values by dotted key, as they are; None where a flag was not given.
+        overrides: `dotted.key=value`, the value written in YAML.
+
+    Raises:
+        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value where another source has a
+            section of settings, which it would wipe out.
+    """
+    layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
+    layers += [Layer(str(path), read_settings(Path(path))) for path in config_files]
+    layers += older
+    for name, text in sorted((environ or {}).items()):
+        if name.startswith(PREFIX) and name not in NOT_SETTINGS:
+            source = f"environment variable {name}"
+            layers.append(Layer(source, nested(name.removeprefix(PREFIX).lower().split("__"), parse_yaml(text, source))))
+    layers += [Layer("command line", nested(key.split("."), value)) for key, value in (flags or {}).items() if value is not None]
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if not equals or not all(key.split(".")):
+            raise ConfigError(
+                f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4."
+            )
+        layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
+    sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
+    for layer in layers:
+        for key in sections & layer.values.keys():
+            if not isinstance(value := layer.values[key], dict | None):
+                remedy = f"Name the setting: {key}.NAME (of a variable {PREFIX}{key.upper()}__NAME)"
+                raise ConfigError(f"{value!r}, but it is a section of settings", where=f"{key} ({layer.source})", remedy=remedy)
+    return Layers(layers)
+
+
+def recipe_names() -> list[str]:
+    """All recipes that come with Unmask."""
+    return sorted(_recipes())
+
+
+def _recipes() -> dict[str, Path]:
+    return {path.stem: path for path in RECIPES.glob("*/*.yaml") if path.parent != MODES}
+
+
+def recipe_path(name: str) -> Path:
+    """The file of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name; names the nearest.
+    """
+    recipes = _recipes()
+    if name not in recipes:
+        raise ConfigError(f"there is no recipe {name!r}", where="--recipe", remedy=did_you_mean(name, recipes))
+    return recipes[name]
+
+
+def read_recipe(name: str) -> dict[str, Any]:
+    """The settings of a recipe.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    return read_settings(recipe_path(name))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What a YAML file sets.
+
+    Raises:
+        ConfigError: it is missing or malformed.
+    """
+    values = parse_yaml(read_text(path), str(path))
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`.")
+    return values
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of settings.
+
+    Raises:
+        ConfigError: it is missing, or no text.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file.") from error
+
+
+def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in extra.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
+    """The mapping in which the value stands under these keys, each within the one before."""
+    for key in reversed(keys):
+        value = {key: value}
+    return value
+
+
+def _look_up(values: Any, key: str) -> list[Any]:
+    """The value of a dotted key in a list, or an empty list; what is inside a list comes from wherever the list does."""
+    for part in key.split("."):
+        if isinstance(values, list):
+            break
+        if not isinstance(values, dict) or part not in values:
+            return []
+        values = values[part]
+    return [values]

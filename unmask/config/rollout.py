@@ -1,0 +1,70 @@
+"""Where the completions of reinforcement learning come from."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from unmask.config.base import Config
+from unmask.config.sampler import SamplerConfig
+from unmask.errors import ConfigError
+
+SERVED = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
+MEANT = {"local": {"backend"}, "server": SERVED, "vllm": SERVED | {"model", "sync"}}
+VLLM_READS = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
+VLLM_READS |= {"seed", "batch_size"}
+"""The settings of a sampler that mean something to a vLLM server."""
+
+
+def unread_by_vllm(sampler: SamplerConfig) -> str | None:
+    """The first setting, other than by default, that means nothing to a vLLM server, as it decodes token by token; None: all mean
+    something. The policy left_to_right is what it does."""
+    default = SamplerConfig()
+    for name in sorted(SamplerConfig.model_fields.keys() - VLLM_READS):
+        value = getattr(sampler, name)
+        if value != getattr(default, name) and (name, value) != ("policy", "left_to_right"):
+            return name
+    return None
+
+
+class RolloutConfig(Config):
+    """Which backend samples, and how it is given the weights that are trained.
+
+    Raises:
+        ConfigError: a setting that is missing, or means nothing to the backend.
+    """
+
+    backend: Literal["local", "server", "vllm"] = "local"
+    """local: the trained model itself, in process. server: `unmask serve`, any model. vllm: a vLLM server, causal models only."""
+    url: str | None = None
+    """The address of the server, such as http://localhost:8000."""
+    model: str | None = None
+    """The model's name at a vLLM server; unset: the only one there."""
+    sync: Literal["disk", "lora", "nccl"] = "disk"
+    """How a vLLM server is given weights: all of them through a folder, adapters alone through a folder, or all of them from GPU to GPU."""
+    folder: str | None = None
+    """Where weights for the server are written, by a path that is the same on its side; unset: rollout_weights in the output folder."""
+    sync_steps: int = Field(default=1, ge=1)
+    """vllm: weights are sent before every so many rollouts; above 1, completions are of older ones, which `importance_cap` corrects for.
+    A run that is resumed sends them at once, and goes on otherwise than one that was not stopped."""
+    timeout: float = Field(default=300.0, gt=0)
+    """Seconds to wait for an answer: of `unmask serve` a whole rollout, of vLLM one completion."""
+    patience: float = Field(default=30.0, ge=0)
+    """Seconds to wait for a server that takes no requests, at the start or after it died."""
+    api_key: str | None = None
+    """What the server asks for; unset: the variable UNMASK_API_KEY, which is not recorded with the settings."""
+
+    def model_post_init(self, _: object) -> None:
+        for name, field in type(self).model_fields.items():
+            if name not in MEANT[self.backend] and getattr(self, name) != field.default:
+                raise ConfigError(f"means nothing to backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend.")
+        if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
+            what = f"{self.url!r} is no address" if self.url else f"backend {self.backend!r} needs the address of its server"
+            raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000.")
+        if self.backend == "server" and self.sync_steps > 1:
+            what = "completions would be of older weights, and of them nothing corrects the loss"
+            raise ConfigError(what, where="sync_steps", remedy="Leave it out.")
+        if self.sync == "nccl" and self.folder is not None:
+            raise ConfigError("nothing is written with nccl", where="folder", remedy="Leave it out.")

@@ -1,0 +1,132 @@
+"""How to generate: the settings of every sampler."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from unmask.config.base import Config
+from unmask.errors import ConfigError
+
+
+class SamplerConfig(Config):
+    """How to generate.
+
+    Raises:
+        ConfigError: a value out of range, or two settings that contradict one another.
+    """
+
+    max_new_tokens: int = Field(default=128, ge=1)
+    """The length of the completion, in tokens; shorter where it stops at an end token."""
+    steps: int | None = Field(default=None, ge=1)
+    """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
+    each); within a block the tokens per step are as even as possible, the larger counts first."""
+    tokens_per_step: int | None = Field(default=None, ge=1)
+    """The same by its inverse: how many tokens a step reveals."""
+    schedule: Literal["even", "dream", "ancestral"] = "even"
+    """How the steps of a block share its tokens. even: as stated for `steps`. dream: rounded down at times from 1 to 0.001, as Dream does,
+    so that early steps reveal less. ancestral: each token at a step drawn for it, as MDLM and Dream's `origin` do. A step that would
+    reveal nothing is skipped."""
+    block_size: int | None = Field(default=None, ge=1)
+    """The decoding block, in tokens: blocks are completed from left to right (semi-autoregressive order). Unset: the whole completion, or
+    the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
+    sub_block_size: int | None = Field(default=None, ge=1)
+    """Block-causal models: each attention block is completed in parts of this many tokens, from left to right; with a logit shift its
+    first token comes before them, alone, as the clean text before it predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole block at
+    once."""
+    policy: Literal["confidence", "margin", "entropy", "random", "left_to_right"] = "confidence"
+    """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, any, or the
+    first ones."""
+    threshold: float | None = Field(default=None, gt=0, le=1)
+    """Reveal in each step all tokens of at least this probability, or exactly the best one where none reaches it."""
+    factor: float | None = Field(default=None, gt=0)
+    """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n + 1) probable."""
+    entropy_bound: float | None = Field(default=None, ge=0)
+    """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats, and at least one."""
+    remask: float = Field(default=0.0, ge=0, lt=1)
+    """At every step reveal so many more tokens, and hide as many of the least probable ones of earlier steps again: this share of
+    those that the block shows. Steps and results are as many as without."""
+    temperature: float = Field(default=0.0, ge=0, le=1e6)
+    """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw among the most probable tokens that together reach this probability."""
+    top_k: int = Field(default=0, ge=0)
+    """Draw among this many most probable tokens; 0: all."""
+    order_temperature: float = Field(default=0.0, ge=0, le=1e6)
+    """Noise in the order: positions are drawn without replacement in proportion to exp(score / order_temperature)."""
+    filtered_confidence: bool = False
+    """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
+    Dream, and not the model's own. Temperature 0 counts as 1 here."""
+    repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
+    """Divides the logits of tokens that stand in the sequence already (multiplies negative ones); 1: none."""
+    guidance: float = Field(default=0.0, ge=0, le=1e3)
+    """Classifier-free guidance: logits move by this many times their distance from those of a hidden prompt; doubles the work."""
+    allowed_tokens: list[int] | None = Field(default=None, min_length=1)
+    """The only token ids that may be produced; unset: all."""
+    forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
+    """Token ids that are not produced. The mask token never is."""
+    stop_at_eos: bool = True
+    """Whether a completion ends with its first end token, whichever of the model's (`DiffusionLM.eos_token_ids`) that is."""
+    cache: Literal["exact", "prefix", "dual"] = "exact"
+    """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
+    before the current block, dual also those behind it."""
+    refresh_interval: int | None = Field(default=None, ge=1)
+    """Steps after which a lossy cache is computed anew; unset: at the start of every decoding block only."""
+    early_commit: float | None = Field(default=None, gt=0, le=1)
+    """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
+    agreement_prompts: int = Field(default=2, ge=0)
+    """Lossy settings: how many of the prompts are also sampled exactly, to report the share of tokens that agree; 0: none."""
+    drafts: int = Field(default=0, ge=0, le=32)
+    """Block-causal models: steps to guess ahead and verify in the same pass. The tokens stay the same; it pays where memory, not
+    arithmetic, limits a pass (few sequences of small blocks)."""
+    seed: int = 0
+    """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
+    batch_size: int = Field(default=64, ge=1)
+    """Sequences in work at once; the results do not depend on it."""
+    max_batch_tokens: int | None = Field(default=None, ge=1)
+    """Bounds the memory: the sequences in work, each as long as the longest, hold at most this many tokens. Unset: batch_size alone."""
+    deterministic: bool = False
+    """Whether every sequence is computed on its own, so that company cannot change the last bits of a product; slow."""
+    trace: bool = False
+    """Whether to record what was revealed when."""
+
+    def model_post_init(self, _: object) -> None:
+        rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
+        if len(rules) > 1:
+            raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them.")
+        for name in ("temperature", "order_temperature"):
+            if 0 < getattr(self, name) < 1e-6:
+                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy="Use 0, or 1e-6 and more.")
+        if self.parallel and self.remask:
+            raise ConfigError(f"remask with {rules[0]}, which fixes no number of steps", where="remask", remedy="Leave one out.")
+        needed = "entropy" if self.entropy_bound is not None else "confidence"
+        if self.parallel and self.policy != needed:
+            raise ConfigError(f"{rules[0]} with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}.")
+        if self.order_temperature and (self.parallel or self.policy in ("random", "left_to_right")):
+            what = f"with {rules[0] if self.parallel else f'policy {self.policy!r}'}"
+            raise ConfigError(what, where="order_temperature", remedy="Leave it out.")
+        if self.parallel and self.schedule != "even":
+            raise ConfigError(f"{self.schedule} with {rules[0]}, which fixes no number of steps", where="schedule", remedy="Leave one out.")
+        if self.policy in ("random", "left_to_right") and self.filtered_confidence:
+            remedy = "Use policy 'confidence', 'margin' or 'entropy'."
+            raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy=remedy)
+        if self.drafts and (self.remask or self.guidance):
+            raise ConfigError(f"with {'remask' if self.remask else 'guidance'}", where="drafts", remedy="Leave one of them out.")
+        if self.early_commit is not None and self.remask:
+            raise ConfigError("with remask, which hides again what it reveals", where="early_commit", remedy="Leave one of them out.")
+        if self.cache == "exact" and self.refresh_interval is not None:
+            raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'.")
+        if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):
+            raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more.")
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the predictions decide how many tokens a step reveals."""
+        return self.threshold is not None or self.factor is not None or self.entropy_bound is not None
+
+    @property
+    def lossy(self) -> str | None:
+        """What makes the tokens other than those of the exact sampler; None: nothing."""
+        names = [f"{self.cache} cache"] if self.cache != "exact" else []
+        return " and ".join(names + (["early commit"] if self.early_commit is not None else [])) or None

@@ -1,0 +1,127 @@
+"""The settings of a conversion."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from unmask.config.layers import read_recipe
+from unmask.config.run import RunConfig
+from unmask.convert.stages import STAGES, ConversionStage
+from unmask.errors import ConfigError
+from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
+from unmask.planning.blueprint import Blueprint
+from unmask.planning.cost_model import Workload
+from unmask.training.config import Part
+from unmask.training.noise_config import NoisingConfig
+from unmask.training.text_config import TextConfig
+
+
+@dataclass(kw_only=True)
+class ConvertConfig(NoisingConfig, TextConfig):
+    """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` takes those of a recipe."""
+
+    learning_rate: float = field(default=5e-4, metadata={"help": "The base rate; the stages use 0.5, 1 and 0.3 times this."})
+    attention: Pattern = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
+    block_size: int | None = field(default=None, metadata={"help": f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}."})
+    logit_shift: bool | None = field(default=None, metadata={"help": "Keep predicting token i + 1 at row i; unset: no."})
+    causal_context: bool = field(
+        default=False,
+        metadata={
+            "help": "block_causal: finished blocks are read from left to right, as by the causal model; its loss then costs nothing."
+        },
+    )
+    time_embedding: bool = field(default=False, metadata={"help": "Tell the model the share of hidden tokens."})
+    complementary: bool = field(default=False, metadata={"help": "Two views a row, each hiding what the other shows."})
+    attention_annealing: float = field(
+        default=0.0, metadata={"help": "The share of the steps over which later tokens come into sight at random; 0: at once."}
+    )
+    distillation: float = field(
+        default=0.0,
+        metadata={"help": "The share of the loss that is the KL divergence from the frozen causal model, where no later token is shown."},
+    )
+    teacher_top_k: int = field(
+        default=64, metadata={"help": "Tokens of the causal model's prediction that are told apart; the others are one."}
+    )
+    on_policy: float = field(default=0.0, metadata={"help": "The share of rows that the model continues itself, to learn from there."})
+    rollout_tokens: int = field(default=32, metadata={"help": "How many tokens it writes then."})
+    alignment: float = field(
+        default=0.0, metadata={"help": "The weight of the cosine distance to the hidden states of the frozen causal model."}
+    )
+    stages: list[ConversionStage] = field(
+        default_factory=lambda: list(STAGES), metadata={"help": "What is trained one after another: share, rate, train, lm_loss, ..."}
+    )
+    recipe: str | None = field(default=None, metadata={"help": "What the model card calls these settings."})
+    canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
+
+    @classmethod
+    def for_recipe(cls, recipe: str, **settings: Any) -> ConvertConfig:
+        """The `training` settings of a recipe (block, full, growing, distilled, tiny, ...), and others over them."""
+        return cls(**read_recipe(recipe).get("training", {}) | settings)
+
+    def __post_init__(self) -> None:
+        self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in self.stages]
+        if not self.stages:
+            raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
+        for name, high in (("attention_annealing", 1.0), ("distillation", 1.0), ("on_policy", 1.0), ("alignment", math.inf)):
+            if not 0 <= getattr(self, name) <= high:
+                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy=f"Use a number from 0 to {high:g}")
+        for name in ("teacher_top_k", "rollout_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy="Use 1 or more")
+        if self.attention == "causal":
+            raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
+        if self.attention_annealing and self.attention != "bidirectional":
+            raise ConfigError("annealing of block-causal attention", where="attention_annealing", remedy="Use stages of growing block_size")
+        if self.attention == "block_causal" and self.block_size is None:
+            self.block_size = DEFAULT_BLOCK
+        check_pattern(self.attention, self.block_size, self.causal_context)
+        super().__post_init__()
+        if self.complementary:
+            self.noise.paired()
+
+    def shortened(self, steps: int) -> dict[str, Any]:
+        even = [stage.model_copy(update={"share": 1.0}).model_dump() for stage in self.stages]
+        return super().shortened(steps) | {"stages": even}
+
+    def parts(self) -> list[Part]:
+        whole = sum(stage.share for stage in self.stages)
+        return [Part(stage.share / whole, stage.rate, self._described(stage)) for stage in self.stages]
+
+    def _described(self, stage: ConversionStage) -> dict[str, str]:
+        size = stage.block_size or (self.block_size if stage.attention in (None, self.attention) else None)
+        trains = stage.train if isinstance(stage.train, str) else ", ".join(stage.train)
+        return {"attention": f"{stage.attention or self.attention} {size or ''}".strip(), "trains": trains}
+
+    def patterns(self) -> list[Pattern]:
+        return [stage.attention or self.attention for stage in self.stages]
+
+    def trained_pattern(self, run: RunConfig) -> Pattern:
+        return self.attention
+
+    @property
+    def noised_copies(self) -> int:
+        return 2 if self.complementary else 1
+
+    def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
+        work = super().workload(blueprint, run)
+        return work and replace(work, teacher=bool(self.distillation or self.alignment))
+
+    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+        if run.lora:
+            self.refuse_adapters(timed=self.time_embedding)
+
+    def refuse_adapters(self, *, timed: bool) -> None:
+        """Raise ConfigError where adapters cannot be trained; `timed`: the model has a time embedding."""
+        args: Any = self
+        if timed:
+            what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
+            raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
+        if args.deepspeed:
+            what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
+            raise ConfigError(what, where="deepspeed and lora", remedy="Leave deepspeed out, or convert without lora")
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"stages": [stage.model_dump() for stage in self.stages]}

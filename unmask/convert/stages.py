@@ -1,0 +1,161 @@
+"""The stages of a conversion: what each trains, how fast, under which attention, with which auxiliary loss. Data, not code."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional
+
+from unmask.config.run import Config
+from unmask.errors import ConfigError
+from unmask.models.adapters import has_adapters
+from unmask.models.attention import Pattern, attention_modules
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
+
+MASK_TOKEN = "mask_token"
+ROW = "trainable_tokens_delta"
+"""In the names of PEFT."""
+
+
+class ConversionStage(Config):
+    """One stage of a conversion."""
+
+    share: float = Field(default=1.0, gt=0)
+    """Of the training steps, relative to the other stages."""
+    rate: float = Field(default=1.0, gt=0)
+    """Times the learning rate."""
+    final_rate: float | None = Field(default=None, ge=0)
+    """Times the learning rate, where a cosine has brought it by the end of the stage; None: as `lr_scheduler_type` has it. A stage that
+    ends where the next one begins wastes no steps on a rate of nearly 0."""
+    train: Literal["all"] | list[str] = "all"
+    """What is trained: attention, time_embedding (where the model has one), mask_token (its own embedding row), or regular expressions of
+    parameter names."""
+    lm_loss: float = Field(default=0.0, ge=0)
+    """The weight of an auxiliary next-token loss, so that the model keeps what it knew."""
+    attention: Pattern | None = None
+    """Another attention pattern than the conversion's."""
+    block_size: int | None = Field(default=None, ge=1)
+    """Another attention block than the conversion's."""
+
+    def parameters(self, lm: DiffusionLM, where: str) -> set[nn.Parameter]:
+        """What the stage trains; the mask token's row belongs to the embedding table, which is in the set for it.
+
+        Raises:
+            ConfigError: it trains nothing, or a name is that of no parameter.
+        """
+        named = dict(lm.model.named_parameters())
+        if self.train == "all":
+            return set(named.values())
+        chosen = {name: _named(lm, name, named, where) for name in self.train}
+        empty = [name for name, found in chosen.items() if not found and name != "time_embedding"]
+        if empty or not any(chosen.values()):
+            remedy = "Use attention, mask_token, time_embedding (of a model that has one), or regular expressions of parameter names"
+            what = f"{empty[0]!r} names" if empty else "the stage names"
+            raise ConfigError(f"{what} no parameters of {type(lm.model).__name__}", where=where, remedy=remedy)
+        return set().union(*chosen.values())
+
+
+STAGES = (
+    ConversionStage(share=0.1, rate=0.5, train=["attention", "time_embedding", MASK_TOKEN]),
+    ConversionStage(share=0.6, rate=1.0),
+    ConversionStage(share=0.3, rate=0.3, lm_loss=0.1),
+)
+"""Attention first, so that it learns to look ahead before the rest forgets; then everything; then slowly, keeping next-token
+prediction."""
+
+
+def stage_ends(stages: Sequence[ConversionStage], steps: int) -> list[int]:
+    """The optimizer step at which each stage ends, of so many in all.
+
+    Raises:
+        ConfigError: a stage would have no step.
+    """
+    shares = [stage.share for stage in stages]
+    ends = _ends(shares, steps)
+    if (number := _without_steps(ends)) is not None:
+        enough = math.ceil(sum(shares) / min(shares))
+        enough += _without_steps(_ends(shares, enough)) is not None  # halves are rounded to even numbers
+        what = f"its share, {shares[number - 1]:g} of {sum(shares):g}, comes to none of the {steps} steps"
+        remedy = f"Use max_steps of at least {enough} (or more epochs), give it a larger share, or leave it out"
+        raise ConfigError(what, where=f"stages, stage {number}", remedy=remedy)
+    return ends
+
+
+def _ends(shares: list[float], steps: int) -> list[int]:
+    return [round(sum(shares[:number]) / sum(shares) * steps) for number in range(1, len(shares) + 1)]
+
+
+def _without_steps(ends: list[int]) -> int | None:
+    """The number of the first stage that ends where it begins."""
+    return next((number for number, (first, last) in enumerate(pairwise([0, *ends]), start=1) if first == last), None)
+
+
+def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: str = "train") -> set[nn.Parameter]:
+    if name == "attention":
+        return {parameter for module in attention_modules(lm.model) for parameter in module.parameters()}
+    if name == "time_embedding":
+        return {parameter for key, parameter in named.items() if f"{TIME_EMBEDDING}." in key}
+    if name == MASK_TOKEN:  # with adapters PEFT holds its row
+        return {parameter for key, parameter in named.items() if ROW in key} or {lm.model.get_input_embeddings().weight}
+    try:
+        return {parameter for key, parameter in named.items() if re.search(name, key)}
+    except re.error as error:
+        remedy = "Write it as for Python's re, such as mlp for all names that hold it"
+        raise ConfigError(f"{name!r} is no regular expression ({error})", where=where, remedy=remedy) from error
+
+
+@contextmanager
+def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
+    """Inside, only what the stage trains takes gradients; of the embedding table only the mask token's row where that is named alone."""
+    before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
+    trained = stage.parameters(lm, "train")
+    for parameter in before:
+        parameter.requires_grad_(before[parameter] and parameter in trained)
+    try:
+        with _mask_row_alone(lm) if only_mask_row(lm, stage) else nullcontext():
+            yield
+    finally:
+        for parameter, needed in before.items():
+            parameter.requires_grad_(needed)
+
+
+@contextmanager
+def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
+    """Inside, the embedding table is read with a gradient for the mask token alone.
+
+    It is stopped where the table is read, not at the weights: wrappers that shard a model put others in their place. A head that is
+    tied to the table gives it none: the mask token is never predicted.
+    """
+    table, head = lm.model.get_input_embeddings(), lm.model.get_output_embeddings()
+
+    def stop(_: nn.Module, args: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
+        return torch.where((args[0] == lm.mask_token_id)[..., None], out_BTD, out_BTD.detach())
+
+    hook = table.register_forward_hook(stop, prepend=True)  # what is added to the embeddings has its own gradient
+    before = head.__dict__.get("forward")  # of accelerate, where a model is split over devices
+    if head.weight is table.weight:
+        head.forward = lambda hidden: functional.linear(hidden.to(head.weight.device), head.weight.detach(), head.bias)
+    try:
+        yield
+    finally:
+        hook.remove()
+        head.__dict__.pop("forward", None)
+        if before is not None:
+            head.forward = before
+
+
+def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:
+    """Whether the stage trains the mask token's row and no other of the embedding table."""
+    if stage.train == "all" or MASK_TOKEN not in stage.train or has_adapters(lm):
+        return False
+    named, table = dict(lm.model.named_parameters()), lm.model.get_input_embeddings().weight
+    return not any(table in _named(lm, name, named) for name in stage.train if name != MASK_TOKEN)

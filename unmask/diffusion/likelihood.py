@@ -1,0 +1,98 @@
+"""Log-likelihoods of completions: the ELBO by low-variance views, and the exact any-order likelihood where it is feasible.
+
+Shapes: B batch, V views, T tokens; N maskable tokens of G groups of at most L, S subsets of them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from unmask.diffusion.log_probs import noise_groups, score
+from unmask.diffusion.views import Draw, all_masked_views, elbo_views, exact_views, group_sizes, place_in_group
+from unmask.errors import GenerationError
+from unmask.models.diffusion_lm import DiffusionLM
+
+MAX_EXACT_WIDTH = 12
+
+
+def elbo(
+    lm: DiffusionLM,
+    ids_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    maskable_BT: Tensor,
+    draw: Draw,
+    *,
+    samples: int,
+    chunk: int | None = None,
+) -> Tensor:
+    """An unbiased estimate [B], in nats, of the lower bound on log p(maskable tokens | the others), from `samples` views."""
+    views = elbo_views(noise_groups(lm, maskable_BT, attention_mask_BT), draw, views=samples)
+    return (views.weight_BVT * score(lm, ids_BT, attention_mask_BT, views, chunk=chunk)).sum((1, 2))
+
+
+def exact_log_likelihood(
+    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, maskable_BT: Tensor, *, chunk: int | None = None
+) -> Tensor:
+    """log p(maskable tokens | the others) [B], in nats, exactly.
+
+    A shifted causal model needs one pass. Any other model is the uniform mixture over the orders in which the tokens of
+    a group can be revealed, (1/L!) sum over orders of the product of conditionals, summed by dynamic programming over the
+    2^L subsets of a group; groups (blocks) follow one another.
+
+    Raises:
+        GenerationError: a group has more than 12 maskable tokens.
+    """
+    if lm.autoregressive:
+        views = all_masked_views(maskable_BT)
+        return score(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
+    group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
+    return torch.cat([_exact_row(lm, ids_BT, attention_mask_BT, group_BT, slice(b, b + 1), chunk) for b in range(len(ids_BT))])
+
+
+def _exact_row(
+    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, group_BT: Tensor, row: slice, chunk: int | None
+) -> Tensor:
+    group_1T = group_BT[row]
+    if not (group_1T >= 0).any():
+        return torch.zeros(1, dtype=torch.float64, device=group_BT.device)
+    width = int(group_sizes(group_1T).max())
+    if width > MAX_EXACT_WIDTH:
+        raise GenerationError(
+            f"an exact likelihood over {width} tokens needs 2**{width} passes",
+            where="estimator='exact'",
+            remedy=f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens",
+        )
+    mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
+    log_prob_1VT = score(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk=chunk)
+    return any_order(group_1T, log_prob_1VT.double())
+
+
+def any_order(group_BT: Tensor, log_prob_BVT: Tensor) -> Tensor:
+    """log p(maskable tokens | the others) [B] in nats, from the scores of all of `exact_views`: the sum over groups of the log of the mean
+    over orders of revealing their L tokens, (1/L!) sum over orders of prod p(next | revealed).
+
+    The sum over orders is one over the 2^L subsets S, each reached by its last token. It can be differentiated. A group of fewer tokens
+    than the widest is filled with tokens that are certain, which changes no mean.
+    """
+    length, views = group_BT.shape[1], log_prob_BVT.shape[1]
+    width, valid_BT = views.bit_length(), group_BT >= 0
+    total_B = log_prob_BVT.new_zeros(len(group_BT))
+    if not valid_BT.any():
+        return total_B
+    row_N = valid_BT.nonzero()[:, 0]
+    group_G, group_N = torch.unique(row_N * length + group_BT[valid_BT], return_inverse=True)
+    subset_S = torch.arange(2**width, device=group_BT.device)
+    # Of a group's own tokens alone it matters which are revealed; where all are, nothing is read.
+    view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(views - 1)
+    log_prob_NS = log_prob_BVT.transpose(1, 2)[valid_BT].gather(1, view_NS)
+    table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)
+    table_GSL = table_GSL.index_put((group_N[:, None], subset_S, place_in_group(group_BT)[valid_BT][:, None]), log_prob_NS)
+    reached = [log_prob_NS.new_zeros(len(group_G))]
+    for subset in range(1, 2**width):
+        last = [bit for bit in range(width) if subset >> bit & 1]
+        ways = [reached[subset ^ (1 << bit)] + table_GSL[:, subset ^ (1 << bit), bit] for bit in last]
+        reached.append(torch.stack(ways).logsumexp(0))
+    return total_B.index_add(0, group_G // length, reached[-1] - math.lgamma(width + 1))

@@ -1,0 +1,101 @@
+"""Scoring views: log-probabilities of the hidden tokens, computed only at the rows that are scored.
+
+Shapes: B batch, V views, T tokens, N scored rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from unmask.diffusion.views import Views
+from unmask.models.attention import Layout, runs
+from unmask.models.diffusion_lm import DiffusionLM, Reading
+
+COPIES_AT_ONCE = 3
+"""Beside one clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
+
+
+def score(
+    lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, *, temperature: float = 1.0, chunk: int | None = None
+) -> Tensor:
+    """Log-probabilities [B, V, T] in nats, float32, of the real tokens where scored; 0 elsewhere.
+
+    Args:
+        lm: a causal model is scored by one clean pass (its conditionals do not depend on what is hidden), a block-causal
+            one in the layout `[x_t ; ... ; x_0]`, a bidirectional one on the noised row itself.
+        ids_BT: the clean tokens.
+        attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
+        views: what is hidden and scored. A causal view takes a pass of its own, but for a model whose clean half is causal.
+        temperature: the logits are divided by it.
+        chunk: noised rows per forward pass; None: all at once. The result does not depend on it but for rounding.
+    """
+    if views.causal and not (lm.causal_context and views.count > 1):
+        noised, causal = views.apart()
+        scored = [(lm, noised), (lm.as_causal(), replace(causal, causal=False))][noised.count == 0 :]
+        return torch.cat([score(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in scored], 1)
+    batch, count, length = views.hidden_BVT.shape
+    number_BVT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
+    places, pieces = [], []
+    for rows, copies in passes(lm, batch, count - views.causal, chunk):
+        scored_BVT, clean_BT = views.scored_BVT[rows, copies], ids_BT[rows]
+        beside_BT = views.scored_BVT[rows, -1] if views.causal and copies.start == 0 else None
+        # With gradients every pass is made: a loss of 0 has them too, and all ranks must make the same passes.
+        if not (scored_BVT.any() or beside_BT is not None or torch.is_grad_enabled()):
+            continue
+        padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
+        reading = read(lm, clean_BT, padding_BT, views.hidden_BVT[rows, copies], scored_BVT, beside_BT)
+        target_N, place_N = clean_BT[:, None].expand_as(scored_BVT)[scored_BVT], number_BVT[rows, copies][scored_BVT]
+        if beside_BT is not None:
+            target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BVT[rows, -1][beside_BT]])
+        pieces.append(lm.log_probs(reading, target_N, temperature))
+        places.append(place_N)
+    out_BVT = torch.zeros(batch, count, length, dtype=lm.score_dtype, device=ids_BT.device)
+    if not pieces:
+        return out_BVT
+    return out_BVT.flatten().index_put((torch.cat(places),), torch.cat(pieces)).view_as(out_BVT)
+
+
+def read(
+    lm: DiffusionLM,
+    clean_BT: Tensor,
+    attention_mask_BT: Tensor | None,
+    hidden_BVT: Tensor,
+    rows_BVT: Tensor,
+    clean_rows_BT: Tensor | None = None,
+) -> Reading:
+    """What a model has to read to predict the chosen rows from the tokens that are not hidden (and, by blocks, the clean past)."""
+    copies = hidden_BVT.shape[1]
+    if not (lm.autoregressive or lm.attention == "bidirectional"):
+        return lm.noised(clean_BT, hidden_BVT, attention_mask_BT, rows_BVT, clean_rows_BT)
+    hidden_RT, rows_RT = hidden_BVT.flatten(0, 1), rows_BVT.flatten(0, 1)
+    clean_RT = clean_BT.repeat_interleave(copies, 0)
+    padding_RT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(copies, 0)
+    if lm.autoregressive:
+        return lm.single(clean_RT, padding_RT, rows_RT)
+    return lm.single(torch.where(hidden_RT, lm.mask_token_id, clean_RT), padding_RT, rows_RT, hidden_RT)
+
+
+def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:
+    """Rows and copies of one forward pass each: at most `chunk` noised rows together, and few copies beside one clean half."""
+    chunk = chunk or batch * count
+    copies = min(chunk, count, COPIES_AT_ONCE if lm.attention == "block_causal" else count)
+    rows = max(1, chunk // max(copies, 1))
+    for first in range(0, batch, rows):
+        for copy in range(0, count, copies):
+            yield slice(first, first + rows), slice(copy, min(copy + copies, count))
+
+
+def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
+    """The group [B, T] of tokens that are noised together: a document, or one attention block of it; -1 not maskable."""
+    document_BT = torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
+    return torch.where(maskable_BT, runs(Layout.of(document_BT), lm.attention, lm.block_size), -1)
+
+
+def weighted_cross_entropy(log_prob_BVT: Tensor, views: Views) -> Tensor:
+    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch: the negative ELBO where the views' weights
+    say so (Sahoo et al. 2024, MDLM)."""
+    return -(views.weight_BVT * log_prob_BVT).sum()

@@ -1,0 +1,153 @@
+"""Forward passes over cached keys: exact ones of causal and block-causal models, lossy ones of bidirectional models.
+
+Shapes: B sequences of a pass, Q queries, K keys, N hidden rows, G guesses, W positions of a block, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from unmask.generation.engine.slots import Slots, Window
+from unmask.models.attention import AttentionMask, Layout
+from unmask.models.diffusion_lm import DiffusionLM, Reading
+
+
+@dataclass
+class Queries:
+    """What a pass computes.
+
+    Attributes:
+        position_BQ: in the sequence; 0 at padding.
+        real_BQ: what is not padding.
+        copy_BQ: 0 for what is clean, 1 for a block in work, 2 and more for its guesses.
+        column_BQ: where keys and values go.
+        end_BQ: a query sees the columns before this one,
+        own_BQ2: and those from the one to the other.
+        ids_BQ, hidden_BQ: what stands there.
+    """
+
+    position_BQ: Tensor
+    real_BQ: Tensor
+    copy_BQ: Tensor
+    column_BQ: Tensor
+    end_BQ: Tensor
+    own_BQ2: Tensor
+    ids_BQ: Tensor
+    hidden_BQ: Tensor
+
+
+def cached_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor, ahead_N: Tensor) -> Tensor:
+    """The block in work of every sequence, over cached keys, and what is guessed of its next states, each seen by itself alone.
+
+    The pass also commits the clean tokens before the block that the cache lacks. With a logit shift the last clean token before the
+    block is read again, since it predicts the block's first one.
+    """
+    shift, device = int(lm.logit_shift), member_N.device
+    base = [window.base(lm) for window in windows]
+    read = [min(window.clean, max(first - shift, 0)) for window, first in zip(windows, base, strict=True)]
+    stop = [first if lm.autoregressive else window.end(lm) for window, first in zip(windows, base, strict=True)]
+    clean = max(first - start for first, start in zip(base, read, strict=True))
+    work = max(last - first for first, last in zip(base, stop, strict=True))
+    guessed = [len(window.guess.ids_GW) if window.guess else 0 for window in windows]
+    base_B1, read_B1, stop_B1, guessed_B1 = torch.tensor(list(zip(base, read, stop, guessed, strict=True)), device=device)[
+        :, :, None
+    ].unbind(1)
+    copies = 1 + max(guessed)
+    offset_Q = torch.cat([torch.arange(-clean, 0, device=device), torch.arange(work, device=device).repeat(copies)])
+    ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(work), (clean, 0))
+    at_BQ = base_B1 + offset_Q
+    real_BQ = (at_BQ >= read_B1) & (at_BQ < stop_B1) & (ahead_Q <= guessed_B1)
+    queries = _queries(lm, slots, windows, at_BQ, real_BQ, base_B1, stop_B1)
+    for member, window in enumerate(windows):
+        for ahead in range(guessed[member]):
+            assert window.guess is not None
+            first = clean + (1 + ahead) * work + window.start - base[member]
+            at = (member, slice(first, first + window.stop - window.start))
+            queries.ids_BQ[at], queries.hidden_BQ[at] = window.guess.ids_GW[ahead], window.guess.hidden_GW[ahead]
+    if copies > 1:
+        queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
+        own_BQ = stop_B1 + (ahead_Q - 1) * work
+        apart_BQ = real_BQ & (ahead_Q > 0)
+        queries.column_BQ = torch.where(apart_BQ, own_BQ + offset_Q, queries.column_BQ)
+        queries.end_BQ = torch.where(apart_BQ, base_B1, queries.end_BQ)
+        queries.own_BQ2 = torch.stack([own_BQ, own_BQ + (stop_B1 - base_B1)], -1) * apart_BQ[..., None]
+    first_N = base_B1[member_N, 0]
+    column_N = clean + ahead_N * work + position_N - first_N - shift
+    column_N = torch.where(position_N - first_N < shift, clean - 1, column_N)
+    width = max(last + number * work for last, number in zip(stop, guessed, strict=True))
+    return _run(lm, slots, windows, queries, width, member_N * at_BQ.shape[1] + column_N)
+
+
+def commit(lm: DiffusionLM, slots: Slots, windows: Sequence[Window]) -> None:
+    """Read the clean tokens before the blocks in work into the cache."""
+    edges = [(window.base(lm), window.clean) for window in windows]
+    base_B1, read_B1 = torch.tensor(edges, device=slots.ids_SC.device)[:, :, None].unbind(1)
+    at_BQ = read_B1 + torch.arange(max(base - read for base, read in edges), device=base_B1.device)
+    queries = _queries(lm, slots, windows, at_BQ, at_BQ < base_B1, base_B1, base_B1)
+    _run(lm, slots, windows, queries, max(base for base, _ in edges), base_B1.new_zeros(1))
+
+
+def partial_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor, ahead_N: Tensor) -> Tensor:
+    """Lossy: some positions of a bidirectional model, over keys of the others that were computed when other tokens stood there
+    (Wu et al. 2025, "Fast-dLLM")."""
+    device, shift = member_N.device, int(lm.logit_shift)
+    spans = [(max(window.read[0] - shift, 0), window.read[1]) for window in windows if window.read is not None]
+    read_B1, stop_B1 = torch.tensor(spans, device=device)[:, :, None].unbind(1)
+    at_BQ = read_B1 + torch.arange(max(stop - read for read, stop in spans), device=device)
+    length_B1 = torch.tensor([[window.length] for window in windows], device=device)
+    queries = _queries(lm, slots, windows, at_BQ, at_BQ < stop_B1, length_B1, stop_B1)
+    width = max(window.length for window in windows)
+    return _run(lm, slots, windows, queries, width, member_N * at_BQ.shape[1] + position_N - read_B1[member_N, 0] - shift)
+
+
+def _queries(
+    lm: DiffusionLM, slots: Slots, windows: Sequence[Window], at_BQ: Tensor, real_BQ: Tensor, base_B1: Tensor, stop_B1: Tensor
+) -> Queries:
+    """Positions as queries: those before `base` are clean and see what is clean up to the end of their block (with a causal context
+    up to themselves), the others everything before `stop`; in a bidirectional model all see all."""
+    assert slots.cache is not None
+    slot_B1 = torch.tensor([[window.slot] for window in windows], device=at_BQ.device)
+    position_BQ = torch.where(real_BQ, at_BQ, 0)
+    if lm.attention == "bidirectional":
+        noisy_BQ, end_BQ = torch.zeros_like(real_BQ), base_B1.expand_as(at_BQ)
+    else:
+        grid = lm.block_size or 1
+        noisy_BQ = real_BQ & (at_BQ >= base_B1)
+        own_end_BQ = position_BQ + 1 if lm.causal_context or grid == 1 else (position_BQ // grid + 1) * grid
+        end_BQ = torch.where(noisy_BQ, stop_B1, torch.minimum(own_end_BQ, base_B1)).clamp_min(1)  # padding sees the first key
+    return Queries(
+        position_BQ=position_BQ,
+        real_BQ=real_BQ,
+        copy_BQ=noisy_BQ.long(),
+        column_BQ=torch.where(real_BQ, position_BQ, slots.cache.shape[1]),
+        end_BQ=end_BQ,
+        own_BQ2=end_BQ.new_zeros(1, 1, 2),
+        ids_BQ=slots.ids_SC[slot_B1, position_BQ],
+        hidden_BQ=real_BQ & slots.hidden_SC[slot_B1, position_BQ],
+    )
+
+
+def _run(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], queries: Queries, width: int, index_N: Tensor) -> Tensor:
+    """One pass over the first `width` cached keys: logits at the rows asked for."""
+    assert slots.cache is not None
+    members = [window.slot for window in windows]
+    layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
+    share_BT = None
+    if lm.has_time_embedding and lm.attention == "bidirectional":
+        length_B1 = torch.tensor([[window.length] for window in windows], device=index_N.device)
+        share_BT = (slots.hidden_SC[members].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
+    elif lm.has_time_embedding:
+        share_BT = lm.hidden_share(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
+    key_K = torch.arange(max(width, 1), device=index_N.device)
+    allowed_BQK = key_K < queries.end_BQ[:, :, None]
+    if queries.own_BQ2.shape[1] > 1:
+        allowed_BQK |= (key_K >= queries.own_BQ2[:, :, :1]) & (key_K < queries.own_BQ2[:, :, 1:])
+    positions = (queries.position_BQ, key_K.expand(len(members), -1)) if lm.attention == "causal" else None
+    mask = AttentionMask(allowed_BQK[:, None], positions)
+    reading = Reading(queries.ids_BQ, layout, mask, index_N, share_BT, pruned=True)
+    return lm.forward(reading, slots.cache.read(members, queries.column_BQ, len(key_K)))

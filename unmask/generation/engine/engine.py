@@ -1,0 +1,301 @@
+"""Continuous batching: sequences enter and leave between steps, and those in work share forward passes wherever they stand.
+
+Shapes: B sequences in work, N hidden rows of their current blocks, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Iterator
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from unmask.config.run import SamplerConfig
+from unmask.errors import GenerationError
+from unmask.generation.engine.cached_forward import commit
+from unmask.generation.engine.forward import Rows, buckets, predict
+from unmask.generation.engine.slots import Slots, Window
+from unmask.generation.engine.steps import Job, guess_ahead, reveal
+from unmask.generation.output import Trace
+from unmask.generation.policies import guide
+from unmask.generation.requests import Request, block_start, check_settings
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import evaluating
+
+
+class Engine:
+    """Sequences of one model, each with settings of its own. What comes out does not depend on what else is in work.
+
+    Args:
+        batch_size: sequences in work at once, at least 1.
+        max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for guesses included; None: no bound
+            but batch_size.
+
+    Attributes:
+        prompt_tokens: what stands before the first hidden token of all sequences so far (with guidance twice); of models with an exact
+            cache only.
+        prompt_tokens_shared: those of them whose keys and values were copied from a sequence with the same prompt, and not read again.
+
+    Use: `submit`, then `step` until what you wait for is among the finished. Not from several threads: a model has one pass at a time.
+
+    Raises:
+        GenerationError: no room for one sequence.
+    """
+
+    def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
+        self.lm, self.batch_size, self.max_batch_tokens = lm, batch_size, max_batch_tokens
+        if batch_size < 1:
+            raise GenerationError(f"{batch_size} is refused", where="batch_size", remedy="Use 1 or more")
+        self.slots = Slots(lm.device, lm.mask_token_id)
+        self.exact_cache = lm.attention != "bidirectional"
+        if self.exact_cache:
+            self.slots.keep_keys()
+        self.waiting: deque[Job] = deque()
+        self.working: list[Job] = []
+        self.finished: deque[tuple[int, Trace]] = deque()  # and not given out yet
+        self.passes = 0
+        self.prompt_tokens = self.prompt_tokens_shared = 0
+        self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # of equals one, so that they are decided together
+        self._tickets = 0
+
+    @property
+    def prompt_reuse(self) -> float | None:
+        """The share of prompt tokens that were not read again; None where there is no exact cache, or were no prompts."""
+        return self.prompt_tokens_shared / self.prompt_tokens if self.prompt_tokens else None
+
+    def submit(self, request: Request, config: SamplerConfig) -> int:
+        """Accept a request; the number that names it.
+
+        Raises:
+            GenerationError: it alone passes the memory that the engine may use, or was made for other settings or another model.
+        """
+        check_settings(self.lm, config)
+        if (request.counts is None) != config.parallel:
+            raise GenerationError("the request was planned with other settings", where="config", remedy="Make it with these")
+        config = self._settings.setdefault(config.model_dump_json(), config)
+        columns = request.length + config.drafts * (self.lm.block_size or 1)
+        sequence = Job(self._tickets, request, config, columns)
+        if self.max_batch_tokens is not None and sequence.size * columns > self.max_batch_tokens:
+            what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
+            raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
+        if config.cache != "exact":
+            self.slots.keep_keys()
+        self._tickets += 1
+        self.waiting.append(sequence)
+        return sequence.ticket
+
+    def cancel(self, ticket: int) -> bool:
+        """Forget a request and free its slot. False where it is unknown or finished."""
+        for sequence in [*self.waiting, *self.working]:
+            if sequence.ticket == ticket:
+                if sequence in self.working:
+                    self._leave(sequence)
+                else:
+                    self.waiting.remove(sequence)
+                return True
+        return False
+
+    def run(self) -> Iterator[tuple[int, Trace]]:
+        """All that is accepted, as it finishes."""
+        while self.waiting or self.working or self.finished:
+            if not self.finished:
+                self._step()
+            while self.finished:
+                yield self.finished.popleft()
+
+    def step(self) -> list[tuple[int, Trace]]:
+        """One denoising step of everything in work; what finished with it (or with one that failed), by ticket."""
+        self._step()
+        finished = list(self.finished)
+        self.finished.clear()
+        return finished
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        with evaluating(self.lm):
+            self._admit()
+            if self.working:
+                everyone, rows = list(self.working), self._predict()
+                self._guess(everyone, rows, self._reveal(everyone, rows))
+
+    def _reveal(self, everyone: list[Job], rows: Rows) -> dict[int, int]:
+        """Take a step, and one more for every guess that comes true. How many guesses were used of each sequence that goes on with its
+        block."""
+        active, used = list(range(len(everyone))), [0] * len(everyone)
+        began = [sequence.block for sequence in everyone]
+        for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
+            if ahead:
+                active = self._confirmed([i for i in active if everyone[i].block == began[i]], everyone, ahead)
+            if not active:
+                break
+            for index in active:
+                used[index] = ahead
+            some = [everyone[i] for i in active]
+            reveal(self.slots, some, self._of(rows, active, len(everyone), rows.ahead_N == ahead))
+            self._advance(some)
+        staying = [i for i, sequence in enumerate(everyone) if sequence in self.working and sequence.block == began[i]]
+        return {index: used[index] for index in staying}
+
+    def _guess(self, everyone: list[Job], rows: Rows, used: dict[int, int]) -> None:
+        """Guess the next states of sequences that go on with their block from what was predicted at the last state known."""
+        for sequence in everyone:
+            sequence.guess = None
+        guessing = [index for index in used if everyone[index].config.drafts]
+        if guessing:
+            used_B = torch.tensor([used.get(index, 0) for index in range(len(everyone))], device=rows.member_N.device)
+            own = self._of(rows, guessing, len(everyone), rows.ahead_N == used_B[rows.member_N])
+            guess_ahead(self.slots, [everyone[i] for i in guessing], own)
+
+    @staticmethod
+    def _of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
+        """The rows of some members, which are numbered anew."""
+        if len(members) == count and not rows.guessed:
+            return rows
+        number_B = torch.full((count,), -1, device=keep_N.device)
+        number_B[members] = torch.arange(len(members), device=keep_N.device)
+        return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
+
+    def _confirmed(self, candidates: list[int], everyone: list[Job], ahead: int) -> list[int]:
+        """Those of them whose guess of so many steps ago has come true."""
+        same, asked = [], []
+        for index in candidates:
+            sequence, guess = everyone[index], everyone[index].guess
+            if guess is not None and len(guess.ids_GW) >= ahead:
+                at = (sequence.slots[0], slice(*sequence.span))
+                equal = (self.slots.ids_SC[at] == guess.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == guess.hidden_GW[ahead - 1])
+                same.append(equal.all())
+                asked.append(index)
+        return [index for index, true in zip(asked, torch.stack(same).tolist() if same else [], strict=True) if true]
+
+    def _admit(self) -> None:
+        """Let waiting requests in, in their order, as long as there is room."""
+        entering: list[Job] = []
+        members, columns = self.slots.count, max((sequence.columns for sequence in self.working), default=0)
+        while self.waiting and len(self.working) + len(entering) < self.batch_size:
+            room = members + self.waiting[0].size, max(columns, self.waiting[0].columns)
+            if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
+                break
+            entering.append(self.waiting.popleft())
+            members, columns = room
+        if not entering:
+            return
+        slots, width = self.slots.ids_SC.shape
+        if members > slots or columns > width:
+            grown = max(members, slots), max(columns, width)
+            fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
+            self.slots.reserve(*(grown if fits else (members, columns)))
+        for sequence in entering:
+            sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
+            self.working.append(sequence)
+        if self.slots.cache is not None:
+            self.slots.cache.clear([slot for sequence in entering for slot in sequence.slots])
+        if self.exact_cache:
+            self._prefill(set(entering))
+
+    def _texts(self, sequence: Job) -> list[list[int]]:
+        """The ids of its slots: its own, and with guidance those of a hidden prompt."""
+        return [sequence.request.ids, [self.lm.mask_token_id] * sequence.request.length][: sequence.size]
+
+    def _prefill(self, entering: set[Job]) -> None:
+        """Read prompts into the cache: each once, also where an earlier request has it in work."""
+        assert self.slots.cache is not None
+        known: dict[tuple[bool, tuple[int, ...]], int] = {}
+        reading: list[Window] = []
+        copies: dict[tuple[int, int], list[int]] = {}
+        for sequence in self.working:
+            base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # what is hidden from there on differs once revealed
+            if base == 0 or (sequence not in entering and sequence.clean < base):
+                continue
+            for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
+                source = known.setdefault((sequence.config.deterministic, tuple(ids[:base])), slot)
+                if sequence in entering and source == slot:
+                    reading.append(Window(slot, base, base, base))
+                elif sequence in entering:
+                    copies.setdefault((source, base), []).append(slot)
+        alone = any(sequence.config.deterministic for sequence in self.working)
+        for bucket in buckets([window.start for window in reading], alone):
+            commit(self.lm, self.slots, [reading[index] for index in bucket])
+            self.passes += 1
+        for (source, base), targets in copies.items():
+            self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
+            self.prompt_tokens_shared += base * len(targets)
+        for sequence in entering:  # not before it is true
+            first = sequence.request.blocks[0][0]
+            sequence.clean = block_start(first, self.lm.block_size)
+            self.prompt_tokens += first * sequence.size
+
+    def _predict(self) -> Rows:
+        """Logits at every hidden position of the blocks in work."""
+        guided = [sequence for sequence in self.working if sequence.size == 2]
+        members = [(sequence, sequence.slots[0]) for sequence in self.working] + [(sequence, sequence.slots[1]) for sequence in guided]
+        windows = [self._window(sequence, slot) for sequence, slot in members]
+        rows = predict(self.lm, self.slots, windows, alone=any(sequence.config.deterministic for sequence in self.working))
+        self.passes += 1
+        for sequence in self.working:
+            sequence.passes += 1
+        if not guided:
+            return rows
+        count, device = len(self.working), rows.member_N.device
+        blind = {sequence: count + number for number, sequence in enumerate(guided)}
+        blind_B = torch.tensor([blind.get(sequence, number) for number, sequence in enumerate(self.working)], device=device)
+        weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.working])
+        now_N = (rows.ahead_N == 0).nonzero().squeeze(1)
+        place_BC = torch.full((len(members), self.slots.ids_SC.shape[1]), -1, device=device)
+        place_BC[rows.member_N[now_N], rows.position_N[now_N]] = now_N
+        own = rows.where(rows.member_N < count)
+        blind_NV = rows.logits_NV[place_BC[blind_B[own.member_N], own.position_N]]
+        return own._replace(logits_NV=guide(own.logits_NV, blind_NV, weight_B[own.member_N][:, None]))
+
+    def _window(self, sequence: Job, slot: int) -> Window:
+        (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
+        if config.cache != "exact":
+            anew = sequence.step % (config.refresh_interval or sys.maxsize) == 0
+            return Window(slot, length, start, stop, read=(0, length) if anew else (start, stop if config.cache == "dual" else length))
+        state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
+        return Window(slot, length, start, stop, sequence.clean, state=state, guess=sequence.guess)
+
+    def _advance(self, sequences: list[Job]) -> None:
+        """Go on to the next step or block; sequences that are through leave."""
+        ended = self._ended(sequences)
+        for sequence, through in zip(sequences, ended, strict=True):
+            first = sequence.span[0]
+            sequence.clean = max(sequence.clean, block_start(first, self.lm.block_size))
+            sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
+            if through:
+                sequence.block, sequence.step, sequence.guess = sequence.block + 1, 0, None
+        stopped = self._stopped([sequence for sequence, through in zip(sequences, ended, strict=True) if through])
+        for sequence in [s for s in sequences if s in stopped or s.block == len(s.request.blocks)]:
+            trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.passes, sequence.config.trace)
+            self.finished.append((sequence.ticket, trace))
+            self._leave(sequence)
+
+    def _ended(self, sequences: list[Job]) -> list[bool]:
+        """Whether the block in work of each sequence has nothing hidden left."""
+        ended = [sequence.step + 1 == len(sequence.counts) for sequence in sequences]
+        asking = [i for i, sequence in enumerate(sequences) if sequence.config.parallel or sequence.config.early_commit is not None]
+        left = [self.slots.hidden_SC[sequences[i].slots[0], slice(*sequences[i].span)].any() for i in asking]
+        for i, some in zip(asking, torch.stack(left).tolist() if left else [], strict=True):
+            ended[i] = not some
+        return ended
+
+    def _stopped(self, sequences: list[Job]) -> set[Job]:
+        """Those of them that have produced an end token."""
+        ends = self.lm.eos_token_ids
+        asking = [sequence for sequence in sequences if sequence.request.stops]
+        if not ends or not asking:
+            return set()
+        spans = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in asking]
+        end_E = torch.tensor(ends, device=self.slots.ids_SC.device)
+        found = [torch.isin(self.slots.ids_SC[span], end_E).any() for span in spans]
+        return {sequence for sequence, stops in zip(asking, torch.stack(found).tolist(), strict=True) if stops}
+
+    def _leave(self, sequence: Job) -> None:
+        self.working.remove(sequence)
+        for slot in sorted(sequence.slots, reverse=True):
+            moved = self.slots.remove(slot)
+            for other in self.working:
+                other.slots = [slot if own == moved else own for own in other.slots]
+        self.working.sort(key=lambda other: other.slots[0])  # slots that lie together are read without a copy

@@ -1,0 +1,190 @@
+"""One step of the sequences in work: what is decided, what of it is revealed, and what is guessed of the steps to come.
+
+Shapes: B sequences, N hidden rows of their blocks, C chosen ones, W positions of a block, G guesses, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.config.run import SamplerConfig
+from unmask.generation.engine.forward import Rows
+from unmask.generation.engine.slots import Guess, Slots
+from unmask.generation.policies import Decision, decide, first_by_priority, hidden_again, how_many
+from unmask.generation.requests import Request
+
+
+@dataclass(eq=False)
+class Job:
+    """A request and how far it has come.
+
+    Attributes:
+        slots: its own, and with guidance that of its twin with a hidden prompt.
+        block, step: the decoding block in work, and how many steps it has had.
+        done: denoising steps in all.
+        columns: that it takes of a slot: its positions, and what the cache holds of guesses.
+        passes: that it has been in.
+        clean: the first position that the cache lacks.
+        guess: what its next states may be.
+    """
+
+    ticket: int
+    request: Request
+    config: SamplerConfig
+    columns: int
+    slots: list[int] = field(default_factory=list)
+    block: int = 0
+    step: int = 0
+    done: int = 0
+    passes: int = 0
+    clean: int = 0
+    guess: Guess | None = None
+
+    @property
+    def span(self) -> tuple[int, int]:
+        return self.request.blocks[self.block]
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens to reveal at each step of the block; nothing where the predictions decide."""
+        return self.request.counts[self.block] if self.request.counts else []
+
+    @property
+    def again(self) -> int:
+        """How many tokens the step hides again."""
+        return hidden_again(self.counts, self.step, self.config.remask)
+
+    @property
+    def size(self) -> int:
+        """How many slots it takes."""
+        return 1 + (self.config.guidance > 0)
+
+
+def reveal(slots: Slots, sequences: list[Job], rows: Rows) -> None:
+    """Take one step: what is chosen is revealed, and recorded."""
+    decision = decide_rows(slots, sequences, rows)
+    device = rows.member_N.device
+    row_C, _ = choose(sequences, rows, decision)
+    again = [sequence.again for sequence in sequences]
+    if any(again):
+        _hide_again(slots, sequences, again)
+    slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.done) for sequence in sequences], device=device).unbind(1)
+    member_C = rows.member_N[row_C]
+    at = (slot_B[member_C], rows.position_N[row_C])
+    slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[row_C], False
+    slots.step_SC[at] = step_B[member_C].to(slots.step_SC.dtype)
+    records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
+    for table, values_N in zip((slots.log_prob_SC, slots.sampled_SC, slots.entropy_SC), records, strict=True):
+        if values_N is not None:
+            table[at] = values_N[row_C].double()
+    for sequence in sequences:
+        if sequence.size == 2:
+            own, blind = sequence.slots
+            block = slice(*sequence.span)
+            asked_W = slots.hidden_SC[own, block] | (slots.step_SC[own, block] >= 0)  # its other tokens were given
+            slots.ids_SC[blind, block] = torch.where(asked_W, slots.ids_SC[own, block], slots.mask_token_id)
+            slots.hidden_SC[blind, block] = slots.hidden_SC[own, block]
+
+
+def decide_rows(slots: Slots, sequences: list[Job], rows: Rows, ahead: int = 0) -> Decision:
+    """What would be revealed at each row, by the settings of its sequence."""
+    facts = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
+    key_N, step_N, slot_N = torch.tensor(facts, device=rows.member_N.device)[rows.member_N].unbind(1)
+    parts = []
+    for config, mine_B in _by_settings(sequences, key_N.device):
+        at = slice(None) if mine_B is None else mine_B[rows.member_N].nonzero().squeeze(1)
+        logits_NV = rows.logits_NV[at]
+        present_NV = slots.present(slot_N[at], logits_NV.shape[1]) if config.repetition_penalty != 1 else None
+        parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], rows.position_N[at], present_NV)))
+    return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
+
+
+def choose(sequences: list[Job], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """The rows [C] that are revealed, and their columns in the block."""
+    start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=rows.member_N.device)
+    column_N = rows.position_N - start_B[rows.member_N]
+    width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
+    priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
+    priority_BW[rows.member_N, column_N] = decision.priority_N
+    fixed = [sum(sequence.counts[sequence.step + ahead :][:1]) + sequence.again for sequence in sequences]  # 0 beyond the last step
+    count_B = torch.tensor(fixed, device=column_N.device)
+    for config, mine_B in _by_settings(sequences, column_N.device):
+        asked_B = torch.ones_like(count_B, dtype=torch.bool) if mine_B is None else mine_B
+        if config.parallel:
+            count_B = torch.where(asked_B, how_many(priority_BW, config), count_B)
+        if config.early_commit is not None:
+            assert decision.margin_N is not None
+            margin_BW = torch.full(priority_BW.shape, torch.inf, device=column_N.device)
+            margin_BW[rows.member_N, column_N] = decision.margin_N.float()
+            count_B = torch.where(asked_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
+    row_C = first_by_priority(priority_BW, count_B)[rows.member_N, column_N].nonzero().squeeze(1)
+    return row_C, column_N[row_C]
+
+
+def guess_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
+    """What the next states would be if the predictions stayed as they are."""
+    states: list[tuple[Tensor, Tensor]] = []
+    spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
+    width = max(span.stop - span.start for _, span in spans)
+    ids_BW = torch.full((len(spans), width), slots.mask_token_id, device=rows.member_N.device)
+    hidden_BW = torch.zeros_like(ids_BW, dtype=torch.bool)
+    for member, (slot, span) in enumerate(spans):
+        ids_BW[member, : span.stop - span.start] = slots.ids_SC[slot, span]
+        hidden_BW[member, : span.stop - span.start] = slots.hidden_SC[slot, span]
+    start_B = torch.tensor([span.start for _, span in spans], device=rows.member_N.device)
+    for ahead in range(max(sequence.config.drafts for sequence in sequences)):
+        rows = rows.where(hidden_BW[rows.member_N, rows.position_N - start_B[rows.member_N]])
+        if len(rows.member_N) == 0:
+            break
+        decision = decide_rows(slots, sequences, rows, ahead)
+        row_C, column_C = choose(sequences, rows, decision, ahead)
+        at = (rows.member_N[row_C], column_C)
+        ids_BW[at], hidden_BW[at] = decision.token_N[row_C], False
+        states.append((ids_BW.clone(), hidden_BW.clone()))
+    if not states:
+        return
+    ids_GBW, hidden_GBW = (torch.stack(tables) for tables in zip(*states, strict=True))
+    open_B = hidden_GBW.any(2).sum(0).tolist()  # a state with nothing left to predict is not worth a pass
+    for member, sequence in enumerate(sequences):
+        count, size = min(open_B[member], sequence.config.drafts), sequence.span[1] - sequence.span[0]
+        if count:
+            sequence.guess = Guess(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
+
+
+def _by_settings(sequences: list[Job], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
+    """The settings of the sequences, each with those [B] that have it; None: all."""
+    kinds = {id(sequence.config): sequence.config for sequence in sequences}
+    for kind, config in kinds.items():
+        mine = None if len(kinds) == 1 else torch.tensor([id(sequence.config) == kind for sequence in sequences], device=device)
+        yield config, mine
+
+
+def _hide_again(slots: Slots, sequences: list[Job], again: list[int]) -> None:
+    """Hide the least probable tokens that earlier steps of the blocks revealed."""
+    spans, device = [sequence.span for sequence in sequences], slots.ids_SC.device
+    slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=device)[:, :, None].unbind(1)
+    at_BW = start_B1 + torch.arange(max(stop - start for start, stop in spans), device=device)
+    inside_BW, at_BW = at_BW < stop_B1, at_BW.clamp_max(slots.ids_SC.shape[1] - 1)
+    earlier_BW = inside_BW & (slots.step_SC[slot_B1, at_BW] >= 0)
+    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, at_BW].float(), -torch.inf)
+    member_C, column_C = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
+    at = (slot_B1[member_C, 0], at_BW[member_C, column_C])
+    slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
+
+
+def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:
+    """Decisions of some rows each, in the order of all."""
+    merged = []
+    for values in zip(*(decision for _, decision in parts), strict=True):
+        present = [(at, value) for (at, _), value in zip(parts, values, strict=True) if value is not None]
+        whole = None
+        for at, value in present:
+            whole = value.new_zeros(count) if whole is None else whole
+            whole[at] = value
+        merged.append(whole)
+    return Decision(*merged)  # type: ignore[arg-type]

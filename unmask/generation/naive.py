@@ -1,0 +1,98 @@
+"""The slow truth: one sequence at a time, the whole model at every step, no cache. The fast sampler must give the same tokens.
+
+Shapes: T tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.config.run import SamplerConfig
+from unmask.generation.output import Generation, Trace, make_generation
+from unmask.generation.policies import Decision, decide, guide, hidden_again
+from unmask.generation.requests import Request, block_start, make_requests
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import evaluating
+
+
+@torch.no_grad()
+def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`, but nothing here is lossy."""
+    config = config or SamplerConfig()
+    return complete(lm, make_requests(lm, prompts, config, keys), config)
+
+
+@torch.no_grad()
+def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
+    """The same of requests that are made already."""
+    with evaluating(lm):
+        traces = [_denoise(lm, request, config) for request in requests]
+    return make_generation(lm, requests, traces, config)
+
+
+def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
+    ids, hidden = list(request.ids), list(request.hidden)
+    steps, revealed, passes = [-1] * len(ids), [Decision(*[torch.zeros(1)] * 6)] * len(ids), 0
+    for block, (start, stop) in enumerate(request.blocks):
+        counts, step = request.counts[block] if request.counts else [], 0
+        visible = request.length
+        if lm.attention != "bidirectional":
+            visible = min(block_start(start, lm.block_size) + (lm.block_size or 1), request.length)
+        while any(hidden[start:stop]):
+            logits_TV = _logits(lm, request, ids[:visible], hidden[:visible], config)
+            present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
+            present_1V[0, [token for token, gone in zip(ids, hidden, strict=True) if not gone]] = True
+            key, number = torch.tensor([request.key], device=lm.device), torch.tensor([passes], device=lm.device)
+            decisions = {
+                at: decide(logits_TV[at][None], config, key, number, torch.tensor([at], device=lm.device), present_1V)
+                for at in range(start, stop)
+                if hidden[at]
+            }
+            order = sorted(decisions, key=lambda at: (-float(decisions[at].priority_N), at))
+            again = hidden_again(counts, step, config.remask)
+            chosen = order[: _parallel(order, decisions, config) if config.parallel else counts[step] + again]
+            earlier = sorted((float(revealed[at].log_prob_N.float()), at) for at in range(start, stop) if not hidden[at] and steps[at] >= 0)
+            for _, at in earlier[:again]:
+                ids[at], hidden[at], steps[at] = lm.mask_token_id, True, -1
+            for at in chosen:
+                ids[at], hidden[at], steps[at], revealed[at] = int(decisions[at].token_N), False, passes, decisions[at]
+            step, passes = step + 1, passes + 1
+        if request.stops and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
+            break
+    shown = range(request.start, request.length)
+
+    def record(field: str) -> list[float]:
+        return [float(getattr(revealed[at], field)) if steps[at] >= 0 else 0.0 for at in shown]
+
+    trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
+    if config.trace:
+        trace.sampled_log_probs, trace.entropies = record("sampled_log_prob_N"), record("entropy_N")
+    return trace
+
+
+def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig) -> Tensor:
+    """[T, V]; with guidance away from what a hidden prompt would give."""
+    hidden_1T = torch.tensor([hidden], device=lm.device)
+    logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
+    if config.guidance:
+        blind = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
+        blind_TV = lm.logits(torch.tensor([blind], device=lm.device), hidden_BT=hidden_1T)[0]
+        logits_TV = guide(logits_TV, blind_TV, config.guidance)
+    return logits_TV
+
+
+def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:
+    """How many tokens the predictions let this step reveal."""
+    scores = [float(decisions[at].priority_N) for at in order]
+    if config.threshold is not None:
+        good = [math.exp(score) >= config.threshold for score in scores]
+    elif config.factor is not None:
+        good = [math.exp(score) >= 1 - config.factor / (n + 1) for n, score in enumerate(scores, start=1)]
+    else:
+        good = [-sum(scores[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(scores))]
+    return max(1, sum(good))

@@ -1,0 +1,91 @@
+"""What came out of generation, and what was revealed when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from unmask.config.run import SamplerConfig
+from unmask.generation.requests import Request
+from unmask.models.diffusion_lm import DiffusionLM
+
+
+@dataclass
+class Trace:
+    """The whole canvas of a completion, also behind its end: what reinforcement learning and the playground read.
+
+    Attributes:
+        canvas: token ids; the mask token where decoding stopped before.
+        steps: the step at which each position was revealed (the last time, with remasking), -1 for never or given.
+        log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where never revealed.
+        sampled_log_probs: the same under the distribution that it was drawn from; only of a config with a trace.
+        entropies: of the model's distribution there, in nats; only of a config with a trace.
+        forward_passes: how often the model saw the sequence.
+    """
+
+    canvas: list[int]
+    steps: list[int]
+    log_probs: list[float]
+    sampled_log_probs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    forward_passes: int = 0
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Completions, one entry per prompt.
+
+    Attributes:
+        prompts: token ids, as the model saw them.
+        texts: decoded, without special tokens and without the end token.
+        tokens: completion ids, up to and including the first end token; of infilling the whole sequence.
+        log_probs: of these tokens when they were revealed, in nats, at temperature 1.
+        steps: the denoising step at which each of them was revealed.
+        forward_passes: how often the model saw each sequence.
+        trace: the whole canvases, when the config asks for them.
+        agreement: of lossy settings, the share of tokens that the exact sampler gives too, measured on some of the prompts.
+        prompt_reuse: the share of prompt tokens whose keys and values came from another sequence with the same prompt; None without an
+            exact cache, and from vLLM.
+    """
+
+    prompts: list[list[int]] = field(repr=False)
+    texts: list[str]
+    tokens: list[list[int]]
+    log_probs: list[list[float]]
+    steps: list[list[int]]
+    forward_passes: list[int]
+    trace: list[Trace] | None = field(default=None, repr=False)
+    agreement: float | None = None
+    prompt_reuse: float | None = None
+
+
+def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
+    """How many tokens there are up to and including the first end token; without one all."""
+    return next((number for number, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
+
+
+def text_of(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], eos_token_ids: Sequence[int]) -> str:
+    """Tokens decoded without special tokens, and without the end token that closes them, whether it is special or not."""
+    ended = bool(tokens) and tokens[-1] in eos_token_ids
+    return str(tokenizer.decode(tokens[: len(tokens) - ended], skip_special_tokens=True))
+
+
+def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequence[Trace], config: SamplerConfig) -> Generation:
+    """Cut the canvases of completions at their first end token and decode them."""
+    ends = []
+    for request, trace in zip(requests, traces, strict=True):
+        hidden = request.hidden[request.start :]
+        shown = next((i for i, step in enumerate(trace.steps) if step < 0 and hidden[i]), len(trace.steps))
+        ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stops else shown)
+    tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
+    return Generation(
+        prompts=[request.prompt for request in requests],
+        texts=[text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in tokens],
+        tokens=tokens,
+        log_probs=[trace.log_probs[:end] for trace, end in zip(traces, ends, strict=True)],
+        steps=[trace.steps[:end] for trace, end in zip(traces, ends, strict=True)],
+        forward_passes=[trace.forward_passes for trace in traces],
+        trace=list(traces) if config.trace else None,
+    )

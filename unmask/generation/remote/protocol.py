@@ -1,0 +1,71 @@
+"""What `unmask serve` and its clients say to one another: JSON of requests and of completions, and what both must agree on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from unmask.config.base import Config
+from unmask.config.run import SamplerConfig
+from unmask.generation.output import Generation, Trace
+from unmask.models.diffusion_lm import DiffusionLM
+
+OTHER_WEIGHTS = 409  # the status that answers a request for weights that the server does not hold
+
+
+class GenerateRequest(Config):
+    """Body of POST /generate, answered by the fields of a `Generation`."""
+
+    prompts: list[list[int]]
+    """Token ids."""
+    config: SamplerConfig
+    """How to sample."""
+    keys: list[int]
+    """Of the random numbers, one per prompt."""
+    version: str | None = None
+    """The weights to sample from; unset: whichever are there."""
+
+
+class UpdateRequest(Config):
+    """Body of POST /update_weights."""
+
+    path: str
+    """A folder that the server can read, as `DiffusionLM.save` writes it."""
+    version: str
+    """What these weights are called from now on."""
+
+
+def model_facts(lm: DiffusionLM) -> dict[str, Any]:
+    """What the model of a server must share with the one that is trained: everything but the weights and their type. `settings`
+    have the end tokens."""
+    vocabulary = json.dumps(sorted(lm.tokenizer.get_vocab().items()))
+    return {
+        "model_type": lm.config.model_type,
+        **lm.settings,
+        "vocab_size": lm.config.vocab_size,
+        "context_length": lm.context_length,
+        "tokenizer": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
+    }
+
+
+def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """In words, in what the facts of two models differ; empty: in nothing."""
+    return ", ".join(f"{name} is {there.get(name)!r} and not {fact!r}" for name, fact in here.items() if there.get(name) != fact)
+
+
+def dump_generation(generation: Generation) -> str:
+    """JSON of all fields; numbers come back as they are, bit for bit."""
+    return json.dumps(dataclasses.asdict(generation))
+
+
+def read_generation(fields: Mapping[str, Any]) -> Generation:
+    """The completions that a parsed `dump_generation` holds.
+
+    Raises:
+        TypeError: it holds none.
+    """
+    traces = fields["trace"]
+    return Generation(**{**fields, "trace": None if traces is None else [Trace(**trace) for trace in traces]})

@@ -1,0 +1,141 @@
+"""A server that samples for reinforcement learning: `unmask serve`. Its client is `unmask.generation.remote.backends.ServerBackend`.
+
+    POST /generate        a `GenerateRequest`; answered by the fields of a `Generation`, with the tokens of `unmask.generate`
+    POST /update_weights  an `UpdateRequest`: the weights in a folder take the place of the model's own
+    GET /health           the facts of the model that a client must share, and the name of its weights
+
+What is refused is answered by 4xx and `{"error": ...}`: 409 where other weights are asked for than it holds, else 422.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from unmask.config.layers import API_KEY
+from unmask.errors import ConfigError, ModelError, UnmaskError
+from unmask.generation.remote.protocol import OTHER_WEIGHTS, GenerateRequest, UpdateRequest, differences, dump_generation, model_facts
+from unmask.generation.sampler import generate
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import load
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse, Response
+except ImportError as missing:
+    remedy = "Install it with pip install 'unmask[serve]'"
+    raise ConfigError(f"{missing.name} is not installed", where="unmask serve", remedy=remedy) from missing
+
+
+class OtherWeightsError(UnmaskError):
+    """Weights are asked for that the server does not hold."""
+
+
+class RolloutServer:
+    """A model that many may ask, one at a time.
+
+    Attributes:
+        version: what a client called its weights; None: those that it started with.
+    """
+
+    def __init__(self, lm: DiffusionLM):
+        self.lm = lm
+        self.version: str | None = None
+        self._lock = Lock()  # a model has one pass at a time
+
+    def health(self) -> dict[str, Any]:
+        return {"version": self.version, "model": model_facts(self.lm)}
+
+    def generate(self, request: GenerateRequest) -> str:
+        """The JSON of the completions."""
+        with self._lock:
+            if request.version not in (None, self.version):
+                what = f"the weights are {self.version!r}, not {request.version!r}"
+                raise OtherWeightsError(what, where="version", remedy="Send them with /update_weights")
+            made = generate(self.lm, request.prompts, request.config, request.keys)
+        return dump_generation(made)
+
+    def update_weights(self, request: UpdateRequest) -> None:
+        """Take the weights in a folder; nothing changes if they are not a whole model like this one.
+
+        Raises:
+            ModelError: they are not.
+        """
+        where, remedy = request.path, "Give what DiffusionLM.save wrote of the same model"
+        if not Path(where).is_dir():
+            raise ModelError("no such folder on the server", where=where, remedy="Use a folder that both sides see")
+        with self._lock:  # also while loading, which changes torch's default type for all threads
+            own = self.lm.model.state_dict()
+            new = load(where, dtype=str(next(self.lm.model.parameters()).dtype).removeprefix("torch."))
+            if differ := differences(model_facts(new), model_facts(self.lm)):
+                raise ModelError(f"another model: {differ}", where=where, remedy=remedy)
+            state = new.model.state_dict()
+            shapes, here = ({name: tuple(weight.shape) for name, weight in weights.items()} for weights in (state, own))
+            if differ := differences(shapes, here) or differences(here, shapes):
+                raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=remedy)
+            self.lm.model.load_state_dict(state)
+            self.version = request.version
+
+
+def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
+    """The server of a model.
+
+    Args:
+        api_key: asked of every client, as a bearer token; None: none.
+    """
+    server, app = RolloutServer(lm), FastAPI(title="Unmask")
+
+    @app.middleware("http")
+    async def check_key(request: Request, call_next: Any) -> Response:
+        given = request.headers.get("authorization", "")
+        if api_key is not None and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+            return JSONResponse({"error": "the API key is wrong or missing"}, 401)
+        return await call_next(request)
+
+    @app.exception_handler(UnmaskError)
+    async def refuse(request: Request, error: UnmaskError) -> Response:
+        return JSONResponse({"error": str(error)}, OTHER_WEIGHTS if isinstance(error, OtherWeightsError) else 422)
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        return server.health()
+
+    @app.post("/generate")
+    def generate(body: dict[str, Any]) -> Response:
+        return Response(server.generate(GenerateRequest(**body)), media_type="application/json")
+
+    @app.post("/update_weights")
+    def update_weights(body: dict[str, Any]) -> dict[str, Any]:
+        server.update_weights(UpdateRequest(**body))
+        return {"version": server.version}
+
+    return app
+
+
+def open_port(host: str, port: int) -> socket.socket:
+    """An address to serve at, taken but deaf until `run`; port 0: any.
+
+    Raises:
+        ConfigError: it cannot be had.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot be served at ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port") from error
+    return listener
+
+
+def run(lm: DiffusionLM, listener: socket.socket) -> None:
+    """Serve a model until interrupted; clients must send UNMASK_API_KEY, where it is set."""
+    host, port = listener.getsockname()[:2]
+    print(f"{lm} is served at http://{host}:{port}", flush=True)
+    app = make_app(lm, os.environ.get(API_KEY))
+    uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none")).run(sockets=[listener])

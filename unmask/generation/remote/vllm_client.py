@@ -1,0 +1,191 @@
+"""A causal model on a vLLM server, by the interface of `unmask.generate`: completions with log-probabilities, and new weights.
+
+The server is started by its own means; docs/generation.md has the command.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from unmask.config.rollout import unread_by_vllm
+from unmask.config.run import SamplerConfig
+from unmask.diffusion.rng import sequence_key
+from unmask.errors import GenerationError
+from unmask.generation.output import Generation, text_of
+from unmask.generation.remote.http import HttpClient
+from unmask.generation.remote.http import RemoteError as RemoteError
+from unmask.generation.remote.nccl import nccl_sender
+from unmask.generation.requests import checked_keys, encode_all
+from unmask.models.chat_template import turn_end
+
+BANNED = -100.0  # the least bias that a server accepts
+
+
+class RemoteLM:
+    """A causal model that a vLLM server holds.
+
+    Args:
+        url: of the server, such as http://localhost:8000.
+        tokenizer: the model's, or the path to it.
+        model: its name there; None: the only one.
+        timeout: seconds to wait for an answer.
+        patience: seconds to wait for a server that does not take requests, at the start or after it died.
+        api_key: what the server was started with, if anything.
+        eos_token_ids: the tokens that end a text, besides those that the server finds in the model's generation_config.json; None: the
+            tokenizer's EOS and its chat template's end of turn.
+
+    Raises:
+        GenerationError: the server is absent, or holds several models and none is named.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        tokenizer: str | PreTrainedTokenizerBase,
+        model: str | None = None,
+        *,
+        timeout: float = 300.0,
+        patience: float = 30.0,
+        api_key: str | None = None,
+        eos_token_ids: Sequence[int] | None = None,
+    ):
+        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        ends = [self.tokenizer.eos_token_id, turn_end(self.tokenizer)] if eos_token_ids is None else eos_token_ids
+        self.eos_token_ids = [*dict.fromkeys(token for token in ends if token is not None)]
+        self._sender: tuple[nn.Module, Any] | None = None
+        self.http = HttpClient(url, "a vLLM server", timeout=timeout, patience=patience, api_key=api_key)
+        models = self.http.read(self.http.call("GET", "/v1/models"), base_models)
+        if model is None and len(models) != 1:
+            raise GenerationError(f"serves {len(models)} models", where=url, remedy=f"Name one of {', '.join(models)}")
+        self.model = model or models[0]
+
+    def generate(self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
+        """Complete prompts; arguments and result as of `unmask.generate`. The noise is the server's own, seeded for every prompt by
+        `config.seed` and its key; log-probabilities are those at temperature 1 (the server's default mode).
+
+        Raises:
+            GenerationError: settings that only diffusion knows, or a request that the server refuses.
+            RemoteError: it stays away or silent; what was completed before is kept there.
+        """
+        config = config or SamplerConfig()
+        if (name := unread_by_vllm(config)) is not None:
+            raise GenerationError("means nothing to a causal server", where=name, remedy="Leave it out")
+        encoded = encode_all(self.tokenizer, prompts, "prompts")
+        bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
+        done: dict[int, tuple[list[int], list[float]]] = {}
+        pool = ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies))))
+        waiting = {pool.submit(self._complete, body): index for index, body in enumerate(bodies)}
+        try:
+            try:
+                for future in as_completed(waiting):
+                    done[waiting[future]] = future.result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+        except RemoteError as error:
+            given = {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
+            error.completed = done | given
+            error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
+            raise
+        tokens = [done[index][0] for index in range(len(bodies))]
+        log_probs = [done[index][1] for index in range(len(bodies))]
+        return Generation(
+            prompts=[list(ids) for ids in encoded],
+            texts=[text_of(self.tokenizer, ids, self.eos_token_ids) for ids in tokens],
+            tokens=tokens,
+            log_probs=log_probs,
+            steps=[list(range(len(ids))) for ids in tokens],
+            forward_passes=[len(ids) for ids in tokens],
+        )
+
+    def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
+        """Give the server new weights, and have it forget the keys that the old ones left.
+
+        Args:
+            source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to the server's own GPUs. That
+                takes vLLM beside this package, and a server that was started with `--weight-transfer-config '{"backend": "nccl"}'`.
+            address: of this machine, as the server's workers reach it (NCCL).
+
+        Raises:
+            GenerationError: NCCL is not to be had here, or the server refuses.
+            RemoteError: it stays away or silent.
+        """
+        if not isinstance(source, nn.Module):
+            self.http.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}})
+        else:
+            if self._sender is None or self._sender[0] is not source:
+                self._sender = (source, nccl_sender(source, self.http.call, address))
+            self._sender[1].send_weights()
+        self.reset_prefix_cache()
+
+    def load_adapter(self, name: str, folder: str | Path) -> None:
+        """Have the server load adapters in PEFT's layout, in the place of earlier ones of this name; `model = name` completes with them.
+        Takes a server that was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
+
+        Args:
+            folder: that the server can read; new weights need a new one.
+
+        Raises:
+            RemoteError: the server refuses, stays away or silent.
+        """
+        body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
+        self.http.send("POST", "/v1/load_lora_adapter", json=body)
+        self.reset_prefix_cache()
+
+    @property
+    def weight_version(self) -> str:
+        """What the server's weights were called last; a server that was started again has forgotten it with the weights."""
+        return self.http.read(self.http.call("GET", "/weight_info"), lambda answer: str(answer["weight_version"]))
+
+    @weight_version.setter
+    def weight_version(self, name: str) -> None:
+        self.http.call("POST", "/update_weight_version", json={"new_version": name})
+
+    def close(self) -> None:
+        """Give the connections back; the server stays as it is."""
+        self.http.close()
+
+    def __enter__(self) -> RemoteLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier prompts."""
+        self.http.call("POST", "/reset_prefix_cache")
+
+    def _body(self, ids: Sequence[int], config: SamplerConfig, key: int) -> dict[str, Any]:
+        banned = {*(config.forbidden_tokens or ()), self.tokenizer.mask_token_id} - {None}
+        return {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": config.max_new_tokens,
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "top_k": config.top_k or -1,
+            "repetition_penalty": config.repetition_penalty,
+            "ignore_eos": not config.stop_at_eos,
+            "stop_token_ids": self.eos_token_ids if config.stop_at_eos else None,
+            "allowed_token_ids": config.allowed_tokens,
+            "logit_bias": {str(token): BANNED for token in banned} or None,
+            "seed": sequence_key([config.seed, key]),
+            "logprobs": 0,
+            "return_token_ids": True,
+        }
+
+    def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
+        choice = self.http.read(self.http.call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
+        if choice.get("finish_reason") == "abort":
+            raise self.http.error("a completion was called off there", "Look at the server")
+        return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
+
+
+def base_models(answer: Any) -> list[str]:
+    """The models that a server lists, without the adapters that it was given for them."""
+    return [card["id"] for card in answer["data"] if not card.get("parent")]

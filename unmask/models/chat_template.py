@@ -1,0 +1,75 @@
+"""Chat templates: which there are, what one writes, and which token ends a turn in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unmask.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ANSWER = "zqxj"  # that no template writes by itself
+
+
+TEMPLATES = {
+    "simple": r"{{ bos_token }}{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
+    r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
+    r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}",
+}
+"""Chat templates by name, for tokenizers without one. They need no tokens of their own: roles are plain words."""
+
+
+def read_template(name_or_path: str) -> str:
+    """A chat template: one of `TEMPLATES` by its name, or what a file holds (Jinja, as tokenizers have it).
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if name_or_path in TEMPLATES:
+        return TEMPLATES[name_or_path]
+    try:
+        return Path(name_or_path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        what = f"{name_or_path!r} is no template that comes with Unmask, and no file of text that can be read ({error})"
+        raise ConfigError(what, where="data.chat_template", remedy=f"Give {', '.join(TEMPLATES)}, or the path of a Jinja file") from error
+
+
+def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    """The text that the tokenizer's chat template makes of `messages`; `options` as of `apply_chat_template`.
+
+    Raises:
+        DataError: there is no template, it is malformed, or it refuses the messages.
+    """
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    if not tokenizer.chat_template:
+        remedy = "Use an instruction-tuned model's tokenizer, set its `chat_template` (data.chat_template), or give prompts as strings."
+        raise DataError("the tokenizer has no chat template, which messages need", where=tokenizer.name_or_path or None, remedy=remedy)
+    try:
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
+    except TemplateSyntaxError as error:
+        raise DataError(f"the chat template is malformed: {error}", remedy="Mend the template.") from error
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # what a template does to odd values
+        what = f"the chat template refuses {messages!r:.80}: {error}"
+        raise DataError(what, remedy="Mend the messages.", reason="refused by the chat template") from error
+
+
+def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The token that the chat template writes behind an assistant's answer, as `<|im_end|>` in ChatML and `<|eot_id|>` in Llama 3.
+
+    Found by rendering an answer that nothing follows, so that what opens the next turn is not taken for an end. White space may stand
+    between. None: the template ends a turn with plain text or not at all, does not render, or there is none.
+    """
+    if not tokenizer.chat_template:
+        return None
+    try:
+        text = render_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}])
+    except DataError:
+        return None
+    behind = text.rpartition(ANSWER)[2].lstrip()
+    added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if number != tokenizer.mask_token_id}
+    found = [token for token in added if token.strip() and behind.startswith(token)]
+    return added[max(found, key=len)] if found else None

@@ -1,0 +1,28 @@
+"""The generation config that is saved with a model: its end tokens, and what transformers would not write."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from transformers import GenerationConfig
+
+
+def accept_generation_config(generation: GenerationConfig | None) -> None:
+    """Let transformers save a generation config as it is. Many published ones name a temperature without `do_sample`, which it refuses
+    to save once the config was changed: by the end tokens named here, or by its trainer, which names the tokenizer's special tokens."""
+    if generation is not None:
+        generation._original_object_hash = hash(generation)
+
+
+def name_ends(model: Any, ends: Sequence[int]) -> None:
+    """Have generation_config.json name them, which transformers, vLLM and other engines stop at."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and ends and {*as_ids(generation.eos_token_id)} != {*ends}:
+        generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
+        generation._from_model_config = False  # else transformers may make it again, from the config
+
+
+def as_ids(value: int | Collection[int] | None) -> Collection[int]:
+    """An `eos_token_id` may be one, several or none."""
+    return [] if value is None else value if isinstance(value, Collection) else [value]

@@ -1,0 +1,170 @@
+"""The model card: a README.md in every saved folder that says what the model is, how to load it and how it was made.
+
+What happened to a model is kept in its config (`HISTORY_KEY`, one entry per stage of training), so that it goes along from
+one stage to the next. What is not known is left out.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from huggingface_hub import ModelCardData, try_to_load_from_cache
+from huggingface_hub.repocard import metadata_load
+from transformers import PreTrainedTokenizerBase
+
+from unmask.artifacts import write_atomic
+from unmask.models.attention import Pattern
+
+HISTORY_KEY = "unmask_history"
+MARKER = "<!-- Written by Unmask at every save. Remove this line to keep what you change. -->"
+FILE = "README.md"
+Entry = Mapping[str, Any]
+
+NAMES = {"causal": "causal (autoregressive)", "block_causal": "block-causal, in blocks of {} tokens", "bidirectional": "bidirectional"}
+
+
+class DescribedModel(Protocol):
+    """What a card reads of a `DiffusionLM`, which writes its own."""
+
+    model: Any
+    config: Any
+    tokenizer: PreTrainedTokenizerBase
+    attention: Pattern
+    block_size: int | None
+    mask_token_id: int
+    eos_token_ids: tuple[int, ...]
+    logit_shift: bool
+    causal_context: bool
+
+    @property
+    def autoregressive(self) -> bool: ...
+    @property
+    def has_time_embedding(self) -> bool: ...
+    @property
+    def context_length(self) -> int | None: ...
+
+
+def write_card(lm: DescribedModel, folder: str | pathlib.Path) -> None:
+    """Write the card of a model saved in `folder`; a README.md that somebody else wrote stays."""
+    path = pathlib.Path(folder) / FILE
+    if not path.exists() or MARKER in path.read_text(encoding="utf-8"):
+        write_atomic(path, render_card(lm))
+
+
+def history(lm: DescribedModel) -> list[Entry]:
+    """The stages of training that a model went through, oldest first."""
+    return list(getattr(lm.config, HISTORY_KEY, []))
+
+
+def render_card(lm: DescribedModel) -> str:
+    """The card's text."""
+    stages = history(lm)
+    diffusion = "" if lm.autoregressive else "diffusion "
+    sections = [
+        f"---\n{_metadata(lm, stages).to_yaml()}\n---",
+        MARKER,
+        f"# A {lm.attention.replace('_', '-')} {diffusion}language model",
+        _table(("", ""), _facts(lm)),
+        "## How to load it",
+        _snippet(lm),
+    ]
+    if stages:
+        names = _stage_names(stages)
+        sections += ["## How it was made", _table(*_data_table(names, stages)), "\n".join(map(_settings, names, stages))]
+        sections += ["## Losses", "The last values that each stage logged.", _table(*_loss_table(names, stages))]
+    return "\n\n".join(sections) + "\n"
+
+
+def _metadata(lm: DescribedModel, stages: Sequence[Entry]) -> ModelCardData:
+    """Front matter. Licence and languages are those of the model that this one was loaded from, where its card tells."""
+    source = str(lm.config._name_or_path)
+    known = _source_metadata(source)
+    data_sets = dict.fromkeys(stage["data"] for stage in stages if _on_hub(stage.get("data", "")))
+    return ModelCardData(
+        library_name="unmask",
+        pipeline_tag="text-generation",
+        tags=["text-generation"] if lm.autoregressive else ["text-generation", "diffusion-language-model"],
+        base_model=source if _on_hub(source) else known.get("base_model"),
+        datasets=list(data_sets) or None,
+        license=known.get("license"),
+        language=known.get("language"),
+    )
+
+
+def _source_metadata(source: str) -> dict[str, Any]:
+    """The front matter of the card beside a model, or of a hub model's card where it was downloaded."""
+    path = pathlib.Path(source) / FILE
+    if _on_hub(source):
+        cached = try_to_load_from_cache(source, FILE)
+        path = pathlib.Path(cached) if isinstance(cached, str) else path
+    return (metadata_load(path) or {}) if source and path.is_file() else {}
+
+
+def _on_hub(name: str) -> bool:
+    """Whether this can be the id of a model or data set on the hub: owner/name, and no path of this machine."""
+    return name.count("/") == 1 and name[0] not in "./~" and "" not in name.split("/") and not pathlib.Path(name).exists()
+
+
+def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
+    token = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
+    ends = [f"`{lm.tokenizer.convert_ids_to_tokens(end)}` ({end})" for end in lm.eos_token_ids]
+    shift = "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"
+    return [
+        ("architecture", type(lm.model).__name__),
+        ("parameters", f"{sum(weight.numel() for weight in lm.model.parameters()):,}"),
+        ("attention", NAMES[lm.attention].format(lm.block_size)),
+        *([("context", "read from left to right, but for the block in work")] if lm.causal_context else []),
+        ("logit shift", shift),
+        *([("time embedding", "of the share of hidden tokens")] if lm.has_time_embedding else []),
+        ("mask token", f"`{token}` ({lm.mask_token_id})"),
+        *([("end tokens", ", ".join(ends))] if ends else []),
+        *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),
+    ]
+
+
+def _snippet(lm: DescribedModel) -> str:
+    """Python that runs in the model's folder."""
+    dtype = str(next(lm.model.parameters()).dtype).removeprefix("torch.")
+    length = min(64, (lm.context_length or 128) // 2)
+    return f"""```python
+import unmask
+
+lm = unmask.load("."{"" if dtype == "float32" else f', dtype="{dtype}"'})  # this folder, or the name of the model on the Hugging Face hub
+out = unmask.generate(lm, ["Once"], unmask.SamplerConfig(max_new_tokens={length}))
+print(out.texts[0])
+```"""
+
+
+def _stage_names(stages: Sequence[Entry]) -> list[str]:
+    """Stages that share a run of their verb are numbered."""
+    verbs = [stage["verb"] for stage in stages]
+    return [f"{verb} {verbs[: i + 1].count(verb)}" if verbs.count(verb) > 1 else verb for i, verb in enumerate(verbs)]
+
+
+def _data_table(names: Sequence[str], stages: Sequence[Entry]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in stage for stage in stages)]
+    return ("stage", *columns), [[name, *(_cell(stage.get(c)) for c in columns)] for name, stage in zip(names, stages, strict=True)]
+
+
+def _loss_table(names: Sequence[str], stages: Sequence[Entry]) -> tuple[Sequence[str], list[Sequence[str]]]:
+    columns = list(dict.fromkeys(metric for stage in stages for metric in stage["metrics"]))
+    return ("stage", *columns), [[name, *(_cell(s["metrics"].get(c)) for c in columns)] for name, s in zip(names, stages, strict=True)]
+
+
+def _settings(name: str, stage: Entry) -> str:
+    settings = ", ".join(f"`{key}={value}`" for key, value in stage["settings"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in stage["versions"].items())
+    return f"- {name}: {settings}" + (f" ({versions})" if versions else "")
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value or "")
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in (head, ["---"] * len(head), *rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in cells)

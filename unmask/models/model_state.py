@@ -1,0 +1,45 @@
+"""The state of a model: dropout, train and eval mode, and a hash of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from unmask.models.diffusion_lm import DiffusionLM
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout of a model to 0: policy, old policy and reference must be the same function of their weights.
+
+    Unlike eval mode this leaves gradient checkpointing on.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010 (to mypy every attribute of a module is a tensor)
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of all weights: tells whether stored scores belong to this model."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(name.encode())
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+@contextmanager
+def evaluating(lm: DiffusionLM) -> Iterator[None]:
+    """Dropout off inside, every module's own mode back after."""
+    training = [module for module in lm.model.modules() if module.training]
+    lm.model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

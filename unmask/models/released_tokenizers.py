@@ -1,0 +1,35 @@
+"""Released diffusion models on stock classes: their layouts written, their tokenizers read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from unmask.errors import ModelError
+
+LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
+"""Tokenizer classes that come as code with a model, and the model type whose class in transformers does the same."""
+
+
+def tokenizer_choice(where: str, source: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `AutoTokenizer.from_pretrained` that open a released tokenizer without the code that came with it."""
+    named = get_tokenizer_config(where, revision=source.get("revision")).get("tokenizer_class")
+    # Without a config AutoTokenizer would read config.json, find the model's own code there and ask about it.
+    choice = {"tokenizer_type": LOCAL_TOKENIZERS[named]} if named in LOCAL_TOKENIZERS else {"config": PretrainedConfig()}
+    return {**source, "trust_remote_code": False, **choice}
+
+
+def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:
+    """Make the token with this id the mask token: released tokenizers hold it without saying so.
+
+    Raises:
+        ModelError: the tokenizer has no such token.
+    """
+    token = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id < len(tokenizer) else None
+    if token is None:
+        raise ModelError(f"the tokenizer has no mask token {mask_token_id}", where=where, remedy="Use the tokenizer of the released model")
+    tokenizer.add_special_tokens({"mask_token": token})
+    tokenizer.init_kwargs.pop("auto_map", None)  # to code that will not be saved beside it

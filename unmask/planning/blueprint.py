@@ -1,0 +1,254 @@
+"""A model without its weights: what its config and tokenizer alone say of it.
+
+The architecture is built of fake tensors, which have shapes and types but no memory, so that an 8B model is read on a laptop.
+
+Shapes: B batch, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.integrations.moe import ExpertsInterface
+from transformers.pytorch_utils import Conv1D
+
+from unmask.config.run import ModelConfig
+from unmask.errors import ConfigError, ModelError, first_line
+from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, Pattern, attention_modules, make_mask
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings, read_config, read_tokenizer
+from unmask.planning.cost_model import Network, Workload
+
+DEFAULT_LENGTH = 512
+BALANCED = "unmask_balanced"
+WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
+"""The type of the weights, by precision."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What a folder or hub id holds beside the weights.
+
+    Attributes:
+        path: where it was read from.
+        config, tokenizer: as read.
+        settings: attention pattern, block size and logit shift, as saved or asked for.
+    """
+
+    path: str
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    settings: dict[str, Any]
+
+    @classmethod
+    def read(cls, model: ModelConfig) -> Blueprint:
+        """Read config and tokenizer.
+
+        Raises:
+            ModelError: one of them is missing, or the tokenizer has tokens without an embedding.
+        """
+        source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+        config, family = read_config(model.path, source)
+        tokenizer = read_tokenizer(model.path, source, config, family)
+        check_vocabulary(tokenizer, config.get_text_config().vocab_size, model.path)
+        return cls(model.path, config, tokenizer, pattern_settings(config, model.attention, model.block_size, model.logit_shift))
+
+    @property
+    def stock(self) -> bool:
+        """Whether it is a causal model that Unmask has not converted."""
+        return getattr(self.config, SETTINGS_KEY, None) is None
+
+    @property
+    def context(self) -> int | None:
+        """The longest row the model was made for."""
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+    def facts(self) -> dict[str, str]:
+        """What the model is, by name.
+
+        Raises:
+            ModelError: an architecture that cannot take a mask.
+        """
+        lm, rows = self._fake_lm
+        network = lm.model
+        mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
+        return {
+            "architecture": type(network).__name__,
+            "parameters": describe_size(network),
+            "vocabulary": f"{rows:,}",
+            "tied embeddings": "yes" if is_tied(network) else "no",
+            "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
+            "attention": lm.attention,
+            "attention block": str(lm.block_size or "-"),
+            "mask token": f"{mask} ({lm.mask_token_id})" + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
+            "logit shift": "yes: row i - 1 of the network predicts token i" if lm.logit_shift else "no",
+        }
+
+    def changes(self) -> dict[str, str]:
+        """What a conversion would change, by name."""
+        lm, rows = self._fake_lm
+        table = lm.model.get_input_embeddings().weight.shape[0]
+        new = self.tokenizer.mask_token_id is None
+        window = getattr(self.config.get_text_config(), "sliding_window", None)  # of all layers, where a layer has none of its own
+        windows = sum(getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model))
+        tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
+        return {
+            "mask token": f"added, with an embedding row{tied}" if new else "already there",
+            "embeddings": f"full: they grow from {rows:,} to {table:,} rows" if table > rows else f"no: {rows:,} rows have room",
+            "attention": f"{len(attention_modules(lm.model))} layers, to bidirectional or block_causal",
+            "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
+            "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
+        }
+
+    def workload(
+        self,
+        attention: Pattern | None,
+        sequence_length: int | None,
+        copies: int,
+        lora_rank: int | None,
+        *,
+        quantization: Quantization | None = None,
+    ) -> Workload:
+        """What to plan for: the pattern asked for, or as saved; of a stock model a conversion to bidirectional attention.
+
+        Raises:
+            ConfigError: rows longer than the model's context, or quantised weights that would be trained.
+        """
+        if quantization and lora_rank is None:
+            remedy = "Plan for adapters (--lora-rank), or leave it out"
+            raise ConfigError("quantised weights take no gradients", where="--quantization", remedy=remedy)
+        sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
+        if self.context is not None and sequence_length > self.context:
+            what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
+            raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {self.context}")
+        chosen: Pattern = attention or ("bidirectional" if self.stock else self.settings["attention"])
+        return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
+
+    def pattern(self, attention: Pattern) -> dict[str, Any]:
+        """Pattern, block size and shift to plan for: those of the model, or of a conversion."""
+        if attention == self.settings["attention"]:
+            return self.settings
+        return {"attention": attention, "block_size": DEFAULT_BLOCK if attention == "block_causal" else None, "logit_shift": None}
+
+    def network(self, work: Workload) -> Network:
+        """The numbers that the planning formula needs, read off one forward pass of fake tensors."""
+        lm, _ = self._fake_lm  # refuses what cannot take a mask
+        one, two = (saved_bytes(self.config, self.pattern(work.attention), work, rows) for rows in (1, 2))
+        model, text = lm.model, self.config.get_text_config()
+        head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return Network(
+            parameters=sum(weight.numel() for weight in model.parameters()),
+            linears=tuple(linear_shapes(model)),
+            experts=tuple(expert_shapes(model)),
+            expert_share=expert_share(model),
+            layers=text.num_hidden_layers,
+            hidden=text.hidden_size,
+            vocabulary=model.get_input_embeddings().weight.shape[0],
+            attention_width=text.num_attention_heads * head_width,
+            tied=is_tied(model),
+            saved_fixed=2 * one - two,
+            saved_per_row=two - one,
+        )
+
+    @cached_property
+    def _fake_lm(self) -> tuple[DiffusionLM, int]:
+        """As `unmask.load` would make it, and the rows of its embeddings before that."""
+        with FakeTensorMode():
+            model = architecture(self.config, torch.float32)
+            rows = model.get_input_embeddings().weight.shape[0]
+            return make_diffusion(model, copy.deepcopy(self.tokenizer), **self.settings), rows
+
+
+def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
+    """The architecture of a config; inside a FakeTensorMode without memory.
+
+    Raises:
+        ModelError: it is not one of a causal language model.
+    """
+    try:
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
+    except ValueError as error:
+        where, remedy = config.model_type, "Give a causal language model"
+        raise ModelError(f"cannot build the model ({first_line(error)})", where=where, remedy=remedy) from error
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the output head is the embedding table."""
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+def linear_shapes(model: Any) -> list[tuple[int, int]]:
+    """In and out width of every matrix but the output head."""
+    head = model.get_output_embeddings()
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
+    shapes = [(module.in_features, module.out_features) for module in linears]
+    return shapes + [tuple(module.weight.shape) for module in model.modules() if isinstance(module, Conv1D)]
+
+
+def expert_modules(model: Any) -> list[nn.Module]:
+    """The experts of every layer that has some, stacked as transformers holds them."""
+    return [module for module in model.modules() if any(weight.dim() == 3 for weight in module.parameters(recurse=False))]
+
+
+def expert_shapes(model: Any) -> list[tuple[int, int]]:
+    """In and out width of every matrix of every expert."""
+    stacks = [weight for module in expert_modules(model) for weight in module.parameters(recurse=False) if weight.dim() == 3]
+    return [(stack.shape[2], stack.shape[1]) for stack in stacks for _ in range(len(stack))]
+
+
+def expert_share(model: Any) -> float:
+    """The share of its experts that a token is sent to; 1 where there are none."""
+    counts = [len(next(module.parameters(recurse=False))) for module in expert_modules(model)]
+    return model.config.get_text_config().num_experts_per_tok / counts[0] if counts else 1.0
+
+
+def describe_size(model: Any) -> str:
+    """How many parameters it has and, of a mixture of experts, how many a token meets."""
+    total = sum(weight.numel() for weight in model.parameters())
+    idle = (1 - expert_share(model)) * sum(width_in * width_out for width_in, width_out in expert_shapes(model))
+    return f"{total:,}" + (f", {round(total - idle):,} active" if idle else "")
+
+
+def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
+    """What the grouped products of all experts keep for a backward pass, of one expert alone: fake tensors choose none."""
+    first, last = (stack[0].T if module.is_transposed else stack[0] for stack in module.parameters(recurse=False))
+    with torch.autocast("cpu", enabled=False):  # grouped products know none
+        chosen_MD = hidden_ND.repeat_interleave(index_NK.shape[1], 0).to(first.dtype)
+        gated_MI = module._apply_gate(chosen_MD @ first.T) if module.has_gate else module.act_fn(chosen_MD @ first.T)
+        out_MD = (gated_MI @ last.T) * weight_NK.reshape(-1, 1)
+    return out_MD.view(*index_NK.shape, -1).sum(1).to(hidden_ND.dtype)
+
+
+ExpertsInterface.register(BALANCED, balanced_experts)
+
+
+def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, rows: int) -> int:
+    """Bytes that a forward pass up to the output head keeps for the backward pass, parameters aside."""
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    compute = torch.autocast("cpu", torch.bfloat16) if work.precision == "mixed" else contextlib.nullcontext()
+    with FakeTensorMode():
+        model = architecture(config, WEIGHTS[work.precision], attn_implementation=ATTENTION_NAME, experts_implementation=BALANCED).train()
+        layout = Layout.full(work.sequence_length, torch.device("cpu"))
+        layout = layout.with_noised_copies(work.copies) if work.attention == "block_causal" else layout
+        mask = make_mask(work.attention, pattern["block_size"], layout, layout)
+        position_BT = layout.position_BT.expand(rows, -1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), compute:
+            model.base_model(input_ids=torch.zeros_like(position_BT), position_ids=position_BT, use_cache=False, unmask_mask=mask)
+        for weight in model.parameters():
+            kept.pop(weight.untyped_storage()._cdata, None)
+    return sum(storage.nbytes() for storage in kept.values())

@@ -1,0 +1,190 @@
+"""What a training step takes on this machine: measured, or calibrated on a model of few layers.
+
+Shapes: B batch, V views, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import itertools
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from unmask.config.run import LoraSettings
+from unmask.diffusion.log_probs import score, weighted_cross_entropy
+from unmask.diffusion.views import Views
+from unmask.models.adapters import with_adapters
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.load import make_diffusion
+from unmask.planning.blueprint import WEIGHTS, Blueprint, architecture
+from unmask.planning.cost_model import Network, Workload, attention_flops, matmul_flops
+
+SHALLOW, DEEPER = 1, 3
+"""Layers of the two models that are timed: their difference is what a layer takes, the rest is paid once."""
+CALIBRATION_FLOPS = 5e10
+"""Of a step that is timed: larger batches are cut to this, and their time scaled up."""
+CALIBRATION_PARAMETERS = 6e7
+"""Models that are larger even with few layers are not built; only their matrix products are timed."""
+CALIBRATION_SECONDS = 1.0
+"""For each of the two models, after a warm-up, and at least three steps."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of a step.
+
+    Attributes:
+        seconds: the median.
+        peak_bytes: of all tensors alive at once, parameters and optimiser states included.
+    """
+
+    seconds: float
+    peak_bytes: float
+
+
+class Step:
+    """A training step as the trainers make it, on random tokens, with just half of the tokens hidden."""
+
+    def __init__(self, lm: DiffusionLM, work: Workload):
+        self.lm, self.work = lm, work
+        lm.model.train()
+        if work.checkpointing:
+            lm.model.activation_checkpointing_enable()
+        self.parameters = [weight for weight in lm.model.parameters() if weight.requires_grad]
+        self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)  # as transformers.Trainer's default
+        vocabulary = lm.config.vocab_size
+        generator = torch.Generator().manual_seed(0)
+        self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(lm.device)
+        self.documents_BT = None if work.documents == 1 else self._documents()
+        self.views = self._views(generator)
+
+    def _documents(self) -> Tensor:
+        length = -(-self.work.sequence_length // self.work.documents)
+        return (torch.arange(self.work.sequence_length, device=self.lm.device) // length + 1).expand_as(self.ids_BT)
+
+    def _views(self, generator: torch.Generator) -> Views:
+        shape = (self.work.batch, 1, self.work.sequence_length)
+        hidden_BVT = torch.rand(shape, generator=generator).argsort(-1) < self.work.sequence_length // 2
+        if self.lm.autoregressive:
+            hidden_BVT = torch.ones(shape, dtype=torch.bool)
+        if self.work.copies == 2:
+            hidden_BVT = torch.cat([hidden_BVT, ~hidden_BVT], 1)
+        hidden_BVT = hidden_BVT.to(self.lm.device)
+        return Views(hidden_BVT, hidden_BVT, hidden_BVT.float())
+
+    def forward(self) -> Tensor:
+        mixed = self.work.precision == "mixed"
+        with torch.autocast(self.lm.device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
+            log_prob_BVT = score(self.lm, self.ids_BT, self.documents_BT, self.views)
+            return weighted_cross_entropy(log_prob_BVT, self.views) / self.ids_BT.numel()
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+
+    def __call__(self) -> tuple[float, float]:
+        """Make a step; seconds of forward and backward pass, and of the update."""
+        started = self._now()
+        self.forward().backward()
+        middle = self._now()
+        self.update()
+        return middle - started, self._now() - middle
+
+    def _now(self) -> float:
+        if self.lm.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def resident_bytes(self) -> int:
+        """Parameters and optimiser states, in bytes: what is there between steps."""
+        states = [value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)]
+        return sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
+
+    def peak_bytes(self) -> float:
+        """Of all tensors alive at once during a step (the second or a later one: the optimiser has its states)."""
+        if self.lm.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            self()
+            return torch.cuda.max_memory_allocated()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+            self()
+        events: Any = record.profiler
+        changes = [event.nbytes() for event in events.kineto_results.events() if event.name() == "[memory]"]
+        return self.resident_bytes() + max(itertools.accumulate(changes), default=0)
+
+
+def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, device: str = "cpu") -> Measured:
+    """Time steps of the whole model, with random weights, for about so many seconds (at least five steps), and take its peak memory."""
+    step = Step(built(blueprint, work, device), work)
+    times = timed([step], seconds, at_least=5)[0]
+    return Measured(sum(times), step.peak_bytes())
+
+
+def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
+    """Seconds per step of a network on this CPU, from a few steps of models with fewer layers and, where need be, a smaller batch."""
+    linears, experts = (parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts))
+    few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
+    if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
+        return flops(network, work) / matmul_rate(network)
+    small = dataclasses.replace(work, passes=1, scorings=0)
+    while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
+        small = dataclasses.replace(small, batch=small.batch // 2)
+    steps = [Step(built(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]
+    shallow, deeper = timed(steps, CALIBRATION_SECONDS, at_least=3)
+    passes, update = (
+        low + (high - low) * (network.layers - SHALLOW) / (DEEPER - SHALLOW) for low, high in zip(shallow, deeper, strict=True)
+    )
+    return passes * flops(network, work) / flops(network, small) + update
+
+
+def flops(network: Network, work: Workload) -> float:
+    """Of a step, all kinds together."""
+    return work.rounds * (matmul_flops(network, work) + attention_flops(network, work))
+
+
+def matmul_rate(network: Network) -> float:
+    """FLOPs per second of the network's widest matrix product on this CPU, forward and backward."""
+    width_in, width_out = max(network.linears, key=lambda shape: shape[0] * shape[1])
+    linear, tokens = torch.nn.Linear(width_in, width_out, bias=False), torch.randn(256, width_in, requires_grad=True)
+
+    def once() -> float:
+        started = time.perf_counter()
+        linear(tokens).sum().backward()
+        return time.perf_counter() - started
+
+    return 6 * tokens.shape[0] * width_in * width_out / min(once() for _ in range(5))
+
+
+def timed(steps: list[Step], seconds: float, *, at_least: int) -> list[tuple[float, float]]:
+    """The median seconds of pass and update of each, taken in turns so that a busy moment of the machine meets all."""
+    for step in steps:
+        step()
+    times: list[list[tuple[float, float]]] = [[] for _ in steps]
+    started = time.perf_counter()
+    while len(times[0]) < at_least or time.perf_counter() - started < seconds * len(steps):
+        for taken, step in zip(times, steps, strict=True):
+            taken.append(step())
+    return [(statistics.median(one for one, _ in taken), statistics.median(two for _, two in taken)) for taken in times]
+
+
+def built(blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None) -> DiffusionLM:
+    """The architecture with random weights, of fewer layers where asked for."""
+    config = copy.deepcopy(blueprint.config)
+    text: Any = config.get_text_config()
+    if layers is not None:
+        for name, value in vars(text).copy().items():
+            if isinstance(value, list) and len(value) == text.num_hidden_layers:  # an entry for each layer
+                setattr(text, name, (value * layers)[:layers])
+        text.num_hidden_layers = layers
+    model = architecture(config, WEIGHTS[work.precision]).to(device)
+    lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.pattern(work.attention))
+    return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm

@@ -1,0 +1,293 @@
+"""Memory and time of a training step, by formula: what `unmask inspect` prints before any step is paid for.
+
+A network is a handful of numbers (`Network`, read off the architecture without its weights by `blueprint.py`), a way to train
+it another (`Workload`), a machine a third (`unmask.config.run.HardwareConfig`). The formula is told, and compared with
+measurements, in docs/planning.md. Bytes, seconds and FLOPs throughout; 1 GB is 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Literal
+
+from unmask.config.run import AttentionName, DeviceConfig
+from unmask.models.hooks.head import LOGITS_AT_ONCE
+from unmask.models.load import Quantization
+
+Precision = Literal["float32", "mixed", "bfloat16"]
+Optimiser = Literal["adamw", "adamw_8bit"]
+
+# Constants of the implementation: to be measured again when the attention function or the head changes.
+HIDDEN_SHARE = 0.5  # of the tokens are predicted in a noised row; a causal row predicts them all
+LOGIT_COPIES = 2  # float32 copies of a chunk alive in the backward pass of its softmax; half of them in that of the head's product
+LAYER_WORKSPACE = 0.2  # gradients of activations alive within a layer's backward pass, as a share of what the layer saved
+BACKWARD_OF_ATTENTION = 2.5  # times the FLOPs of its forward pass: a fused kernel computes the scores again
+
+# Constants of the libraries.
+WEIGHT_BYTES = {"float32": 4, "mixed": 4, "bfloat16": 2}
+EIGHT_BIT_STATE = 1 + 4 / 256  # bitsandbytes: a byte, and a float32 scale for every block of 256
+QUANTISED_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
+"""Bytes; NF4 with double quantisation has 0.127 bits of scale a weight (Dettmers et al. 2023)."""
+
+# Constants of machines, where nothing is measured.
+MARGIN = 0.92  # of the memory may be planned for; the rest is lost to fragmentation
+RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU the context and its libraries' workspace
+MATMUL_EFFICIENCY = 0.5  # of the vendor's dense figure, in matrix products of a training step
+ATTENTION_EFFICIENCY = 0.25  # the same, in fused attention under a mask
+HOST_LINK = 20e9  # bytes a second between a GPU and the host, one way: PCIe 4.0 of 16 lanes
+HOST_BANDWIDTH = 40e9  # bytes a second of host memory in an update: a desktop's two channels; a server has more
+PASSES_OVER_ACTIVATIONS = 4  # times that what was saved crosses the memory bus: written, read, and the same for gradients
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """What the formula needs to know of an architecture, at one sequence length, attention pattern and precision.
+
+    Attributes:
+        parameters: all of them; tied ones once.
+        linears: in and out width of every matrix but the output head and those of experts.
+        experts: in and out width of every matrix of an expert, that is one of many.
+        expert_share: of these, what a token is multiplied with.
+        layers, hidden, vocabulary: as the architecture has them (vocabulary: rows of the embeddings).
+        attention_width: heads times their width.
+        tied: whether the output head is the embedding table.
+        saved_fixed: bytes kept for the backward pass whatever the batch: masks, casts of weights.
+        saved_per_row: the same for every row of the batch.
+    """
+
+    parameters: int
+    linears: tuple[tuple[int, int], ...]
+    layers: int
+    hidden: int
+    vocabulary: int
+    attention_width: int
+    tied: bool
+    saved_fixed: int
+    saved_per_row: int
+    experts: tuple[tuple[int, int], ...] = ()
+    expert_share: float = 1.0
+
+    @property
+    def linear_weights(self) -> int:
+        return sum(width_in * width_out for width_in, width_out in self.linears)
+
+    @property
+    def expert_weights(self) -> int:
+        return sum(width_in * width_out for width_in, width_out in self.experts)
+
+    @property
+    def multiplied_weights(self) -> float:
+        """Those that a token is multiplied with."""
+        return self.linear_weights + self.expert_share * self.expert_weights
+
+    def adapter_parameters(self, rank: int) -> int:
+        """Of low-rank adapters on every linear layer but the head, and on every expert."""
+        return rank * sum(width_in + width_out for width_in, width_out in (*self.linears, *self.experts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """How a network is trained.
+
+    Attributes:
+        batch: sequences per device and step.
+        sequence_length: clean tokens in a sequence.
+        documents: equal parts of a sequence that do not see one another.
+        attention: the pattern; block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`.
+        copies: noised copies of a sequence: 2 for complementary masks.
+        precision: float32; mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too.
+        checkpointing: keep a layer's input only, and compute the rest again.
+        optimiser: adamw, or with 8-bit states.
+        lora_rank: train adapters of this rank; None: the weights.
+        quantization: keep the frozen weights of linear layers in 4 bits (QLoRA) or 8.
+        shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
+        split: devices over which the layers of one model are spread, one after another at work (device_map).
+        offload: keep gradients and optimiser states in the host's memory.
+        host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and update there.
+        accumulate: gradients of earlier micro-batches are there during the forward pass.
+        teacher: a frozen copy of the model stands beside it on every device, and reads the clean tokens.
+        reference: a frozen copy of the model stands beside it on every device; its passes are among `scorings`.
+        passes: forward and backward passes of a step, one after another; their gradients add up.
+        scorings: forward passes of a step without a backward pass, each as large as one of `passes`.
+    """
+
+    sequence_length: int
+    batch: int = 1
+    attention: AttentionName = "bidirectional"
+    copies: int = 1
+    precision: Precision = "float32"
+    checkpointing: bool = False
+    optimiser: Optimiser = "adamw"
+    lora_rank: int | None = None
+    quantization: Quantization | None = None
+    shards: int = 1
+    split: int = 1
+    offload: bool = False
+    host_optimiser: bool = False
+    accumulate: bool = False
+    teacher: bool = False
+    reference: bool = False
+    documents: int = 1
+    passes: int = 1
+    scorings: int = 0
+
+    def describe(self) -> str:
+        """What was asked for, in words."""
+        words = [f"{self.sequence_length} tokens", self.attention, f"{self.copies} noised copies" if self.copies > 1 else ""]
+        words += [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "", f"{self.quantization} weights" if self.quantization else ""]
+        return ", ".join(filter(None, words))
+
+    @property
+    def rows(self) -> int:
+        """Of a forward pass."""
+        return self.batch * (1 if self.attention == "block_causal" else self.copies)
+
+    @property
+    def row_length(self) -> int:
+        return self.sequence_length * (self.copies + 1 if self.attention == "block_causal" else 1)
+
+    @property
+    def tokens(self) -> int:
+        """That pass through the network."""
+        return self.rows * self.row_length
+
+    @property
+    def rounds(self) -> float:
+        """The FLOPs of a step over those of one of its forward and backward passes."""
+        return self.passes + self.scorings * 2 / self.flops_per_weight
+
+    @property
+    def flops_per_weight(self) -> int:
+        """Of a forward and backward pass, for every token and weight of a matrix: 2 forward, 2 for the gradient of the input, 2 for that
+        of a weight that is trained, 2 where the forward pass is made again."""
+        return (4 if self.lora_rank else 6) + (2 if self.checkpointing else 0)
+
+    @property
+    def predicted(self) -> float:
+        """Rows of logits."""
+        return self.batch * self.copies * self.sequence_length * (1 if self.attention == "causal" else HIDDEN_SHARE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """What fills a device's memory at the peak of a step, in bytes."""
+
+    parameters: float
+    gradients: float
+    optimiser: float
+    activations: float
+    logits: float
+    workspace: float
+
+    @property
+    def total(self) -> float:
+        return sum(dataclasses.astuple(self))
+
+
+def peak_memory(network: Network, work: Workload) -> Memory:
+    """The largest of four moments of the backward pass: of the logits, of the output head, of the last layer (all activations are there)
+    and of the first (all gradients are). Between the last two activations give way to gradients evenly, so that the peak is at an end."""
+    parameters, trained, state = _weights(network, work)
+    gradients = 0.0 if work.offload else trained
+    activations, layer = _activations(network, work)
+    table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
+    chunk = 4 * min(work.predicted * network.vocabulary, LOGITS_AT_ONCE)
+    backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
+    # Of sharded weights the layer at work and the next one are whole.
+    gathered = (
+        2 * (network.linear_weights + network.expert_weights) / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
+    )
+    held = gradients if work.accumulate or work.passes > 1 else 0.0
+    moments = [  # gradients, activations, logits, workspace
+        (held, activations, LOGIT_COPIES * chunk, 0.0),
+        (max(held, table / work.shards), activations, LOGIT_COPIES / 2 * chunk, 0.0),
+        (max(held, table / work.shards), activations, 0.0, backward),
+        (gradients, activations / network.layers, 0.0, max(backward, table if network.tied else 0.0)),
+    ]
+    gradients, activations, logits, workspace = max(moments, key=sum)
+    if work.split > 1:  # each device has its own workspace, and may end half a layer early
+        workspace += (work.split - 1) * (logits + workspace + (parameters + gradients + state + activations) / network.layers)
+    return Memory(
+        parameters=parameters, gradients=gradients, optimiser=state, activations=activations, logits=logits, workspace=gathered + workspace
+    )
+
+
+def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
+    """Bytes of parameters, of gradients and of optimiser states on each device."""
+    width = WEIGHT_BYTES[work.precision]
+    stored = float(network.parameters * width)
+    trained, trained_width = network.parameters, width
+    if work.lora_rank:
+        trained, trained_width = network.adapter_parameters(work.lora_rank), 4  # PEFT keeps adapters in float32
+        stored += trained * trained_width
+        if work.quantization:
+            stored -= network.linear_weights * (width - QUANTISED_WEIGHT[work.quantization])
+    state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
+    beside = network.parameters * width if work.teacher or work.reference else 0.0
+    away = work.offload or work.host_optimiser
+    return stored / work.shards + beside, trained * trained_width / work.shards, 0.0 if away else state / work.shards
+
+
+def host_bytes(network: Network, work: Workload) -> float:
+    """In the host's memory: float32 weights, gradients and two states of what is trained, where the optimiser is there."""
+    return 16.0 * trained_parameters(network, work) if work.host_optimiser else 0.0
+
+
+def host_seconds(network: Network, work: Workload) -> float:
+    """Of an update in the host's memory: gradients there and weights back over the link; weights and states read and written, gradients
+    read."""
+    _, gradients, _ = _weights(network, work)
+    return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimiser else 0.0
+
+
+def trained_parameters(network: Network, work: Workload) -> int:
+    """The weights, or those of adapters."""
+    return network.adapter_parameters(work.lora_rank) if work.lora_rank else network.parameters
+
+
+def _activations(network: Network, work: Workload) -> tuple[float, float]:
+    """Bytes kept through the forward pass, and bytes that one layer keeps for its own backward pass."""
+    layer = network.saved_per_row * work.rows / network.layers
+    if not work.checkpointing:
+        return network.saved_fixed + network.saved_per_row * work.rows, layer
+    width = 2 if work.precision == "bfloat16" else 4  # the residual stream stays in the type of the embeddings
+    return network.saved_fixed + work.tokens * network.hidden * width * network.layers, layer
+
+
+def matmul_flops(network: Network, work: Workload) -> float:
+    """Of the matrix products of a forward and backward pass: 6 a weight and token, 8 with checkpointing, 2 fewer where the weight itself is
+    frozen."""
+    chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
+    head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
+    adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
+    teacher = (
+        2 * work.batch * work.sequence_length * (network.multiplied_weights + network.hidden * network.vocabulary) if work.teacher else 0
+    )
+    return work.tokens * (network.multiplied_weights * work.flops_per_weight + adapters) + head + teacher
+
+
+def attention_flops(network: Network, work: Workload) -> float:
+    """Of the attention of such a pass: two products of the row's length with itself, over the whole square (masks save nothing in a
+    dense kernel)."""
+    forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
+    return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))
+
+
+def step_seconds(network: Network, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> float | None:
+    """Of a step on every device at once: matrix products, attention, memory traffic and, over several devices, their exchange, one
+    after the other; None where the device has no figures, or none for float32."""
+    if device.tflops is None or device.bandwidth_gb_s is None or work.precision == "float32":
+        return None
+    peak = device.tflops * 1e12
+    parameters, gradients, states = _weights(network, work)
+    activations, _ = _activations(network, dataclasses.replace(work, checkpointing=False))
+    traffic = work.rounds * activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
+    seconds = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
+    seconds = work.rounds * seconds + traffic / (device.bandwidth_gb_s * 1e9)
+    seconds += host_seconds(network, work)
+    if interconnect_gb_s:
+        # DDP moves gradients out and back; FSDP gathers the parameters twice and scatters gradients once.
+        moved = work.shards * (2 * parameters + gradients) if work.shards > 1 else 2 * gradients
+        seconds += moved / (interconnect_gb_s * 1e9)
+    return seconds

@@ -1,0 +1,170 @@
+"""Rows of local text files, with errors that name the file, the row and the remedy."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import zlib
+from codecs import BOM_UTF8
+from collections.abc import Collection, Generator, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from unmask.errors import DataError, did_you_mean
+
+Record = tuple[str, dict[str, Any]]
+"""Where a row stands ("file, line 3"), and the row."""
+
+
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """The suffix of a file in lower case, without the .gz of a compressed one."""
+    return Path(str(path).lower().removesuffix(".gz")).suffix
+
+
+def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The lines of a UTF-8 file, gzipped or not, one at a time, each with its end ("\\n"); a byte-order mark is dropped.
+
+    Raises:
+        DataError: for a missing or empty file, one that is not UTF-8, and a compressed one that is damaged or cut off.
+    """
+    with closing(_byte_lines(Path(path))) as lines:  # a line that cannot be read leaves no file open
+        for number, line in enumerate(lines, start=1):
+            yield _text(line, str(path), number)
+
+
+def _byte_lines(path: Path) -> Generator[bytes, None, None]:
+    if not path.is_file():
+        raise DataError("no such file", where=str(path), remedy="Check the path.")
+    number, blank = 0, True
+    try:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                line = line.removeprefix(BOM_UTF8) if number == 1 else line
+                blank = blank and not line.strip()
+                yield line
+    except PermissionError as error:
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change who may read it.") from None
+    except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
+        what = f"the compressed file is damaged or cut off: {error}"
+        raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again.") from None
+    if blank:
+        raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row.")
+
+
+def _text(line: bytes, path: str, number: int) -> str:
+    try:
+        return line.decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        what, where = f"byte {error.start} is not UTF-8 ({error.reason})", f"{path}, line {number}"
+        raise DataError(what, where=where, remedy="Save the file as UTF-8.", reason="not valid Unicode") from None
+
+
+def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
+    """The rows of a .csv, .json (an array of objects) or .jsonl file, gzipped or not, in order; of all but .json one at a time.
+
+    A CSV file has no types: its values stay text, so that leading zeros survive.
+
+    Args:
+        path: the file.
+        columns: names that every row must have.
+
+    Raises:
+        DataError: for a missing, empty or malformed file, and for a row without a column.
+    """
+    with closing(_rows(str(path))) as rows:  # a line that cannot be read leaves no file open
+        for where, row in rows:
+            if isinstance(row, DataError):
+                raise row
+            require_names(row, columns, where)
+            yield where, row
+
+
+def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False) -> Generator[dict[str, Any] | DataError, None, None]:
+    """As `read_records`, without where the rows stand.
+
+    Args:
+        path: the file.
+        keep_malformed: give the error of a line of a .jsonl file that is malformed, or not UTF-8, in place of its row, and go on. Other
+            files are read whole.
+    """
+    rows = _rows(str(path)) if keep_malformed else read_records(path)
+    yield from (row for _, row in rows)
+
+
+def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
+    """Raise a DataError that names the wanted columns that are missing, those present, and the nearest."""
+    present = list(present)
+    missing = [name for name in wanted if name not in present]
+    if not missing:
+        return
+    names, found = ", ".join(map(repr, missing)), ", ".join(map(repr, present)) or "none"
+    what = f"no column {names} (present: {found})"
+    raise DataError(what, where=where, remedy=did_you_mean(missing[0], present), reason="a column is missing")
+
+
+def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
+    """The rows of a file; in place of a line of a .jsonl file that cannot be read, its error."""
+    reader = {".csv": _csv_rows, ".json": _json_rows}.get(kind_of(path), _jsonl_rows)
+    empty = True
+    for row in reader(path):
+        empty = False
+        yield row
+    if empty:
+        raise DataError("the file holds no rows", where=path, remedy="Give a file with at least one row.")
+
+
+def _csv_rows(path: str) -> Iterator[Record]:
+    reader = csv.DictReader(read_lines(path), strict=True)
+    number = 0
+    try:
+        for number, row in enumerate(reader, start=1):
+            where = f"{path}, row {number}"
+            if None in row or None in row.values():
+                what = f"the number of fields is not that of the header ({len(reader.fieldnames or ())})"
+                raise DataError(what, where=where, remedy="Quote fields that hold commas.")
+            yield where, row
+    except csv.Error as error:
+        raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Mend or remove the row.") from None
+
+
+def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
+    with closing(_byte_lines(Path(path))) as lines:
+        for number, line in enumerate(lines, start=1):
+            where = f"{path}, line {number}"
+            try:
+                if (text := _text(line, path, number)).strip():
+                    yield where, _object(_decode(text, path, number), where)
+            except DataError as error:
+                yield where, error
+
+
+def _json_rows(path: str) -> Iterator[Record]:
+    rows = _decode("".join(read_lines(path)), path, 1)
+    if not isinstance(rows, list):
+        raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file.")
+    for number, row in enumerate(rows, start=1):
+        where = f"{path}, row {number}"
+        yield where, _object(row, where)
+
+
+def _decode(text: str, path: str, first_line: int) -> Any:
+    text = text.rstrip()
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        cut = error.pos >= len(text) or text[-1] not in "]}"
+        what = f"malformed JSON, column {error.colno}: {error.msg}" + cut * "; the text ends in the middle of a record"
+        where = f"{path}, line {first_line + error.lineno - 1}"
+    except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
+        what, where = f"malformed JSON: {error}", f"{path}, line {first_line}"
+    raise DataError(what, where=where, remedy="Mend or remove the row.", reason="malformed JSON")
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        what = f"a row is an object of named columns, not {type(value).__name__}"
+        raise DataError(what, where=where, remedy='Write {"column": value}.', reason="of another type")
+    return value

@@ -1,0 +1,98 @@
+"""Samples of what a policy writes: on the terminal, in a file, and in the trackers that take tables."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+
+from unmask.artifacts import MetricsLog, plain, write_atomic
+from unmask.console import show_table
+
+SAMPLES_NAME = "completions.jsonl"
+SHOWN = 400
+"""Characters of a text on the terminal; everywhere else it is whole."""
+
+
+class Samples:
+    """A few completions of every so many steps.
+
+    Args:
+        folder: where `completions.jsonl` is written, a completion a line.
+        every: optimizer steps between two samples; 0: none are taken.
+        rows: completions in a sample.
+    """
+
+    def __init__(self, folder: Path, *, every: int, rows: int = 8):
+        self.every, self.rows = every, rows
+        self._log = MetricsLog(folder / SAMPLES_NAME)
+        self._last = 0
+
+    def due(self, step: int) -> bool:
+        """Whether to take a sample of the rollout for this optimizer step (from 1): the first of a run, and of each `every` steps."""
+        return self.every > 0 and (self._last == 0 or step // self.every > self._last // self.every)
+
+    def write(self, step: int, columns: Mapping[str, Sequence[Any]], callbacks: Iterable[TrainerCallback] = ()) -> None:
+        """Show and keep a sample, of the first process only.
+
+        Args:
+            step: the optimizer step that the completions are for, from 1.
+            columns: by name, a value per completion: texts, messages, numbers (NaN: none). Rows are taken at even distances.
+            callbacks: of the trainer; TensorBoard, W&B and trackio get the sample as a table `completions`.
+        """
+        self._last = step
+        count = len(next(iter(columns.values())))
+        picked = range(count) if count <= self.rows else [i * count // self.rows for i in range(self.rows)]
+        rows = [[_scalar(values[i]) for values in columns.values()] for i in picked]
+        for i in picked:
+            self._log.write({"step": step, **{name: values[i] for name, values in columns.items() if name != "step"}})
+        show_table([[_shortened(_text(value)) for value in row] for row in rows], f"completions of step {step}", columns)
+        for callback in callbacks:
+            _track(callback, step, list(columns), rows)
+
+    def rewind(self, step: int) -> None:
+        """Drop the samples after a step's checkpoint, which will be taken again."""
+        lines = self._log.read() if self._log.path.exists() else []
+        kept = [line for line in lines if line["step"] <= step]
+        self._last = kept[-1]["step"] if kept else 0
+        if len(kept) < len(lines):
+            write_atomic(self._log.path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[list[Any]]) -> None:
+    if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+        lines = [names, ["---"] * len(names), *([_markdown(_text(value)) for value in row] for row in rows)]
+        callback.tb_writer.add_text("completions", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
+    elif isinstance(callback, (WandbCallback, TrackioCallback)):
+        tracker = importlib.import_module("wandb" if isinstance(callback, WandbCallback) else "trackio")
+        tracker.log({"completions": tracker.Table(columns=names, data=rows), "train/global_step": step})
+
+
+def _scalar(value: Any) -> str | float | None:
+    """What a cell of a table can hold; messages as JSON, half a character (a lone surrogate), which nothing can show, as its number."""
+    if value is None or isinstance(value, int):
+        return value
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    text = value if isinstance(value, str) else json.dumps(plain(value), ensure_ascii=False)
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _text(value: str | float | None) -> str:
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+
+
+def _markdown(text: str) -> str:
+    """A text that Markdown and HTML take for what it is."""
+    return re.sub(r"[^\w\s.,:;=?'\"-]|_", lambda found: f"&#{ord(found[0])};", text).replace("\n", "<br>")

@@ -1,0 +1,367 @@
+"""The settings of reinforcement learning: those of a method are its own unless they are given."""
+# ruff: noqa: RUF009 (the calls make fields)
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import Field, dataclass, fields
+from typing import Any, Literal, Self, get_args
+
+from unmask.config.layers import read_recipe, recipe_names
+from unmask.config.rollout import unread_by_vllm
+from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args
+from unmask.errors import ConfigError, did_you_mean
+from unmask.planning.blueprint import Blueprint
+from unmask.rl.losses import AdvantageKind, Aggregation, Divergence
+from unmask.rl.methods import METHODS, Method, get_method
+from unmask.rl.methods.masking import MaskingStrategy, find_masking
+from unmask.training.config import FOLLOWS_A_METRIC, Conflict, StageConfig
+from unmask.training.config_fields import beside, check_settings, setting
+from unmask.training.hardware_checks import sharded_by
+
+BOUND_OF_WHOLES = 20.0
+"""Of the logarithm of a ratio of whole sequences, whose exponential would pass the numbers of float32."""
+OF_CAUSAL_MODELS = "the recipe grpo-code-ocaml-causal is for causal models"
+
+
+def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
+    """A setting that a method has a default of."""
+    told = "none" if otherwise is None else str(otherwise).lower()
+    return setting(None, f"{help}; unset: the method's, or {told}", otherwise=otherwise, **checks)
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(StageConfig):
+    """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
+
+    max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, beside the model's context", low=2)
+    learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
+    lr_scheduler_type: str = setting("constant_with_warmup", "How the learning rate goes")
+    method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
+    num_generations: int = setting(8, "Completions per prompt: the group", low=2)
+    num_iterations: int = setting(1, "Updates per rollout batch (mu), each with masks of its own", low=1)
+
+    epsilon: float | None = of_method(0.5, "Clip range of the ratio below 1", low=0, high=1)
+    epsilon_high: float | None = of_method(None, "Clip range above 1 (none: epsilon)", low=0)
+    dual_clip: float | None = of_method(None, "Bound of the ratio where the advantage is negative", low=1)
+    log_ratio_clamp: float | None = of_method(None, "Bound of the logarithm of the ratio; of products, and k3 of bounds: 20", low=1e-3)
+    ratio: str | None = of_method(
+        "token",
+        "What a ratio is of: token, sequence (their geometric mean, GSPO), or product (all tokens together)",
+        choices=("token", "sequence", "product"),
+    )
+    aggregation: Aggregation | None = of_method(
+        "token",
+        "How tokens count: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
+        choices=get_args(Aggregation),
+    )
+    advantage: AdvantageKind | None = of_method(
+        "r-mean", "r-mean, z-score, population-z-score, leave-one-out or softmax", choices=get_args(AdvantageKind)
+    )
+    softmax_temperature: float = setting(1.0, "Divides the rewards", low=1e-6, needs=["advantage=softmax"])
+    beta: float | None = of_method(0.0, "Weight of the KL divergence; 0: no reference is kept", low=0)
+    kl: Divergence | None = of_method("k3", "Estimate of the divergence: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
+    kl_to: str | None = of_method(
+        "reference", "What the policy is held to: the reference, or the old policy", choices=("reference", "old"), needs=["beta"]
+    )
+    kl_unbiased: bool = setting(False, "Whether the divergence counts by the ratio, as in TRL (docs/rl.md)", needs=["beta", "kl=k3"])
+    reference_model: str | None = setting(
+        None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=["beta", "kl_to=reference"]
+    )
+    reference_sync_steps: int | None = setting(
+        None, "Move the reference towards the policy every so many steps; unset: never", low=1, needs=["beta", "kl_to=reference"]
+    )
+    reference_sync_share: float = setting(
+        0.6, "How far the reference is moved: 1 is all the way", low=0, high=1, needs=["reference_sync_steps"]
+    )
+
+    masking: str | None = setting(
+        None, "What is hidden: diffusion, adaptive or block (in `samples` views), coupled, optimized; unset: what the method hides"
+    )
+    mask_rate: list[float] | None = setting(
+        None, "The mask rate at the first step and towards the last; unset: 0.3 and 0.9", needs=["masking=adaptive"]
+    )
+    adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
+    samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (of espo: pairs of views)", low=1)
+    prompt_mask_rate: float = setting(
+        0.15, "diffu-grpo, wd1, spg: share of the prompt's tokens that are hidden (spg: of finished blocks too)", low=0, high=1
+    )
+    segments: int = setting(4, "step-merge: views into which the steps are merged", low=1)
+    shrink: int = setting(1, "trace-rl: steps in a view", low=1)
+    eubo_beta: float = setting(1.5, "spg: exponent of the upper bound", low=1e-3)
+    eubo_share: float = setting(0.5, "spg: share of the upper bound in the mixture with the lower one", low=0, high=1)
+
+    difficulty: list[float] | None = of_method(None, "Only groups whose mean reward lies between these two teach (none: all)")
+    difficulty_reward: str | None = setting(
+        None, "The reward function that `difficulty` reads; unset: the weighted sum of all", needs=["difficulty"]
+    )
+    drop_equal_groups: bool | None = of_method(False, "Whether groups of equal rewards count for nothing, also in averages")
+    dynamic_sampling: int = setting(0, "How often groups that teach nothing are replaced by those of other prompts (DAPO)", low=0)
+    curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn")
+    mask_truncated: bool = setting(False, "Whether completions that do not end teach nothing")
+    overlong_buffer: int | None = setting(
+        None, "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none"
+    )
+
+    temperature: float = setting(1.0, "Of sampling", low=1e-6)
+    score_temperature: float | None = setting(
+        None, "Of the log-probabilities that are trained; unset: that of sampling (docs/rl.md)", low=1e-6
+    )
+    max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
+    steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
+    block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
+    policy: str | None = of_method("confidence", "Unmasking policy of a rollout")
+    stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end token, as the completion always does")
+    beyond_eos: str | None = of_method(
+        "hidden",
+        "What was sampled behind the end of a completion: hidden, shown (noised as the completion is), or learnt as its part (docs/rl.md)",
+        choices=("hidden", "shown", "learnt"),
+    )
+    rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
+
+    reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
+    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: it runs in the training process", low=0)
+    rollout: dict[str, Any] | None = setting(
+        None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
+    )
+    importance_cap: float | None = setting(
+        2.0, "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction", low=1e-3
+    )
+    log_completions_steps: int = setting(0, "Show and keep sample completions every so many steps; 0: never", low=0)
+    log_completions_rows: int = setting(8, "Completions in such a sample", low=1)
+    performance_log_interval: int = setting(0, "Log time and tokens by phase every so many steps; 0: never", low=0)
+
+    reward_timeout: float = setting(600.0, "Seconds that each reward function may take for a batch")
+    reward_errors: Literal["unscored", "raise"] = setting(
+        "unscored", "What a reward function that fails does: leave it unscored, or stop the run", choices=("unscored", "raise")
+    )
+
+    def __post_init__(self) -> None:
+        args: Any = self  # mypy does not read the fields of TrainingArguments
+        if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in FOLLOWS_A_METRIC):
+            args.metric_for_best_model = "reward"  # transformers would take the loss, but evaluations have none
+        super().__post_init__()
+        method = get_method(self.method)
+        for each in fields(self):
+            if each.default is None and getattr(self, each.name) is None:
+                setattr(self, each.name, self._unless_given(each))
+        exponential = self.ratio == "product" or (method.weighs == "bound" and self.kl == "k3")
+        if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in method.uses:
+            self.log_ratio_clamp = BOUND_OF_WHOLES
+        check_settings(self, self._given)
+        self._check(method)
+        self.refuse_unread(find_masking(self), final=False)
+        try:
+            self.rollouts = RolloutConfig(**(self.rollout or {}))
+        except ConfigError as error:
+            where = f"rollout.{error.where}" if error.where else "rollout"
+            raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+        if self.corrected and "importance_cap" not in method.uses:
+            what = f"the loss of {self.method} does not weigh tokens by how likely the server drew them"
+            raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
+        sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
+        self._check_rollouts(sampler.model_copy(update={"trace": False}))
+
+    def _unless_given(self, each: Field[Any]) -> Any:
+        """What a setting is by itself."""
+        if each.default is not None:
+            return each.default
+        return get_method(self.method).defaults.get(each.name, each.metadata.get("otherwise"))
+
+    def _given(self, each: Field[Any]) -> bool:
+        """Whether a setting is there, and other than by itself: what was filled in can be read again."""
+        return getattr(self, each.name) not in (None, self._unless_given(each))
+
+    def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
+        """Refuse a setting that is given, and that other methods read, but not this one.
+
+        Args:
+            strategy: what plans in the method's place.
+            final: whether it is known that no other strategy will.
+            exact: whether nothing is planned, as the likelihood is exact.
+
+        Raises:
+            ConfigError: there is such a setting.
+        """
+        method = get_method(self.method)
+        if exact and self.beyond_eos != "hidden":
+            what = "a causal model predicts nothing from what stands behind the end"
+            raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
+        own = strategy is None or strategy.uses is None  # the views are the method's
+        if final and self.beyond_eos == "shown" and own and not method.partial:
+            what = f"{self.method} hides what stands behind the end, or has it as it was sampled"
+            raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
+        planning = method.plan_uses if strategy is None or strategy.uses is None else strategy.uses
+        used = {*method.uses, *(() if exact else planning)}
+        if not final and strategy is None and not method.separable:
+            used.add("samples")
+        for each in fields(self):
+            readers = [name for name, other in METHODS.items() if each.name in (*other.uses, *other.plan_uses)]
+            if readers and each.name not in used and self._given(each):
+                by = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
+                by += " does not read it" + (" of a causal model, whose likelihood is exact" if exact else "")
+                raise ConfigError(by, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+
+    def _check(self, method: Method) -> None:
+        if method.on_policy and self.num_iterations > 1:
+            what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
+            raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+        if self.train_sampling_strategy != "random":
+            raise ConfigError(
+                "prompts come in groups, and all in turn", where="train_sampling_strategy", remedy="Leave it out, or set curriculum"
+            )
+        for each in fields(self):
+            if each.name in method.fixed and self._given(each):
+                what = f"the views of {self.method} rely on {self._unless_given(each) or 'its being unset'}"
+                raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
+        if method.weighs == "bound" and "ratio" in method.uses and self.ratio == "token":
+            remedy = "Use sequence, or product"
+            raise ConfigError(f"{self.method} compares whole sequences, whose bounds have no tokens", where="ratio", remedy=remedy)
+        if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
+            what = f"tokens of {self.method}{' with masking' if self.masking else ''} are scored in several views"
+            raise ConfigError(
+                what, where="aggregation", remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)"
+            )
+        if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
+            remedy = "Set drop_equal_groups, or difficulty"
+            raise ConfigError("every group teaches, so that none is replaced", where="dynamic_sampling", remedy=remedy)
+        if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
+            raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower one first")
+        if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
+            what = f"{self.overlong_buffer} tokens of {self.max_completion_length}"
+            raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
+        if self.reference_sync_steps is not None and self.reference_model is not None:
+            raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
+
+    def _check_rollouts(self, sampler: SamplerConfig) -> None:
+        """Refuse settings that the backend of the rollouts has no use for."""
+        if self.rollouts.backend == "vllm":  # of a causal model, so that nothing is denoised and its likelihood is exact
+            if (name := unread_by_vllm(sampler)) is not None:
+                what = f"vllm decodes a causal model token by token, and {name} means nothing to it"
+                remedy = f"Leave {name} out ({OF_CAUSAL_MODELS}), or sample a diffusion model with rollout.backend local or server"
+                raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
+            with beside("rollout.backend"):
+                self.refuse_of_causal()
+            if self.rollouts.sync == "nccl" and self.use_cpu:
+                what = "NCCL needs a GPU on either side"
+                raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
+            if self.corrected and self.scored_at != self.temperature:
+                what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.scored_at:g}"
+                raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
+        elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
+            what = f"{self.rollouts.backend} draws from the trained model itself, so that nothing is corrected"
+            remedy = "Leave importance_cap out, or set rollout.backend to vllm"
+            raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
+
+    generates = True
+
+    @classmethod
+    def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """A recipe for another method does not speak for the one that is asked for."""
+        return for_method(settings, chosen.get("method"))
+
+    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
+        yield from super().conflicts(run)
+        shards, lora = sharded_by(self), run.lora is not None
+        whole = "train without FSDP and ZeRO 3 (a40-48gb-x3-ddp holds all in each GPU)"
+        what, remedy = "weights that are shared out cannot be sent to a server", f"Use rollout.backend local, or {whole}"
+        yield Conflict(f"rollout.backend and {shards}", self.rollouts.backend != "local" and shards and not lora, what, remedy)
+        what, remedy = "weights that are shared out cannot be followed", f"Leave reference_sync_steps out, or {whole}"
+        moves = self.needs_reference and self.reference_sync_steps is not None
+        yield Conflict(f"reference_sync_steps and {shards}", moves and shards and not lora, what, remedy)
+        what, remedy = "there are no adapters to send", "Train with lora, or set rollout.sync to disk"
+        unsent = self.rollouts.backend == "vllm" and self.rollouts.sync == "lora" and not lora
+        yield Conflict("rollout.sync and lora", unsent, what, remedy)
+
+    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+        """Decoding blocks that lie across those of the attention, views of an exact likelihood, and a server that decodes otherwise."""
+        read = pattern()
+        causal = read["attention"] == "causal"
+        grid = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
+        for key, size in {"sampler.block_size": run.sampler.block_size, "block_size": self.block_size}.items():
+            if grid is not None and size not in (None, grid):
+                what = f"decoding blocks of {size} in a model that attends {'token by token' if causal else f'in blocks of {grid}'}"
+                remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (f" ({OF_CAUSAL_MODELS})" if causal else "")
+                raise ConfigError(what, where=f"{key} and model.path", remedy=remedy)
+        if causal and read["logit_shift"] is not False:
+            with beside("model.path"):
+                self.refuse_of_causal()
+        elif self.rollouts.backend == "vllm":
+            what = f"vllm decodes token by token, and this model is {read['attention']}{' without logit shift' if causal else ''}"
+            raise ConfigError(what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local")
+
+    def refuse_of_causal(self) -> None:
+        """Refuse masks and the settings of views, which a causal model has no use for.
+
+        Raises:
+            ConfigError: there is such a setting.
+        """
+        find_masking(self, exact=True)
+        self.refuse_unread(None, exact=True)
+
+    def workload(self, blueprint: Blueprint, run: RunConfig) -> None:
+        """None: a step also generates."""
+
+    def settled(self, attention: str) -> Self:
+        """The same, with what the method leaves to the model's attention."""
+        settled = copy.copy(self)
+        for name, value in get_method(self.method).by_attention.get(attention, {}).items():
+            if getattr(self, name) is None:
+                setattr(settled, name, value)
+        return settled
+
+    @property
+    def corrected(self) -> bool:
+        """Whether tokens are weighed by how likely a server drew them."""
+        return self.rollouts.backend == "vllm" and self.importance_cap is not None
+
+    @property
+    def scored_at(self) -> float:
+        """The temperature of the log-probabilities that are trained."""
+        return self.temperature if self.score_temperature is None else self.score_temperature
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the policy is held to a model other than the one that sampled."""
+        return bool(self.beta) and self.kl_to == "reference"
+
+    def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
+        """How rollouts are sampled."""
+        return SamplerConfig(
+            max_new_tokens=self.max_completion_length,
+            steps=self.steps,
+            block_size=self.block_size,
+            policy=self.policy,  # type: ignore[arg-type]
+            temperature=temperature,
+            stop_at_eos=bool(self.stop_at_eos),
+            seed=seed,
+            batch_size=self.rollout_batch_size,
+            trace=True,
+        )
+
+    @classmethod
+    def for_task(cls, task: str, **settings: Any) -> Self:
+        """The settings of the recipe `grpo-TASK` (d1's, where it published them), and those given.
+
+        Raises:
+            ConfigError: there is no such recipe.
+        """
+        known = [name.removeprefix("grpo-") for name in recipe_names() if name.startswith("grpo-")]
+        if task not in known:
+            raise ConfigError(f"there is no recipe for {task!r}", where="for_task", remedy=did_you_mean(task, known))
+        recipe = read_recipe(f"grpo-{task}").get("training", {})
+        return build_training_args(cls, for_method(recipe, settings.get("method")) | settings)
+
+
+def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
+    """The `training` section of a recipe, where this method is asked for: of one for another method without what is that method's, so
+    that this one has its own."""
+    if method is None or recipe.get("method", method) == method:
+        return dict(recipe)
+    own = {name for other in METHODS.values() for name in (*other.defaults, *other.uses, *other.plan_uses)}
+    own |= {"method", *get_method(method).fixed} | ({"num_iterations"} if get_method(method).on_policy else set())
+    for each in fields(GRPOConfig):  # what needs a setting is declared behind it
+        if any(needed.partition("=")[0] in own for needed in each.metadata.get("needs", ())):
+            own.add(each.name)
+    return {name: value for name, value in recipe.items() if name not in own}

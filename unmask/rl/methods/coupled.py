@@ -1,0 +1,29 @@
+"""coupled-GRPO (Gong et al. 2025, DiffuCoder): each token is scored with all hidden, and in one of two complementary views."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unmask.diffusion.rng import Stream
+from unmask.diffusion.views import Draw, Views, columns
+from unmask.rl.methods.base import Method, Rollout
+
+LOW, HIGH = 0.2, 0.8
+
+
+def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
+    """All hidden, weight 1/2; a share rho ~ U(.2, .8) of the tokens, and the others, weights 1/rho and 1/(1 - rho), halved.
+
+    What a token weighs is not a probability: a small rho inflates its ratio.
+    """
+    completion_B1T = rollout.completion_BT[:, None]
+    rate_B11 = LOW + (HIGH - LOW) * draw.per_sequence(1, Stream.TIME)[:, :, None]
+    chosen_B1T = draw.uniform(columns(rollout.ids_BT), 1, Stream.MASK) < rate_B11
+    scored_BVT = torch.cat([completion_B1T, completion_B1T & chosen_B1T, completion_B1T & ~chosen_B1T], 1)
+    weight_BV1 = torch.cat([torch.ones_like(rate_B11), 1 / rate_B11, 1 / (1 - rate_B11)], 1) / 2
+    return rollout.hiding(scored_BVT, torch.where(scored_BVT, weight_BV1, 0))
+
+
+COUPLED_GRPO = Method("coupled-grpo", plan, defaults={"advantage": "leave-one-out", "beta": 0.01})

@@ -1,0 +1,250 @@
+"""Masking strategies: what is hidden of a completion, in place of a method's own plan. What it weighs follows from the method's loss.
+
+One of your own is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
+
+    class Growing(MaskingStrategy):
+        def plan(self, rollout, draw, config, progress):
+            hidden_BVT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
+            return weighed(rollout, hidden_BVT & rollout.completion_BT[:, None], config)
+
+Shapes: B completions, V views, T positions, N patterns; L tokens of a group, k of them hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unmask.diffusion.rng import Stream
+from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide
+from unmask.errors import ConfigError, did_you_mean
+from unmask.rl.methods import coupled, get_method, spg
+from unmask.rl.methods.base import Rollout, Weighing
+
+TABLES = 128
+"""Of random numbers that are kept: one for each inner iteration, kind of draw and power of two of positions."""
+
+
+class MaskingStrategy:
+    """Plans the views of a method in its place."""
+
+    serves: tuple[Weighing, ...] = ("token", "mean", "bound")
+    """The losses that its views are for (`Method.weighs`)."""
+    uses: tuple[str, ...] | None = ("samples",)
+    """The settings that it reads, as `Method.plan_uses`; None: those of the method's own plan."""
+
+    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+        """The views of one inner iteration.
+
+        They follow from each completion and the draw alone: not from the rest of the batch, the global generators or earlier calls.
+        What is scored is hidden and belongs to the completion; the canvas behind its end is hidden (`weighed` sees to it).
+
+        Args:
+            rollout: the completions.
+            draw: the source of randomness.
+            config: the `GRPOConfig`.
+            progress: the share of the optimizer steps that was done when the completions were sampled, from 0 to 1.
+        """
+        raise NotImplementedError
+
+    def get_cache_stats(self) -> dict[str, float]:
+        """Of the patterns looked up: those that were known (hits), those that were not (misses), the share of hits (hit_rate, also called
+        rate; 0 before the first look-up); and how many are kept (size)."""
+        return {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
+
+
+def weighed(rollout: Rollout, scored_BVT: Tensor, config: Any, weighing: Weighing | None = None) -> Views:
+    """Views that hide some of the completion and all that is behind its end, with the weights that the method's loss is made for.
+
+    token: one over the number of views that hide the token, so that its value is its mean log-probability over these; one that no view
+    hides has value 0 and ratio 1. mean: one over the number of tokens that the view hides. bound: L/k over the number of views, which
+    estimates the ELBO where k ~ U{1..L}.
+
+    Args:
+        scored_BVT: what is hidden of the completion [B, V, T].
+        weighing: another than the method's.
+    """
+    weighing = weighing or get_method(config.method).weighs
+    if weighing == "bound":
+        weight_BVT = weights_by_rate(rollout, scored_BVT)
+    else:
+        weight_BVT = scored_BVT / scored_BVT.sum(1 if weighing == "token" else 2, keepdim=True).clamp_min(1)
+    return rollout.hiding(scored_BVT, weight_BVT)
+
+
+def weights_by_rate(rollout: Rollout, scored_BVT: Tensor) -> Tensor:
+    """L/k over the number of views for each hidden token [B, V, T]: one over the mask rate of its group in that view."""
+    group_BT = rollout.groups_of(rollout.completion_BT)
+    hidden_RT = torch.where(scored_BVT, group_BT[:, None], -1).flatten(0, 1)
+    count_BVT = group_sizes(hidden_RT).view_as(scored_BVT)
+    return scored_BVT * group_sizes(group_BT)[:, None] / count_BVT / scored_BVT.shape[1]
+
+
+class Diffusion(MaskingStrategy):
+    """The forward process with the linear schedule: `config.samples` views of k ~ U{1..L} hidden tokens, stratified.
+
+    A time t ~ U(0, 1) at which each token is hidden with probability t hides k ~ U{0..L} of them: this is that, given that it hides any.
+    """
+
+    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=config.samples)
+        return weighed(rollout, views.scored_BVT, config)
+
+
+class Adaptive(MaskingStrategy):
+    """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the progress of training.
+
+    Args:
+        start, end: r at the first step, and towards the last one; in between it is linear in the steps.
+        adaptive_loss: whether hidden tokens weigh L/k over the number of views, about 1/r: the weights of a view then add up to those of a
+            completion hidden whole, at any rate. They stand in the exponent of the ratio, which a low rate inflates.
+    """
+
+    serves = ("token",)
+
+    def __init__(self, start: float = 0.3, end: float = 0.9, *, adaptive_loss: bool = False):
+        if not (0 < start <= 1 and 0 < end <= 1):
+            raise ConfigError(f"rates of {start} and {end}", where="mask_rate", remedy="Give two rates above 0 and up to 1")
+        self.start, self.end, self.adaptive_loss = start, end, adaptive_loss
+
+    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+        group_BT = rollout.groups_of(rollout.completion_BT)
+        rate = self.start + (self.end - self.start) * progress
+        count_B1T = (rate * group_sizes(group_BT)[:, None]).round().long().clamp_min(1)
+        hidden_BVT = hide(group_BT, draw, count_B1T.expand(-1, config.samples, -1))
+        return weighed(rollout, hidden_BVT, config, "bound" if self.adaptive_loss else None)
+
+
+class Block(MaskingStrategy):
+    """SPG's views, of what sampling block by block sees: in each a random decoding block hidden in part, clean before, hidden behind."""
+
+    serves = ("token", "mean")
+
+    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+        return weighed(rollout, spg.block_by_block(rollout, draw, config.samples)[0], config)
+
+
+class Coupled(MaskingStrategy):
+    """coupled-GRPO's views and weights: all hidden, and a pair of which each shows what the other hides."""
+
+    serves = ("token",)
+    uses = ()
+
+    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+        return coupled.plan(rollout, draw, config)
+
+
+@dataclass(frozen=True)
+class Known(Draw):
+    """A draw of few keys, whose numbers are looked up."""
+
+    numbers: Callable[..., Tensor] = field(kw_only=True)
+
+    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+        length = position_BT.shape[1]
+        width = 1 << (length - 1).bit_length()  # the next power of two: few tables serve all lengths
+        known_NVT = self.numbers(self.seed, self.iteration, stream, views, width, position_BT.device)
+        return known_NVT[self.key_B, :, :length].gather(2, position_BT[:, None].expand(-1, views, -1))
+
+
+class Optimized(MaskingStrategy):
+    """Another strategy's plans (or the method's own), of N patterns of random numbers that are drawn ahead and used again.
+
+    A completion's plan is that of its key modulo N. Each plan has the distribution that it had, but completions that share a pattern, in
+    a batch or in different steps, share what was random in it: a run averages over N patterns for each inner iteration instead of over
+    ever new ones. The numbers follow from the seed and the pattern, so that no checkpoint needs to hold them.
+
+    Args:
+        inner: the strategy; None: the method's own plan. What is random in it comes from `draw.uniform`, at positions below T.
+        patterns: N.
+        adaptive_loss: whether hidden tokens weigh L/k over the number of views, as of `Adaptive`, whatever the plan weighs them. If k is
+            uniform from 1 to L, and each set of k tokens is as likely as any other, the weighted sum is an unbiased estimate of the ELBO.
+            A plan that hides the completion whole keeps its weights: the rate is 1.
+    """
+
+    def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False):
+        if patterns < 1:
+            raise ConfigError(f"{patterns} patterns", where="patterns", remedy="Use 1 or more")
+        self.inner, self.patterns, self.adaptive_loss = inner, patterns, adaptive_loss
+        self.serves = MaskingStrategy.serves if inner is None else inner.serves
+        self.uses = None if inner is None else inner.uses
+        self.numbers = lru_cache(maxsize=TABLES)(partial(drawn, patterns))
+
+    def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
+        known = Known(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.order_B, numbers=self.numbers)
+        if self.inner is None:
+            views = get_method(config.method).plan(rollout, known, config)
+        else:
+            views = self.inner.plan(rollout, known, config, progress)
+        return replace(views, weight_BVT=weights_by_rate(rollout, views.scored_BVT)) if self.adaptive_loss else views
+
+    def get_cache_stats(self) -> dict[str, float]:
+        info = self.numbers.cache_info()
+        rate = info.hits / max(info.hits + info.misses, 1)
+        return {"hits": info.hits, "misses": info.misses, "rate": rate, "hit_rate": rate, "size": info.currsize}
+
+
+def drawn(patterns: int, seed: int, iteration: int, stream: Stream, views: int, length: int, device: torch.device) -> Tensor:
+    """What `Draw.uniform` says of the keys below `patterns` at all positions [N, V, T]."""
+    draw = Draw(seed, torch.arange(patterns, device=device), iteration)
+    return draw.uniform(torch.arange(length, device=device).expand(patterns, -1), views, stream)
+
+
+STRATEGIES: dict[str, type[MaskingStrategy]] = {
+    "diffusion": Diffusion,
+    "optimized": Optimized,
+    "adaptive": Adaptive,
+    "block": Block,
+    "coupled": Coupled,
+}
+
+
+def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bool = False) -> MaskingStrategy | None:
+    """The strategy that is given, or that the config names; None: the method's own plan.
+
+    Args:
+        exact: whether the model's likelihood is exact, whatever is hidden.
+
+    Raises:
+        ConfigError: there is none of this name, or its views are not for the method.
+    """
+    named = _named(config)
+    strategy = named if given is None else given
+    if strategy is None:
+        return None
+    if not isinstance(strategy, MaskingStrategy):
+        raise ConfigError(f"{strategy!r} is no MaskingStrategy", where="masking", remedy="Give an instance of a class made from it")
+    if named is not None and given is not None:
+        raise ConfigError(f"{config.masking!r}, but a strategy was given too", where="masking", remedy="Leave one of them out")
+    if exact:
+        raise ConfigError("a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out")
+    method = get_method(config.method)
+    if method.separable:  # its loss takes each token to be scored in one view only
+        what = f"the views of {config.method} are the steps of its rollouts"
+        raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
+    if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.weighs != "token":
+        what = f"{config.method} weighs the tokens of a view by how many it hides, without this setting too"
+        raise ConfigError(what, where="adaptive_loss", remedy="Leave it out, or use a method whose loss is of single tokens")
+    if method.weighs not in strategy.serves:
+        fitting = [name for name, kind in STRATEGIES.items() if method.weighs in kind.serves]
+        what = f"{config.method} compares bounds on the likelihood, which the views of {type(strategy).__name__} do not estimate"
+        raise ConfigError(what, where="masking", remedy=f"Use one of {', '.join(fitting)}, or leave it out")
+    return strategy
+
+
+def _named(config: Any) -> MaskingStrategy | None:
+    name, rates = config.masking, config.mask_rate
+    if name not in (None, *STRATEGIES):
+        raise ConfigError(f"unknown strategy {name!r}", where="masking", remedy=did_you_mean(name, STRATEGIES))
+    if name == "adaptive":
+        if rates is not None and len(rates) != 2:
+            raise ConfigError(f"{len(rates)} rates", where="mask_rate", remedy="Give two: at the first step, and towards the last")
+        return Adaptive(*rates or (), adaptive_loss=config.adaptive_loss)
+    if name == "optimized":
+        return Optimized(adaptive_loss=config.adaptive_loss)
+    return STRATEGIES[name]() if name else None

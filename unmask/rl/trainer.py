@@ -1,0 +1,338 @@
+"""Reinforcement learning with group-relative advantages: sample, reward, plan views, score, compare.
+
+Shapes: B completions, V views, T positions, F reward functions. A rollout batch is the completions of one optimizer step.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.utils.data import Sampler
+from transformers import PreTrainedModel
+
+from unmask.diffusion.views import Draw, Views
+from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.models.model_state import disable_dropout, evaluating
+from unmask.rl.config import GRPOConfig
+from unmask.rl.losses import count_items, shares
+from unmask.rl.methods import Rollout, Scores, get_method
+from unmask.rl.methods.base import check_views, learnable, parts_of, plan_views
+from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
+from unmask.rl.prompt_sampler import Judged
+from unmask.rl.reward_functions import RewardFunction
+from unmask.rl.rollout_collector import CollectingTrainer, completion_key
+from unmask.rl.rollouts import GroupSampler, PromptRow, make_rollout
+from unmask.training.checkpoints import steps_done
+from unmask.training.per_view_backward import Piece
+from unmask.training.reference_model import Reference, make_reference
+
+BUFFER_FILE = "rollouts-{rank}.pt"
+OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
+"""What cannot change amid the updates of a rollout, which is scored beforehand."""
+
+
+@dataclass
+class Update:
+    """A micro-batch of completions with the views and scores of one inner iteration.
+
+    Attributes:
+        advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
+        learnt_BT: the tokens that count.
+        old_BVT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
+        reference_BVT: those of the reference, if the policy is held to one.
+    """
+
+    rollout: Rollout
+    views: Views
+    advantage_BT: Tensor
+    learnt_BT: Tensor
+    old_BVT: Tensor | None
+    reference_BVT: Tensor | None
+
+
+class GRPOTrainer(CollectingTrainer):
+    """Group-relative policy optimisation of any DiffusionLM.
+
+    Args:
+        model: the policy; a DiffusionLM, or a path or id to load.
+        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see `find_rewards`).
+        args: the config.
+        train_dataset: rows with `prompt`; all other columns go to the reward functions.
+        eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
+        masking: a strategy that plans the views in the method's place; None: the one that the config names, if any.
+        rest: as in DiffusionTrainer.
+
+    Masks are planned once per rollout and inner iteration, and the same masks score the policy, the old policy and the
+    reference. Dropout is off, so the first update has a ratio of exactly 1. Of several views one is gone through at a time.
+
+    To give single tokens or denoising steps advantages of their own, override `token_advantages`; `CollectingTrainer` names what else
+    can be overridden.
+    """
+
+    def __init__(
+        self,
+        model: DiffusionLM | PreTrainedModel | str | Path,
+        reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
+        args: GRPOConfig | None = None,
+        train_dataset: Sequence[Mapping[str, Any]] | None = None,
+        eval_dataset: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        masking: MaskingStrategy | None = None,
+        **rest: Any,
+    ):
+        args = args or GRPOConfig()
+        self.method = get_method(args.method)
+        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **rest)
+        disable_dropout(self.lm.model)
+        self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
+        args.refuse_unread(self.masking, exact=self.lm.autoregressive)
+        self.args = args = args.settled(self.lm.attention)
+        self.temperature = args.scored_at
+        assert args.aggregation is not None  # the config has filled it in
+        self.aggregation = args.aggregation
+        self.separable = self.method.separable and args.ratio == "token"
+        self.reference = self._make_reference() if args.needs_reference else None
+        self.buffer: list[list[Update]] = []
+
+    # The loss.
+
+    def views_of(self, batch: Update) -> Views:
+        return batch.views
+
+    def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor | None]:
+        return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.documents_BT
+
+    def loss_on(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
+        if piece is None or piece[1].start == 0:
+            self.phases.count(trained=int(batch.learnt_BT[piece[0] if piece else slice(None)].sum()))
+        loss = self.method.loss(self.scores_of(batch, log_prob_BVT, piece), self.args)
+        for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
+            if len(values) > 0:
+                self.record(name, values.mean(), len(values))
+        return loss.total
+
+    def scores_of(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Scores:
+        """What the method's loss reads, of all views or of a piece."""
+        rows, at = piece or (slice(None), slice(None))
+        rollout, views = batch.rollout, batch.views
+        share_BT = shares(batch.learnt_BT, self.aggregation, self._parts(batch), self.args.max_completion_length)[rows]
+        if piece is not None:
+            rollout, views = rollout.rows(rows), views.piece(rows, at)
+            share_BT = share_BT * views.scored_BVT.any(1)
+        old_BVT = log_prob_BVT.detach() if batch.old_BVT is None else batch.old_BVT[rows, at]
+        reference_BVT = None if batch.reference_BVT is None else batch.reference_BVT[rows, at]
+        if self.args.beta and self.args.kl_to == "old":
+            reference_BVT = old_BVT
+        scores = Scores(log_prob_BVT, old_BVT, reference_BVT, rollout, views, batch.advantage_BT[rows], share_BT)
+        return scores if rollout.sampled_BT is None else replace(scores, importance_BT=self._importance(scores, rollout))
+
+    def _importance(self, scores: Scores, rollout: Rollout) -> Tensor:
+        """How much likelier the policy makes each token than the server that drew it, up to `importance_cap` (truncated importance
+        sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
+        assert rollout.sampled_BT is not None
+        gap_BT = torch.where(rollout.completion_BT, scores.of_tokens(scores.old_BVT) - rollout.sampled_BT, 0)
+        weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
+        tokens = float(rollout.completion_BT.sum())
+        self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
+        self.record("importance", weight_BT[rollout.completion_BT].mean(), tokens)
+        return weight_BT.detach()
+
+    def count_items(self, batch: Any) -> Tensor:
+        return count_items(batch.learnt_BT, self.aggregation, self._parts(batch))
+
+    def _parts(self, batch: Update) -> Tensor:
+        return parts_of(batch.rollout, batch.views, self.aggregation)
+
+    def count_tokens(self, batch: Any) -> Tensor:
+        return (batch.rollout.documents_BT > 0).sum()
+
+    def count_samples(self, batch: Any) -> int:
+        """Completions."""
+        return len(batch.rollout.ids_BT)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return inputs  # made on the device
+
+    # Checkpoints.
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """A checkpoint also holds the completions that are still to be learnt from, what prompts gave, and a reference that moved."""
+        super().save_model(output_dir, _internal_call)
+        if not _internal_call:
+            return
+        folder = Path(str(output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.state.global_step % self.args.num_iterations:
+            made = {name: getattr(self.args, name) for name in OF_A_ROLLOUT}
+            torch.save(made | {"updates": self.buffer}, folder / BUFFER_FILE.format(rank=self.args.process_index))
+        if self.args.should_save:
+            self.history.save(folder)
+            if self.args.reference_sync_steps is not None and self.reference is not None:
+                self.reference.save(folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None:
+            return
+        folder = Path(checkpoint)
+        with reading_checkpoint(folder):
+            self.history.load(folder)
+            if self.args.reference_sync_steps is not None and self.reference is not None:
+                self.reference.load(folder)
+            if (steps_done(folder) or 0) % self.args.num_iterations:
+                self._load_buffer(folder)
+
+    def _load_buffer(self, folder: Path) -> None:
+        """Read the completions that are still to be learnt from."""
+        if (folder / BUFFER_FILE.format(rank=self.args.world_size)).exists():
+            raise ValueError(f"it is of more than {self.args.world_size} processes")
+        path = folder / BUFFER_FILE.format(rank=self.args.process_index)
+        if not zipfile.is_zipfile(path):
+            raise OSError(f"{path.name} is missing or torn")
+        with torch.serialization.safe_globals([Update, Rollout, Views]):
+            made = torch.load(path, map_location=self.lm.device)
+        for name in OF_A_ROLLOUT:
+            if made.get(name, now := getattr(self.args, name)) != now:
+                raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
+        self.buffer = made["updates"]
+        wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps
+        for iteration in range(self.args.num_iterations):
+            held = [len(updates[iteration].learnt_BT) for updates in self.buffer if iteration < len(updates)]
+            if held != wanted:
+                what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
+                raise ValueError(what)
+
+    def get_performance_stats(self) -> dict[str, Any]:
+        """As of `CollectingTrainer`; as `mask_cache` how often masks were reused, as `logged` the last line of the log with a reward."""
+        logged: dict[str, Any] = next((line for line in reversed(self.state.log_history) if "reward" in line), {})
+        return super().get_performance_stats() | {"mask_cache": self.get_cache_stats(), "logged": logged}
+
+    # Rollouts.
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
+        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next masks."""
+        if not self.over:
+            self.phases.begin_step()
+        micro_batches = [rows for _, rows in zip(range(0 if self.over else num_batches), epoch_iterator, strict=False)]
+        iteration = self.state.global_step % self.args.num_iterations
+        if micro_batches and (iteration == 0 or not self.buffer):
+            with self.saved_if_it_fails():
+                self.buffer = self.experience(micro_batches)
+        batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    @torch.no_grad()
+    def experience(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
+        """Sample, reward and score the completions of one optimizer step."""
+        step = self.state.global_step // self.args.num_iterations
+        self.sync_weights(step)
+        judged = self.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        self._move_reference()
+        generation = judged.generation
+        advantage_B, kept_B = self.advantages(judged)
+        self.record("groups_kept", kept_B.float().mean(), len(kept_B))
+        self.record_rollout(judged, advantage_B)
+        kept_B &= ~judged.total_B.isnan()
+        if self.args.mask_truncated:
+            kept_B &= ~self.truncated(generation)
+        made, start = [], 0
+        for micro_batch in micro_batches:
+            at = slice(start, start + len(micro_batch))
+            rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
+            rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
+            with self.phases("scoring"):
+                made.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
+            start = at.stop
+        if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
+            self.record("masks/reuse_rate", stats["rate"])
+        return made
+
+    def views_for(self, rollout: Rollout, draw: Draw) -> Views:
+        """The views of the method, or of a masking strategy. Of a causal model all are one: what it predicts does not depend on what is
+        hidden, so that its likelihood is exact."""
+        if self.lm.autoregressive:
+            return weighed(rollout, rollout.completion_BT[:, None], self.args)
+        sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
+        progress = sampled / max(self.state.max_steps, 1)
+
+        def plan(rollout: Rollout) -> Views:
+            if self.masking is None:
+                return self.method.plan(rollout, draw, self.args)
+            return self.masking.plan(rollout, draw, self.args, progress)
+
+        views = plan_views(plan, rollout, str(self.args.beyond_eos))
+        check_views(views, rollout, f"plan of {self.args.method if self.masking is None else type(self.masking).__name__}")
+        return views
+
+    @property
+    def masking_strategy(self) -> MaskingStrategy:
+        """What plans the views in the method's place; without one, a strategy that keeps nothing."""
+        return self.masking or MaskingStrategy()
+
+    def get_cache_stats(self) -> dict[str, float]:
+        """How often the masking strategy reuses what it made: see there."""
+        return self.masking_strategy.get_cache_stats()
+
+    def _score_rollout(self, judged: Judged, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
+        device = self.lm.device
+        key_B = torch.tensor([completion_key(row, step) for row in judged.rows], device=device)
+        advantage_BT, kept_B1 = self.token_advantages(judged, rollout, advantage_B.to(device)).to(device), kept_B[:, None].to(device)
+        if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
+            remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
+            raise TrainingError(f"a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
+        updates: list[Update] = []
+        with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
+            for iteration in range(self.args.num_iterations):
+                views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
+                if updates and views.equals(updates[-1].views):  # nothing is drawn: the scores are the same too
+                    update = replace(updates[-1])
+                else:
+                    update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
+                if iteration > 0 and update.old_BVT is None:
+                    update.old_BVT = self.score_views(self.lm, update)
+                if self.reference is not None and update.reference_BVT is None:
+                    with self.reference.scoring() as lm:
+                        update.reference_BVT = self.score_views(lm, update)
+                updates.append(update)
+        return updates
+
+    def _make_reference(self) -> Reference:
+        moves = self.args.reference_sync_steps is not None
+        if self.shares_weights and moves:
+            remedy = "Leave it out, or train without FSDP and ZeRO 3"
+            raise ConfigError("weights that are shared out cannot be followed", where="reference_sync_steps", remedy=remedy)
+        return make_reference(self.lm, self.accelerator, moves=moves, path=self.args.reference_model)
+
+    def _move_reference(self) -> None:
+        every, step = self.args.reference_sync_steps, self.state.global_step
+        if self.reference is not None and every is not None and step and step // every > (step - self.args.num_iterations) // every:
+            self.reference.move(self.args.reference_sync_share)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return GroupSampler(
+            len(train_dataset if train_dataset is not None else self.train_dataset) // self.args.num_generations,
+            prompts=self.prompts_per_step,
+            group=self.args.num_generations,
+            repeats=self.args.num_iterations,
+            seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
+        )
+
+
+@contextmanager
+def reading_checkpoint(folder: Path) -> Iterator[None]:
+    """Errors about a checkpoint's files then say what to do."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        what = f"cannot be gone on from: {first_line(error)}"
+        raise TrainingError(what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with") from error

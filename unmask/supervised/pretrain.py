@@ -1,0 +1,55 @@
+"""Pre-training of a causal model: next-token prediction on text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from unmask.config.run import RunConfig
+from unmask.data.rows import Row
+from unmask.data.token_cache import StreamedRows
+from unmask.diffusion.views import Draw, Views, all_masked_views
+from unmask.errors import ModelError
+from unmask.models.attention import Pattern
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.text_config import TextConfig, corpus_rows
+from unmask.training.trainer import Batch, DiffusionTrainer
+
+
+@dataclass(kw_only=True)
+class PretrainConfig(TextConfig):
+    """Settings of `PretrainTrainer`."""
+
+    learning_rate: float = field(default=1e-3, metadata={"help": "The peak learning rate of AdamW."})
+
+    from_scratch = True
+
+    def trained_pattern(self, run: RunConfig) -> Pattern:
+        return "causal"
+
+
+class PretrainTrainer(DiffusionTrainer):
+    """Trains a causal model to predict the next token.
+
+    The data set has a text column, and may be a stream (see `corpus_rows`); every document begins with BOS and ends with EOS. Mixed
+    precision (`bf16`, `fp16`), `dataloader_num_workers`, `dataloader_pin_memory` and all else are those of TrainingArguments;
+    `log_memory_usage` logs memory.
+
+    Raises:
+        ModelError: the model is not causal.
+        DataError: no text column, or no text.
+    """
+
+    streams = True
+
+    @classmethod
+    def make_rows(
+        cls, lm: DiffusionLM, args: PretrainConfig, dataset: Iterable[Mapping[str, Any]], where: str
+    ) -> Sequence[Row] | StreamedRows:
+        if not lm.autoregressive:
+            raise ModelError(f"pre-training needs a causal model, not {lm}", where="model", remedy="Use ConvertTrainer or SFTTrainer")
+        return corpus_rows(lm, args, dataset, where)
+
+    def plan(self, batch: Batch, draw: Draw) -> Views:
+        return all_masked_views(batch["maskable"])

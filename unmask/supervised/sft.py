@@ -1,0 +1,89 @@
+"""Supervised fine-tuning: the completion is noised, the prompt stays clean."""
+# ruff: noqa: RUF009 (the calls make fields)
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor
+
+from unmask.data.chat import Learn
+from unmask.data.pairs import pair_rows
+from unmask.data.report import Rows
+from unmask.data.rows import Row
+from unmask.diffusion.log_probs import noise_groups
+from unmask.diffusion.views import Draw, Views, all_masked_views, group_sizes
+from unmask.errors import ConfigError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.config_fields import setting
+from unmask.training.noise_config import NoisingConfig
+from unmask.training.pair_config import PairConfig, room
+from unmask.training.trainer import Batch, DiffusionTrainer
+
+
+@dataclass(kw_only=True)
+class SFTConfig(NoisingConfig, PairConfig):
+    """Settings of `SFTTrainer`."""
+
+    views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
+    aggregation: str = setting(
+        "token",
+        "How tokens count: token (all alike), or sequence (answers all alike)",
+        choices=("token", "sequence"),
+    )
+    learn: Learn = setting("all", "Of messages: all of the assistant's turns, or the last", choices=get_args(Learn))
+    packing: bool = setting(False, "Lay examples together in rows of max_length; they do not see one another")
+    truncate_completion: bool = setting(
+        False, "Cut a completion that is too long. It is then learnt without an end, for a cut is not an end"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.truncate_completion and self.canvas_length is not None:
+            remedy = "Leave one of them out (of a task: canvas_length=null)"
+            raise ConfigError("what is cut fills no canvas", where="truncate_completion, canvas_length", remedy=remedy)
+
+    @property
+    def noised_copies(self) -> int:
+        return self.views
+
+
+class SFTTrainer(DiffusionTrainer):
+    """Fine-tunes any model on conversations, prompts and completions, or text, in any layout of `unmask.data.formats`.
+
+    The loss is sum(CE / t) / completion tokens, of the whole accumulated batch on all processes; a causal model gets plain next-token loss.
+    d1 (Zhao et al. 2025) divides so in each micro-batch, and takes the mean of these. With `aggregation: sequence` each answer's sum is
+    divided by its own tokens, and the mean is over answers: LLaDA's (Nie et al. 2025, its GUIDELINES.md).
+    The end token is learnt, padding never. Behind a completion, the rest of its block of block-causal attention, or the canvas asked
+    for, is EOS that is learnt too.
+    """
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[Row]:
+        fits = room(lm, args, truncate_completion=args.truncate_completion)
+        report = args.data_report(where)
+        return pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing)
+
+    def plan(self, batch: Batch, draw: Draw) -> Views:
+        if self.lm.autoregressive:
+            views = all_masked_views(batch["maskable"])
+        else:
+            group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
+            views = self.args.plan(self.lm, group_BT, batch["documents"], draw, views=self.args.views)
+        if self.args.aggregation == "token":
+            return views
+        return replace(views, weight_BVT=views.weight_BVT / _answer_sizes(batch)[:, None])
+
+    def count_items(self, batch: Batch) -> Tensor:
+        """The tokens that are learnt, or with `aggregation: sequence` the answers."""
+        if self.args.aggregation == "token":
+            return super().count_items(batch)
+        return (batch["maskable"] / _answer_sizes(batch)).sum().round().long()
+
+
+def _answer_sizes(batch: Batch) -> Tensor:
+    """How many tokens are learnt of the example that each of them is of [B, T]; 1 elsewhere."""
+    return group_sizes(torch.where(batch["maskable"], batch["documents"].long() - 1, -1))

@@ -1,0 +1,291 @@
+"""The settings that all stages share, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from transformers import TrainingArguments
+
+from unmask.config.run import DataConfig, RunConfig
+from unmask.errors import ConfigError
+from unmask.models.attention import Pattern
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.planning.blueprint import Blueprint
+from unmask.planning.cost_model import Workload
+from unmask.training.config_fields import check_types
+from unmask.training.hardware_checks import amp_pays, amp_works, deepspeed_config, set_backends
+from unmask.training.optimizers import check_offload, check_optimizer
+from unmask.training.trackers import check_trackers
+
+
+class Conflict(NamedTuple):
+    """Settings that cannot go together."""
+
+    where: str
+    """Their keys, joined by " and "."""
+    on: Any
+    """Whether they are set together."""
+    what: str
+    remedy: str
+
+
+class Part(NamedTuple):
+    """A part of a run with settings of its own: a stage of a conversion, or the whole of another run."""
+
+    share: float = 1.0
+    """Of the optimizer steps."""
+    rate: float = 1.0
+    """Times the learning rate."""
+    described: Mapping[str, str] = MappingProxyType({})
+    """What is its own, by column of a table."""
+
+
+FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+"""Schedules of the learning rate that read the metric of the best model."""
+
+
+@dataclass(kw_only=True)
+class StageConfig(TrainingArguments):
+    """What all stages share beyond `transformers.TrainingArguments`, whose every field is accepted by its own name."""
+
+    output_dir: str | None = field(default=None, metadata={"help": "Where checkpoints and the trained model go."})
+    learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
+    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
+    report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
+    logging_dir: str | None = field(
+        default=None, metadata={"help": "Where TensorBoard's event files go; unset: a folder of their own under `runs` in output_dir."}
+    )
+    fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
+    cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
+    bf16: bool | None = field(
+        default=None,
+        metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on a GPU since Ampere, of float32 weights."},
+    )
+    flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
+    optimizer_offload: bool = field(
+        default=False,
+        metadata={"help": "Keep the states of one of torch's optimizers, and float32 copies of the weights, in host memory."},
+    )
+    max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
+    score_chunk: int | None = field(
+        default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch, of dpo and grpo as many as it has rows."}
+    )
+    data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
+    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB, on a GPU what is reserved."})
+
+    generates: ClassVar[bool] = False
+    """Whether a step samples completions, too."""
+    answers_prompts: ClassVar[bool] = False
+    """Whether rows are prompts with answers, in columns of fixed names, of which bad ones may be left out."""
+    from_scratch: ClassVar[bool] = False
+    """Whether a model may begin with new weights."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check_trackers(self.report_to, self.logging_dir)
+        args: Any = self  # mypy does not read the fields of TrainingArguments
+        elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+        self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_pays()
+        args.bf16 = bool(args.bf16)
+        self._precision = args.bf16, args.fp16
+        self.choose_precision(in_float32=True)
+        args.remove_unused_columns = False
+        args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
+        if args.accelerator_config is None:
+            # From pinned memory batches are copied while the GPU computes. Each rank reads a stream itself: batches differ in width.
+            args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
+        args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
+        args.label_names = []
+        self._use_what_works()
+        if args.deepspeed:
+            args.deepspeed = deepspeed_config(args.deepspeed)
+        args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
+        if args.max_length < 2:
+            raise ConfigError(f"{args.max_length} tokens in a row", where="max_length", remedy="max_length must be at least 2")
+        if args.learning_rate < 0:
+            raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
+            if (value := getattr(args, name)) is not None and value < 1:
+                raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if getattr(args, name):
+                raise ConfigError("a bound on the likelihood knows no smoothing and no noise", where=name, remedy="Leave it out")
+        super().__post_init__()
+        if args.lr_scheduler_type in FOLLOWS_A_METRIC:  # transformers leaves them at "min", whichever metric it is
+            args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
+        set_backends(args)
+        check_optimizer(args)
+        check_offload(args)
+
+    # What the command line asks of every stage.
+
+    @classmethod
+    def data_defaults(cls, data: DataConfig, task: str | None) -> dict[str, Any]:
+        """Settings that follow from those of the data."""
+        return {}
+
+    @classmethod
+    def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
+        """The `training` section of a recipe, as it is meant beside what all sources have chosen."""
+        return dict(settings)
+
+    def overwriting(self, given: Collection[str]) -> None:
+        """Fill in what `--overwrite` means for the settings that are not `given`."""
+
+    def shortened(self, steps: int) -> dict[str, Any]:
+        """The settings of a short run that makes so many steps of every part and leaves nothing behind."""
+        quiet = {"save_strategy": "no", "eval_strategy": "no", "logging_steps": 1, "report_to": "none", "logging_dir": None}
+        return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
+
+    def rehearsal(self, steps: int) -> dict[str, Any]:
+        """What the trainer of a short run is given besides."""
+        return {}
+
+    def parts(self) -> list[Part]:
+        """The parts of a run, one after another."""
+        return [Part()]
+
+    def patterns(self) -> list[Pattern] | None:
+        """The attention patterns that the parts train; None: the model's own."""
+        return None
+
+    def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
+        """Settings that cannot go together, of the stage and of the run."""
+        model, one = run.model, "Leave one of the two out"
+        what = "only pretrain takes a model without training"
+        yield Conflict("model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first")
+        for other, what in {"quantization": "new weights are not quantised", "device_map": "new weights are made on one device"}.items():
+            yield Conflict(f"model.from_scratch and model.{other}", model.from_scratch and getattr(model, other), what, one)
+        both = model.quantization and model.device_map
+        yield Conflict("model.quantization and model.device_map", both, "quantised weights are not spread over devices", one)
+
+    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+        """Refuse what the model's attention has no use for.
+
+        Args:
+            pattern: reads how the model will be read, where that matters (`unmask.models.load.pattern_settings`).
+            run: the run.
+        """
+
+    def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
+        """A training step, for the cost model; None where that has no formula. Rows are taken to be `max_length` long."""
+        length = min(self.max_length, blueprint.context or self.max_length)
+        rank = run.lora.r if run.lora else None
+        work = blueprint.workload(self.trained_pattern(run), length, self.noised_copies, rank, quantization=run.model.quantization)
+        return replace(work, batch=self.per_device_train_batch_size)
+
+    def trained_pattern(self, run: RunConfig) -> Pattern | None:
+        """The attention pattern of the trained model; None: as it was saved."""
+        return run.model.attention
+
+    @property
+    def noised_copies(self) -> int:
+        """Of every row, in a step."""
+        return 1
+
+    def choose_precision(self, *, in_float32: bool) -> None:
+        """Turn mixed precision on where `bf16` was left unset, it pays, and the weights are in float32; else off.
+
+        What was assigned since the config was made, `args.bf16 = True`, is taken up.
+
+        Raises:
+            ConfigError: both `bf16` and `fp16` were asked for.
+        """
+        args: Any = self
+        if (args.bf16, args.fp16) != self._precision:
+            if args.bf16 and args.fp16 and not self._chooses_bf16:
+                raise ConfigError("both are on", where="bf16, fp16", remedy="Set one of them to False")
+            args.bf16 &= not args.fp16
+            self._chooses_bf16 = False
+            self._use_what_works()
+            args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
+        elif self._chooses_bf16:
+            args.bf16 = in_float32
+            args.mixed_precision = "bf16" if args.bf16 else "no"
+        self._precision = args.bf16, args.fp16
+
+    def _use_what_works(self) -> None:
+        """Turn off, with a warning, mixed precision that this machine cannot train in."""
+        args: Any = self
+        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
+            wanted = "bf16" if args.bf16 else "fp16"
+            message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            args.bf16 = args.fp16 = False
+        self._precision = args.bf16, args.fp16
+
+    @property
+    def dispatched(self) -> bool:
+        """Whether the first process reads all batches and sends the others theirs."""
+        args: Any = self
+        return bool(args.accelerator_config.dispatch_batches)
+
+
+def row_length(lm: DiffusionLM, args: StageConfig) -> int:
+    """Tokens in a row at most: `max_length`, or the model's context where that is shorter."""
+    return min(args.max_length, lm.context_length or args.max_length)
+
+
+def canvas(lm: DiffusionLM, args: Any) -> int | None:
+    """`canvas_length`; a causal model has no canvas to fill."""
+    return None if lm.autoregressive else args.canvas_length
+
+
+def check_rows(args: StageConfig, train_rows: Any, eval_rows: Any) -> None:
+    """That the rows make at least one step, and that there are some to evaluate on where that is asked for.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if eval_rows is None and args.eval_strategy != "no":
+        remedy = "Give held-out rows (data.eval, eval_dataset), or leave it out"
+        raise ConfigError("there is nothing to evaluate on", where="eval_strategy", remedy=remedy)
+    if isinstance(train_rows, Sized):
+        steps_per_epoch(args, train_rows)
+
+
+@contextmanager
+def naming_metric(args: StageConfig, metrics: Iterable[str]) -> Iterator[None]:
+    """An error about the metric of the best model then says which there are.
+
+    Raises:
+        ConfigError: an evaluation does not give it.
+    """
+    try:
+        yield
+    except KeyError as error:
+        what, remedy = f"an evaluation gives no {args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
+        raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
+
+
+def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
+    """Optimizer steps that go through the rows once; with `dataloader_drop_last` through those that fill micro-batches.
+
+    Raises:
+        ConfigError: no micro-batch is full, and such ones are left out.
+    """
+    size = args.train_batch_size * args.world_size
+    if not args.dataloader_drop_last:
+        return math.ceil(len(rows) / rows_per_step(args))
+    if len(rows) < size:
+        remedy = "Leave it out, or use smaller batches"
+        raise ConfigError(f"{len(rows):,} rows do not fill a batch of {size:,}", where="dataloader_drop_last", remedy=remedy)
+    return math.ceil(len(rows) // size / args.gradient_accumulation_steps)
+
+
+def total_steps(args: TrainingArguments, rows: Any) -> int:
+    """Optimizer steps of a run; a stream of rows needs `max_steps`."""
+    return args.max_steps if args.max_steps > 0 else math.ceil(steps_per_epoch(args, rows) * args.num_train_epochs)
+
+
+def rows_per_step(args: TrainingArguments) -> int:
+    """Rows in an optimizer step, over all ranks."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size

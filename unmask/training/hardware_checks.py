@@ -1,0 +1,264 @@
+"""What memory and speed switches need: checked before any step is paid for, so that none is ignored in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
+from transformers.integrations import HfTrainerDeepSpeedConfig
+
+from unmask.config.run import HardwareConfig
+from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.models.adapters import quantised
+from unmask.models.diffusion_lm import DiffusionLM
+
+AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
+GATHER = "stage3_gather_16bit_weights_on_model_save"
+
+
+def amp_works(bf16: bool) -> bool:
+    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that has it, or a CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.is_bf16_supported() if bf16 else True
+    return bf16
+
+
+def amp_pays() -> bool:
+    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). Of CPUs only some are
+    faster in it."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def zero_preset(stage: int) -> dict[str, Any]:
+    """A DeepSpeed config: ZeRO 1 shares out the optimizer's state, 2 the gradients too, 3 the weights too.
+
+    Other values come from the training arguments ("auto"). The optimizer is torch's, as without DeepSpeed.
+    """
+    precision = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
+    zero = {"stage": stage} | ({GATHER: True} if stage == 3 else {})
+    return AUTO | precision | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+
+
+def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
+    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself.
+
+    Raises:
+        ConfigError: DeepSpeed is not installed or not launched, no such preset or file, or a config whose saved models would
+            hold no weights.
+    """
+    require("deepspeed", "deepspeed", where="deepspeed")
+    if "LOCAL_RANK" not in os.environ:
+        remedy = "Start it with torchrun, accelerate launch or deepspeed, also where it is one process"
+        raise ConfigError("no launcher started this process", where="deepspeed", remedy=remedy)
+    if isinstance(setting, dict):
+        config = setting
+    elif setting in ("zero1", "zero2", "zero3"):
+        config = zero_preset(int(setting[-1]))
+    else:
+        try:
+            config = json.loads(Path(setting).read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            remedy = "Give zero1, zero2, zero3, a JSON file or a mapping"
+            raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error
+    zero = config.get("zero_optimization", {})
+    if zero.get("stage") == 3 and not zero.get(GATHER):
+        raise ConfigError(
+            "ZeRO 3 would save models without weights", where=f"deepspeed.zero_optimization.{GATHER}", remedy="Set it to true"
+        )
+    return config
+
+
+def require(module: str, extra: str, *, where: str) -> None:
+    """Raise ConfigError unless an optional library is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")
+
+
+def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
+    """Let this process take at most `max_memory_gb` of a GPU: torch's allocator then raises OutOfMemoryError instead. Memory that other
+    libraries take of it (contexts, NCCL) is not counted. A CPU has no such bound: one on the address space would count files that are
+    mapped, too."""
+    if hardware is not None and hardware.max_memory_gb is not None and device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.max_memory_gb * 1e9 / total), device)
+
+
+@contextlib.contextmanager
+def naming_memory(hardware: HardwareConfig | None) -> Iterator[None]:
+    """An error of the device's allocator then says what to do.
+
+    Raises:
+        TrainingError: the device's memory, or what may be taken of it, is full.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        bounded = hardware is not None and hardware.max_memory_gb is not None
+        remedy = "Use a smaller batch or activation_checkpointing; --dry-run plans a step, and says what makes it fit"
+        where = "hardware.max_memory_gb" if bounded else "training"
+        raise TrainingError(f"the device's memory is full ({first_line(error)})", where=where, remedy=remedy) from error
+
+
+def set_backends(args: Any) -> None:
+    """Set TF32 as asked for (transformers does so once in a process), and let cuDNN time its algorithms where `cudnn_benchmark` says so.
+
+    Raises:
+        ConfigError: there is no cuDNN here.
+    """
+    backends: Any = torch.backends
+    if args.tf32 is not None:
+        backends.fp32_precision = "tf32" if args.tf32 else "ieee"
+    if args.tf32 is not None or backends.fp32_precision == "tf32":  # with torch_compile transformers turns it on
+        # The older switches as well: torch refuses to read one API where only the other was set.
+        backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = backends.fp32_precision == "tf32"
+    if args.cudnn_benchmark:
+        if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
+            raise ConfigError("there is no GPU with cuDNN", where="cudnn_benchmark", remedy="Leave it out")
+        torch.backends.cudnn.benchmark = True
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the switches are for: a model in memory, or what the settings say of one that is not yet loaded."""
+
+    attention: str
+    dtype: torch.dtype
+    """Of the weights."""
+    adapters: bool
+    """Whether adapters are trained in their place."""
+    quantised: bool
+    split: bool
+    """Whether its layers are on several devices."""
+
+    @classmethod
+    def of(cls, lm: DiffusionLM, *, adapters: bool) -> Subject:
+        """A model in memory, whose adapters may yet have to be made."""
+        return cls(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
+
+
+def refuse_uncalled(trainer_arguments: Mapping[str, Any]) -> None:
+    """Refuse functions of transformers.Trainer that would read the logits of whole rows.
+
+    Raises:
+        ConfigError: one is given.
+    """
+    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+        if trainer_arguments.get(name) is not None:
+            what = "is never called: a row has no logits of its own, they hang on what is hidden"
+            raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
+
+
+def check_switches(args: Any, subject: Subject) -> None:
+    """Refuse what would not act on this model, or not rightly. `where` of an error holds the keys of both settings, joined by " and ".
+
+    Raises:
+        ConfigError: as the functions below; or quantised weights would be trained themselves.
+    """
+    if subject.quantised and not subject.adapters:
+        remedy = "Train adapters (lora), or load it without quantization"
+        raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
+    check_split(args, subject)
+    check_sharding(args, subject)
+    check_flash_attention(args, subject)
+
+
+def check_flash_attention(args: Any, subject: Subject) -> None:
+    """Refuse FlashAttention 2 where it could not act.
+
+    Raises:
+        ConfigError: no GPU that it runs on, weights and computation in 32 bits, or attention by blocks.
+    """
+    if not args.flash_attention:
+        return
+    if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        where = "flash_attention and use_cpu" if args.use_cpu else "flash_attention"
+        raise ConfigError("there is no GPU that it runs on (Ampere or later)", where=where, remedy="Leave flash_attention out")
+    if not (args.bf16 or args.fp16 or subject.dtype in (torch.bfloat16, torch.float16)):
+        remedy = "Set bf16, or leave flash_attention out"
+        raise ConfigError("it computes in 16 bits alone", where="flash_attention and model.dtype", remedy=remedy)
+    if subject.attention == "block_causal":
+        remedy = "Leave flash_attention out: FlexAttention, which does, is used by itself"
+        raise ConfigError("it knows no attention by blocks", where="flash_attention and model.attention", remedy=remedy)
+
+
+def sharded_by(args: Any) -> str | None:
+    """The setting that shares the weights out among processes; None: each process holds them whole."""
+    if args.fsdp:
+        return "fsdp"
+    return "deepspeed" if (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3 else None
+
+
+def check_sharding(args: Any, subject: Subject) -> None:
+    """Refuse what would shard nothing, or a model that could not be saved whole.
+
+    Raises:
+        ConfigError: FSDP in one process or on CPUs, which accelerate would pass over in silence; adapters on sharded weights.
+    """
+    if subject.adapters and (key := sharded_by(args)):
+        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out: a40-48gb-x3-ddp holds all in each GPU"
+        raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
+    if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
+        remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
+        raise ConfigError("shards nothing in one process, nor on CPUs", where="fsdp", remedy=remedy)
+
+
+def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
+    """Compile the model itself. Accelerate would compile a wrapper, which rollouts, scoring and evaluation do not go through."""
+    accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
+    lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
+
+
+def with_own_state(args: Any) -> Any:
+    """A copy of training arguments for one of several runs in a process: accelerate refuses a second one with DeepSpeed's state of the
+    first, whose values are those of the first, too."""
+    own = copy.copy(args)
+    if args.deepspeed:
+        AcceleratorState._reset_state()
+        own.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+        own.hf_deepspeed_config.trainer_config_process(own)
+        own.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=own.hf_deepspeed_config)
+    return own
+
+
+def is_split(lm: DiffusionLM) -> bool:
+    """Whether the layers of a model are on several devices (`model.device_map`)."""
+    return len(set((getattr(lm.model, "hf_device_map", None) or {}).values())) > 1
+
+
+def check_split(args: Any, subject: Subject) -> None:
+    """Refuse what cannot work on a model that is split over devices, and several devices for one that is not.
+
+    Raises:
+        ConfigError: several GPUs in one process, which transformers would copy the model to; or, of a split model, several processes,
+            shards, one graph of the whole model, FlashAttention over one device's documents, or rollouts, whose caches are on one device.
+    """
+    if not subject.split:
+        if args.n_gpu > 1:
+            raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
+        return
+    for name in ("fsdp", "deepspeed", "torch_compile", "flash_attention"):
+        if getattr(args, name):
+            what, remedy = f"{name} on a model that is split over devices", f"Leave one of the two out (model.device_map=null, {name}=null)"
+            raise ConfigError(what, where=f"model.device_map and {name}", remedy=remedy)
+    for what, on in {"several processes": args.world_size > 1, "reinforcement learning": args.generates}.items():
+        if on:
+            remedy = "Leave it out" + (", or start one process without a launcher" if args.world_size > 1 else "")
+            raise ConfigError(f"{what} on a model that is split over devices", where="model.device_map", remedy=remedy)
+
+
+def watch_for_anomalies() -> None:
+    """Let torch name the operation that makes a NaN, and transformers tell what it does."""
+    torch.autograd.set_detect_anomaly(True)
+    transformers.logging.set_verbosity_info()

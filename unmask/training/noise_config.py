@@ -1,0 +1,62 @@
+"""How training hides tokens: the settings that conversion and SFT share, and the plan that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from unmask.diffusion.schedules import Noise, Weighting, get_schedule
+from unmask.diffusion.views import Draw, Views, cart_weights, complementary_pair, exact_count_pair, exact_count_views, random_views
+from unmask.errors import ConfigError
+from unmask.models.attention import Layout, runs
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.config import StageConfig
+
+
+@dataclass(kw_only=True)
+class NoisingConfig(StageConfig):
+    """A config of a trainer that hides tokens at random."""
+
+    schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine or geometric."})
+    weighting: Weighting = field(
+        default="elbo",
+        metadata={"help": "What a hidden token weighs: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},
+    )
+    min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
+    max_time: float = field(default=1.0, metadata={"help": "The highest time t."})
+    num_timesteps: int | None = field(default=None, metadata={"help": "Discrete times, multiples of 1/num_timesteps; unset: any."})
+    exact_count: bool = field(
+        default=False,
+        metadata={
+            "help": "Hide exactly k of the L tokens of a group, k drawn evenly, instead of each with a probability; weights are at most L."
+        },
+    )
+    cart_p: float = field(default=0.1, metadata={"help": "weighting cart: how fast the influence of a token falls with its distance."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.min_time > 0 and 0 < self.cart_p < 1):
+            raise ConfigError("is not above 0, or cart_p not below 1", where="min_time, cart_p", remedy="Use min_time=1e-3, cart_p=0.1")
+        noise = self.noise  # refuses what makes no sense
+        if self.exact_count and noise != Noise(get_schedule("linear"), NoisingConfig.min_time):
+            what = "exact counts have no schedule, band of times or weighting"
+            raise ConfigError(what, where="exact_count", remedy="Leave the other settings of the noise as they are, or exact_count out")
+
+    @property
+    def noise(self) -> Noise:
+        """The noise that the settings describe."""
+        return Noise(get_schedule(self.schedule), self.min_time, self.max_time, self.num_timesteps, self.weighting)
+
+    def plan(
+        self, lm: DiffusionLM, group_BT: Tensor, document_BT: Tensor, draw: Draw, *, views: int = 1, complementary: bool = False
+    ) -> Views:
+        """Views of the noise: `views` of them, or a complementary pair."""
+        noise = self.noise
+        if self.exact_count:
+            return exact_count_pair(group_BT, draw) if complementary else exact_count_views(group_BT, draw, views=views)
+        plan = complementary_pair(group_BT, draw, noise) if complementary else random_views(group_BT, draw, noise, views=views)
+        if self.weighting != "cart":
+            return plan
+        run_BT = runs(Layout.of(document_BT), lm.attention, lm.block_size)
+        return cart_weights(plan, run_BT, document_BT, p=self.cart_p)

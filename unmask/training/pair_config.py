@@ -1,0 +1,49 @@
+"""What the stages share that train on answers to prompts: which rows may be used, and how they are made to fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from unmask.data.pairs import Room
+from unmask.data.report import DataReport
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.config import StageConfig, canvas, row_length
+from unmask.training.config_fields import check_settings, setting
+
+
+@dataclass(kw_only=True)
+class PairConfig(StageConfig):
+    """Settings of the stages that train on answers to prompts."""
+
+    canvas_length: int | None = setting(
+        None,
+        "Fill completions with EOS to this many tokens, all learnt: bidirectional sampling fills the whole canvas. Unset: only the rest of "
+        "the last block of a block-causal model",
+        low=1,
+    )
+    bad_rows: Literal["error", "skip"] = setting(
+        "error", "What becomes of rows that cannot be used: error, or skip: left out and counted by reason", choices=("error", "skip")
+    )
+    truncate_prompt: bool = setting(False, "Of a prompt that leaves no room for the completion, keep only the end")
+
+    answers_prompts = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_settings(self)
+
+    def data_report(self, where: str) -> DataReport:
+        """An empty report, with this policy."""
+        return DataReport(where, skip=self.bad_rows == "skip")
+
+
+def room(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = False) -> Room:
+    """What a row of this model may hold."""
+    return Room(
+        max_length=row_length(lm, args),
+        canvas_length=canvas(lm, args),
+        block_size=lm.block_size or 1,
+        truncate_prompt=args.truncate_prompt,
+        truncate_completion=truncate_completion,
+    )

@@ -1,0 +1,113 @@
+"""The model that a policy is held to: the base under its adapters, or a frozen copy, which may follow the policy slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+
+from unmask.errors import ConfigError
+from unmask.models.adapters import changes_nothing
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.load import load, read_config
+
+FILE = "reference.safetensors"
+WITHOUT = "what needs no reference (beta 0, or loss_type simpo)"
+
+
+class Reference:
+    """The policy as it was given.
+
+    Args:
+        lm: the policy, not trained yet. Where it has adapters that start at zero, and trains nothing else, the reference is the base
+            itself, with the adapters off: no second model is held.
+        device: where a second model is held, whole: that of the training, to which FSDP and DeepSpeed move the policy only later.
+        moves: whether it will be moved, which takes a copy of what is trained.
+        path: another model to hold the policy to, of the same vocabulary and read in the same way; None: the policy as it was given.
+
+    Raises:
+        ConfigError: the other model has another vocabulary or other settings, or there are no whole weights: those of a model that is
+            loaded under ZeRO 3 are shared out at once.
+    """
+
+    def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
+        self.policy = lm
+        self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None and changes_nothing(lm)
+        source = lm if path is None else load_beside(lm, path)
+        if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
+            what = "no reference can be made of weights that ZeRO 3 has shared out"
+            raise ConfigError(what, where="reference", remedy=f"Use zero1, zero2 or FSDP, or {WITHOUT}")
+        self.lm = lm if self.is_base else lm.frozen_copy() if path is None else source
+        if not self.is_base:
+            self.lm.model.eval().requires_grad_(False).to(device)
+
+    @contextmanager
+    def scoring(self) -> Iterator[DiffusionLM]:
+        """Inside, what is given is the reference."""
+        with self.policy.model.disable_adapter() if self.is_base else nullcontext():
+            yield self.lm
+
+    @torch.no_grad()
+    def move(self, share: float) -> None:
+        """Take this share of the way to the policy's weights (TR-DPO, Gorbatovski et al. 2024, eq. 3)."""
+        for mine, theirs in zip(self.lm.model.parameters(), self.policy.model.parameters(), strict=True):
+            if theirs.requires_grad:
+                mine.lerp_(theirs.to(mine.dtype), share)
+
+    def save(self, folder: Path) -> None:
+        """Write the weights of a reference that has moved."""
+        save_file({name: weight.contiguous() for name, weight in self._moving().items()}, folder / FILE)
+
+    def load(self, folder: Path) -> None:
+        """Read them back."""
+        stored = load_file(folder / FILE)
+        with torch.no_grad():
+            for name, weight in self._moving().items():
+                weight.copy_(stored[name])
+
+    def _moving(self) -> dict[str, torch.Tensor]:
+        trained = {name for name, weight in self.policy.model.named_parameters() if weight.requires_grad}
+        return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
+
+
+def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = False, path: str | None = None) -> Reference:
+    """The reference of a run on these processes; the rest as in `Reference`.
+
+    Raises:
+        ConfigError: as `Reference`; or FSDP leaves all but the first process without weights.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and plugin.cpu_ram_efficient_loading:
+        what = "only the first process has weights to make a reference of"
+        raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}")
+    return Reference(lm, device=accelerator.device, moves=moves, path=path)
+
+
+def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
+    """Another model, in the policy's dtype; a stock one is read as the policy is.
+
+    Raises:
+        ConfigError: its tokens, or the settings that it was saved with, are not the policy's.
+        ModelError: it cannot be loaded.
+    """
+    config, _ = read_config(path, {})
+    own, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
+    pattern: dict[str, Any] = {} if own else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
+    other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
+    sizes = [each.config.vocab_size for each in (other, lm)]
+    if sizes[0] != sizes[1]:
+        what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
+        raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
+    if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
+        what = "its tokens have other numbers than the policy's"
+        raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
+    if differing := [name for name, value in lm.pattern.items() if other.pattern[name] != value]:
+        what = " and ".join(f"its {name} is {other.pattern[name]}, the policy's {lm.pattern[name]}" for name in differing)
+        remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if own else ''}, or leave it out"
+        raise ConfigError(what, where=where, remedy=remedy)
+    return other.compile_as(lm)

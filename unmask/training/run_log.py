@@ -1,0 +1,203 @@
+"""What a training run tells while it runs: the log of its metrics, and a display of how far it is."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate.utils import gather_object
+from torch import Tensor
+from transformers import TrainerCallback
+
+from unmask.artifacts import MetricsLog, write_atomic
+from unmask.errors import TrainingError
+from unmask.training.step_timer import Phases
+
+LOG_NAME = "training_logs.json"
+SUMS_NAME = "recorded.json"
+SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
+"""What a display shows, beside the memory."""
+OWN = {
+    *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
+    *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
+    *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
+    *("clipped", "kl", "ratio", "importance", "server_gap"),
+}
+"""What reinforcement learning logs; and all that begins with one of these:"""
+OWN_BEGINNINGS = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
+
+
+def metric_of_function(name: str) -> str:
+    """What a metric of a reward function is logged as: its name, as in TRL, or `logged/NAME` where that is one of the trainer's own."""
+    return f"logged/{name}" if name in OWN or name.startswith(OWN_BEGINNINGS) else name
+
+
+class Progress(Protocol):
+    """What shows how far a run is: a stage of `unmask.console.Progress`, or a part of one."""
+
+    def update(self, fraction: float, **metrics: float) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunLog:
+    """The metrics of a run, one JSON object a line.
+
+    Attributes:
+        folder: where `training_logs.json` lies.
+        first_step: steps of the run that came before, where this is a part of it (a stage of a conversion).
+        stage: the number of the stage, in every line of a conversion.
+    """
+
+    folder: Path
+    first_step: int = 0
+    stage: int | None = None
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one line; `step` counts within this part."""
+        stage = {} if self.stage is None else {"stage": self.stage}
+        MetricsLog(self.folder / LOG_NAME).write({"step": self.first_step + step, **stage, **metrics})
+
+    def read(self) -> list[dict[str, Any]]:
+        """The lines of this part as it wrote them, with its own steps."""
+        mine = [line for line in self._lines() if line.pop("stage", None) == self.stage]
+        return [line | {"step": line["step"] - self.first_step} for line in mine]
+
+    def rewind(self, step: int) -> None:
+        """Drop what was logged after this step (0: all of this part), which will be logged again."""
+        lines = self._lines()
+        kept = list(takewhile(lambda line: not self._later(line, step), lines))
+        if len(kept) < len(lines):
+            write_atomic(self.folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in kept))
+
+    def _later(self, line: Mapping[str, Any], step: int) -> bool:
+        """Whether it was written after a step's checkpoint; the summary of a part comes after its last."""
+        stage, own = line.get("stage", 0), self.stage or 0
+        return stage > own or (stage == own and (step == 0 or line["step"] > self.first_step + step or "train_loss" in line))
+
+    def _lines(self) -> list[dict[str, Any]]:
+        path = self.folder / LOG_NAME
+        return MetricsLog(path).read() if path.exists() else []
+
+
+class RunCallback(TrainerCallback):
+    """Keeps the log of the run and the progress display, and ends the steps of the phases.
+
+    Attributes:
+        memory_gb: the peak memory that the display shows with the next metrics.
+    """
+
+    memory_gb = 0.0
+
+    def __init__(self, progress: Progress | None, log: RunLog, phases: Phases):
+        self.progress, self.log, self.phases = progress, log, phases
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if state.is_world_process_zero and logs:
+            self.log.write(state.global_step, logs)
+        if self.progress is not None and logs:
+            shown = {name: logs[name] for name in SHOWN if math.isfinite(logs.get(name, math.nan))}
+            self.progress.update(state.global_step / max(state.max_steps, 1), **shown | {"memory_gb": self.memory_gb})
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.phases.end_step()
+        if self.progress is not None:
+            self.progress.update(state.global_step / max(state.max_steps, 1))
+
+
+class Throughput:
+    """Tokens and samples a second since they were last asked for, pauses for evaluation and checkpoints included.
+
+    Attributes:
+        samples: that this process has seen since then.
+    """
+
+    def __init__(self) -> None:
+        self.samples = 0
+        self._tokens: int | None = None
+        self._since = time.perf_counter()
+
+    def take(self, tokens: int, before: int) -> dict[str, float]:
+        """The rates of all processes, which must ask at the same time.
+
+        Args:
+            tokens: that all processes have seen.
+            before: of these, the tokens of earlier sessions of the run.
+        """
+        now, new = time.perf_counter(), tokens - (before if self._tokens is None else self._tokens)
+        seconds, samples = now - self._since, sum(gather_object([self.samples]))
+        self._since, self._tokens, self.samples = now, tokens, 0
+        return {"tokens_per_second": new / seconds, "samples_per_second": samples / seconds}
+
+
+def check_finite(name: str, value: Any, step: int) -> None:
+    """Raise TrainingError where a number (a tensor's or Python's) is not finite."""
+    if not math.isfinite(number := float(value.detach() if isinstance(value, Tensor) else value)):
+        remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
+        raise TrainingError(f"the {name} is {number}", where=f"step {step}", remedy=remedy)
+
+
+Sums = dict[str, list[float]]
+"""By name, the sum of what was measured and how much that was."""
+
+
+class Means:
+    """What this process measured since each name was last taken.
+
+    Attributes:
+        prefix: what the names begin with: that of an evaluation, or nothing in training.
+        evaluating: whether it is of an evaluation.
+    """
+
+    def __init__(self, prefix: str = "") -> None:
+        self.prefix, self.evaluating = prefix, bool(prefix)
+        self._sums: Sums = defaultdict(lambda: [0.0, 0.0])
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Add a sum over `count` things that were measured."""
+        sums = self._sums[self.prefix + name]
+        sums[0] += total
+        sums[1] += count
+
+    def take(self, is_due: Callable[[str], bool]) -> dict[str, float]:
+        """The means of all processes of the names that are due, which begin anew. All processes must ask at the same time."""
+        mine = {name: self._sums.pop(name) for name in [*self._sums] if is_due(name)}
+        return {name: total / count for name, (total, count) in _everywhere(mine).items() if count > 0}
+
+    def state(self) -> Sums:
+        """This process's sums, to be given to `load`."""
+        return {name: [*parts] for name, parts in self._sums.items()}
+
+    def state_everywhere(self) -> Sums:
+        """The sums of all processes, to be given to `load` on one of them. All processes must ask at the same time."""
+        return _everywhere(self._sums)
+
+    def load(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Go on from these sums in place of one's own."""
+        self._sums.clear()
+        self._sums.update({name: [*parts] for name, parts in state.items()})
+
+
+def write_sums(checkpoint: Path, sums: Sums, *, write: bool) -> None:
+    """Keep in a checkpoint what all processes measured since the last log line; the process that has to `write` does."""
+    if write:
+        write_atomic(checkpoint / SUMS_NAME, json.dumps(sums))
+
+
+def read_sums(checkpoint: Path) -> Sums:
+    """What `write_sums` kept; nothing where an older version of Unmask wrote the checkpoint."""
+    path = checkpoint / SUMS_NAME
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _everywhere(sums: Sums) -> Sums:
+    """Sums of all processes, which may have different names."""
+    ranks = gather_object([dict(sums)])
+    names = dict.fromkeys(name for each in ranks for name in each)
+    return {name: [sum(part) for part in zip(*(each[name] for each in ranks if name in each), strict=True)] for name in names}
