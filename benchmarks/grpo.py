@@ -188,7 +188,7 @@ def compare_memory() -> None:
 
 def most_scored(trainer: GRPOTrainer, update: Update) -> int:
     """Tokens that are scored in the largest pass of an update."""
-    return max(int(update.views.scored_BVT[piece].sum()) for piece in trainer.passes_of(update))
+    return max(int(update.views.scored_BVT[piece].sum()) for piece in trainer.per_view.passes_of(update))
 
 
 def compare_views() -> None:

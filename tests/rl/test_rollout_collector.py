@@ -138,7 +138,7 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
             each.backend.close()
     assert uncorrected.rollout.sampled_BT is None
     with torch.no_grad():
-        log_prob_BVT = trainer.score_views(trainer.lm, update)
+        log_prob_BVT = trainer.per_view.score(trainer.lm, update)
     scores = trainer.scores_of(update, log_prob_BVT)
     where_BT = update.rollout.completion_BT
     expected = (log_prob_BVT[:, 0][where_BT] - torch.tensor([-0.5, -0.25, -1.0]).repeat(4)).exp().clamp_max(2.0)

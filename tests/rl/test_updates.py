@@ -22,7 +22,7 @@ RATIOS = [name for name, method in METHODS.items() if method.loss not in (policy
 def watched(trainer: GRPOTrainer) -> list[tuple[float, float]]:
     """The largest deviation of a ratio from 1 and the largest divergence, of every loss that the trainer finds."""
     calls: list[tuple[float, float]] = []
-    method_loss, trainer.separable = trainer.method.loss, False  # every loss is then seen whole, once
+    method_loss, trainer.per_view.separable = trainer.method.loss, False  # every loss is then seen whole, once
 
     def loss(scores: Any, config: Any) -> Any:
         made = method_loss(scores, config)

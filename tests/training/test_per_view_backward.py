@@ -19,7 +19,6 @@ from unmask.errors import TrainingError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS
 from unmask.rl.trainer import GRPOTrainer, Update
-from unmask.training.per_view_backward import ViewwiseTrainer
 
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {"samples": 3} if name == "bgpo" else {}) for name in METHODS]
 CASES += [("cj-grpo", {"ratio": "sequence"}), ("diffu-grpo", {"kl": "k1"})]
@@ -58,7 +57,7 @@ def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:
 def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss in one piece, and its gradients."""
     trainer.args.score_chunk = ALL_AT_ONCE
-    loss = trainer.loss_on(update, trainer.score_views(trainer.lm, update)) / items
+    loss = trainer.loss_on(update, trainer.per_view.score(trainer.lm, update)) / items
     loss.backward()
     return loss.detach(), gradients(trainer)
 
@@ -86,7 +85,7 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
             assert max(learning) <= (chunk or 4)
             if chunk == 1 and attention != BLOCKS:
                 assert len(learning) == scored
-                assert bool(looking) == (not trainer.separable)
+                assert bool(looking) == (not trainer.per_view.separable)
         moved(trainer.lm, 0.02)  # the next update is of other weights
 
 
@@ -110,7 +109,7 @@ def test_the_first_update_on_a_rollout_needs_no_scores_of_the_policy_that_sample
     trainer = trainer_of(tmp_path, name, num_iterations=2)
     [[first, second]] = experience(trainer, 4)
     assert first.old_BVT is None and second.old_BVT is not None
-    scored = replace(first, old_BVT=trainer.score_views(trainer.lm, first).detach())
+    scored = replace(first, old_BVT=trainer.per_view.score(trainer.lm, first).detach())
     made = []
     for update in (first, scored):
         trainer.training_step(trainer.model, update, trainer.count_items(update))
@@ -140,9 +139,8 @@ def test_completions_that_teach_nothing_leave_no_gradient(tmp_path):
 def test_the_scores_of_pieces_are_those_of_the_whole(tmp_path):
     trainer = trainer_of(tmp_path, "coupled-grpo")
     [[update]] = experience(trainer, 4)
-    assert isinstance(trainer, ViewwiseTrainer)
     with torch.no_grad():
         trainer.args.score_chunk = 1
-        whole_BVT = trainer.score_views(trainer.lm, update)
-        for piece in trainer.passes_of(update):
-            assert torch.equal(trainer.score_views(trainer.lm, update, piece), whole_BVT[piece])  # bit for bit
+        whole_BVT = trainer.per_view.score(trainer.lm, update)
+        for piece in trainer.per_view.passes_of(update):
+            assert torch.equal(trainer.per_view.score(trainer.lm, update, piece), whole_BVT[piece])  # bit for bit

@@ -88,7 +88,7 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
 
 def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
     with evaluating(lm), trainer.accelerator.autocast():
-        return trainer.of_responses(batch, (views.weight_BVT * trainer.score_views(lm, batch | {"views": views})).sum(1))
+        return trainer.of_responses(batch, (views.weight_BVT * trainer.per_view.score(lm, batch | {"views": views})).sum(1))
 
 
 def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:

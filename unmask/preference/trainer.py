@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unmask.config.run import SamplerConfig
 from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Collator, Row
+from unmask.data.rows import Collator, Row, documents_apart
 from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
@@ -48,9 +48,9 @@ from unmask.preference.win_rate import Judge, check_prompts, find_judge, wins
 from unmask.training.config import StageConfig, canvas, steps_per_epoch, total_steps
 from unmask.training.distributed import failing_together
 from unmask.training.pair_config import room
-from unmask.training.per_view_backward import Piece, ViewwiseTrainer
+from unmask.training.per_view_backward import PerViewBackward, Piece
 from unmask.training.reference_model import Reference, make_reference
-from unmask.training.trainer import Batch
+from unmask.training.trainer import Batch, DiffusionTrainer
 
 MEASURED_PAIRS, REDRAWS = 32, 8
 """Pairs, and plans of each, over which the variance of the margin is taken."""
@@ -58,7 +58,7 @@ FIRST_REDRAW = 1 << 30
 """Their numbers begin here; those below are of the epochs."""
 
 
-class DPOTrainer(ViewwiseTrainer):
+class DPOTrainer(DiffusionTrainer):
     """Trains on `prompt`, `chosen`, `rejected` (standard or conversational; the prompt may be implicit), with `loss_type: kto` also on
     `prompt`, `completion`, `label`.
 
@@ -106,6 +106,7 @@ class DPOTrainer(ViewwiseTrainer):
             self.sampler = self.sampler.model_copy(update={"max_new_tokens": length})
         if self.judge is not None:
             check_prompts(self.lm, self.eval_dataset, self.sampler)
+        self.per_view = PerViewBackward(self)
         self.exact = args.exact(self.lm)
         self.reference = self._make_reference() if args.needs_reference and args.reference != "stored" else None
         self.stored: dict[str, ScoreTable] = {}
@@ -153,6 +154,9 @@ class DPOTrainer(ViewwiseTrainer):
             batch["views"] = self.plan(batch, self.draw(batch))
         return batch["views"]
 
+    def tokens_of(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        return batch["input_ids"], documents_apart(batch)
+
     def of_responses(self, batch: Batch, value_BT: Tensor) -> Tensor:
         """What the tokens of every response [N] come to."""
         return torch.cat([(value_BT * (batch["documents"] == number)).sum(1) for number in range(1, self.responses + 1)])
@@ -172,9 +176,16 @@ class DPOTrainer(ViewwiseTrainer):
     def score_responses(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         """The bounds [N] that a model gives to the responses of a batch, on its views."""
         with evaluating(lm), self.accelerator.autocast(), self.phases("scoring"):
-            return self.bounds(batch, self.score_views(lm, batch))
+            return self.bounds(batch, self.per_view.score(lm, batch))
 
     # The loss.
+
+    def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
+        return self.loss_on(batch, self.per_view.score(lm, batch))
+
+    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = self.per_view.step(model, inputs, num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch) if loss is None else self.record_loss(loss)
 
     def loss_on(self, batch: Batch, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
         bound_N = self.bounds(batch, log_prob_BVT)

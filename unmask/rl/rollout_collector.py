@@ -37,11 +37,11 @@ from unmask.rl.rollouts import PromptRow, PromptRows, cut_at_end
 from unmask.sandbox.outcome import Status
 from unmask.training.config import row_length
 from unmask.training.distributed import failing_together
-from unmask.training.per_view_backward import ViewwiseTrainer
 from unmask.training.run_log import metric_of_function
+from unmask.training.trainer import DiffusionTrainer
 
 
-class CollectingTrainer(ViewwiseTrainer):
+class CollectingTrainer(DiffusionTrainer):
     """A trainer that makes its own training data: completions of prompts, judged by reward functions.
 
     What research varies is a method of its own here: `sample` (partial rollouts, inpainted hints), `judge` (what completions earn),

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
@@ -33,7 +33,7 @@ from unmask.rl.reward_functions import RewardFunction
 from unmask.rl.rollout_collector import CollectingTrainer, completion_key
 from unmask.rl.rollouts import GroupSampler, PromptRow, make_rollout
 from unmask.training.checkpoints import steps_done
-from unmask.training.per_view_backward import Piece
+from unmask.training.per_view_backward import PerViewBackward, Piece
 from unmask.training.reference_model import Reference, make_reference
 
 BUFFER_FILE = "rollouts-{rank}.pt"
@@ -97,14 +97,21 @@ class GRPOTrainer(CollectingTrainer):
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
         self.args = args = args.settled(self.lm.attention)
-        self.temperature = args.scored_at
         assert args.aggregation is not None  # the config has filled it in
         self.aggregation = args.aggregation
-        self.separable = self.method.separable and args.ratio == "token"
+        separable = self.method.separable and args.ratio == "token"
+        self.per_view = PerViewBackward(self, separable=separable, temperature=args.scored_at)
         self.reference = self._make_reference() if args.needs_reference else None
         self.buffer: list[list[Update]] = []
 
     # The loss.
+
+    def micro_loss(self, lm: DiffusionLM, batch: Any) -> Tensor:
+        return self.loss_on(batch, self.per_view.score(lm, batch))
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        loss = self.per_view.step(model, inputs, num_items_in_batch)
+        return super().training_step(model, inputs, num_items_in_batch) if loss is None else self.record_loss(loss)
 
     def views_of(self, batch: Update) -> Views:
         return batch.views
@@ -299,10 +306,10 @@ class GRPOTrainer(CollectingTrainer):
                 else:
                     update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
                 if iteration > 0 and update.old_BVT is None:
-                    update.old_BVT = self.score_views(self.lm, update)
+                    update.old_BVT = self.per_view.score(self.lm, update)
                 if self.reference is not None and update.reference_BVT is None:
                     with self.reference.scoring() as lm:
-                        update.reference_BVT = self.score_views(lm, update)
+                        update.reference_BVT = self.per_view.score(lm, update)
                 updates.append(update)
         return updates
 
