@@ -43,7 +43,7 @@ def test_a_run_on_a_server_is_the_run_in_process(adapters, tmp_path):
     with served(copied(tiny("block_causal", 2), tmp_path / "model")) as url:
         there = make("grpo", tmp_path / "there", tiny("block_causal", 2), rollout={"backend": "server", "url": url}, **RUN, **peft)
         there.train()
-        there.backend.close()
+        there.collector.backend.close()
     if adapters:  # the server's are merged, which rounds
         torch.testing.assert_close(weights(there.lm), weights(here.lm), rtol=0, atol=1e-5)
     else:
@@ -63,7 +63,7 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
     straight.train()
     with served(copied(tiny(), tmp_path / "model")) as url:
         trainer = run(url)
-        generate, calls = trainer.backend.generate, []
+        generate, calls = trainer.collector.backend.generate, []
 
         def dying(*arguments: Any) -> Any:
             calls.append(1)
@@ -71,14 +71,14 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
                 raise RemoteError("the server has taken no requests for 0.5 seconds", where=url, remedy="Start it")
             return generate(*arguments)
 
-        trainer.backend.generate = dying  # type: ignore[method-assign]
+        trainer.collector.backend.generate = dying  # type: ignore[method-assign]
         with pytest.raises(RemoteError, match="taken no requests"):
             trainer.train()
         assert (tmp_path / "run" / "checkpoint-2").is_dir()
         resumed = run(url)
         resumed.train(resume_from_checkpoint=True)
         for each in (trainer, resumed):
-            each.backend.close()
+            each.collector.backend.close()
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
@@ -121,7 +121,7 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
         error = r"step-1: the weights cannot be written \(.*No space left on device\)\. Make room there, or set rollout\.folder"
         with pytest.raises(RemoteError, match=error):
             trainer.train()
-        trainer.backend.close()
+        trainer.collector.backend.close()
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
@@ -135,7 +135,7 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
         rows = [[trainer.train_dataset[index] for index in range(4)]]
         [[update]], [[uncorrected]] = trainer.experience(rows), plain.experience(rows)
         for each in (trainer, plain):
-            each.backend.close()
+            each.collector.backend.close()
     assert uncorrected.rollout.sampled_BT is None
     with torch.no_grad():
         log_prob_BVT = trainer.per_view.score(trainer.lm, update)
@@ -154,7 +154,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
         trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
         with pytest.raises(GenerationError, match=r"does not tell how likely.*--logprobs-mode processed_logprobs"):
             trainer.train()
-        trainer.backend.close()
+        trainer.collector.backend.close()
 
 
 @pytest.mark.parametrize(
@@ -289,7 +289,7 @@ def test_an_evaluation_is_of_the_weights_as_they_are(tmp_path):
         sent = [vllm.paths().count("/collective_rpc")]
         trainer.evaluate()
         sent.append(vllm.paths().count("/collective_rpc"))
-        trainer.backend.close()
+        trainer.collector.backend.close()
     assert sent == [1, 2] and vllm.version.endswith("step-2")
 
 
@@ -354,10 +354,10 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
         trainer = make("grpo", tmp_path, difficulty_reward=name, **shape)
         rows = [trainer.train_dataset[index] for index in range(12)]
         judged = Judged(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
-        _, kept_B = trainer.advantages(judged)
+        _, kept_B = trainer.collector.advantages(judged)
         assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
     twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
-    _, kept_B = twice.advantages(judged)
+    _, kept_B = twice.collector.advantages(judged)
     assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
     with pytest.raises(ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"):
         make("grpo", tmp_path, difficulty_reward="solve", **shape)
@@ -392,7 +392,7 @@ def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
         trainer = GRPOTrainer(unmask.load(tmp_path / "model"), share_of_a, args, prompts, **peft)
         before = weights(trainer.lm)
         trainer.train()
-        trainer.backend.close()
+        trainer.collector.backend.close()
     gaps = [line["server_gap"] for line in trainer.state.log_history if "server_gap" in line]
     assert not equal(weights(trainer.lm), before)
     assert len(gaps) == 6 and max(gaps) < 1e-3, gaps

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +19,12 @@ from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
 from unmask.rl.config import GRPOConfig
+from unmask.rl.methods import Rollout
 from unmask.rl.methods.spg import lower_bound, upper_bound
 from unmask.rl.prompt_sampler import Judged
 from unmask.rl.rollouts import GroupSampler, make_rollout
 from unmask.rl.trainer import GRPOTrainer
+from unmask.rl.update_buffer import Update, load_updates, save_updates
 from unmask.tasks import get_task
 
 METHODS = ["diffu-grpo", "cj-grpo"]
@@ -471,7 +475,7 @@ def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_pa
     trainer = run(tmp_path, reward, rows=rows, dynamic_sampling=4, drop_equal_groups=True, max_steps=3, learning_rate=0.0)
     for line in trainer.state.log_history[:3]:
         assert line["groups_kept"] == 1.0
-    used = {prompt for prompt, (_, mean) in trainer.history.seen.items() if mean > 0}
+    used = {prompt for prompt, (_, mean) in trainer.collector.history.seen.items() if mean > 0}
     assert used == {5, 6, 7}
     plain = run(tmp_path, reward, rows=rows, drop_equal_groups=True, max_steps=3, learning_rate=0.0)
     assert min(line["groups_kept"] for line in plain.state.log_history[:3]) < 1
@@ -485,7 +489,7 @@ def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
 
     rows = [{"prompt": letter * 2} for letter in "abcdefgh"]
     trainer = run(tmp_path, reward, rows=rows, curriculum=1.0, max_steps=60, learning_rate=0.0, num_train_epochs=30)
-    counts = [trainer.history.seen[prompt][0] for prompt in range(8)]
+    counts = [trainer.collector.history.seen[prompt][0] for prompt in range(8)]
     assert sum(counts[6:]) > 2 * sum(counts[:2]) > 0
 
 
@@ -604,4 +608,18 @@ def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path)
         resumed = make("grpo", tmp_path / str(stop), reward=failing, **shape)
         resumed.train(resume_from_checkpoint=True)
         assert equal(weights(resumed.lm), weights(straight.lm)), stop
-        assert equal(weights(resumed.reference.lm), weights(straight.reference.lm)) and resumed.history.seen == straight.history.seen
+        assert equal(weights(resumed.reference.lm), weights(straight.reference.lm))
+        assert resumed.collector.history.seen == straight.collector.history.seen
+
+
+def test_updates_that_an_earlier_version_stored_are_read(tmp_path, monkeypatch):
+    """Its checkpoints hold the classes by the names of the modules that these were in."""
+    trainer = make("grpo", tmp_path, num_iterations=2, reward=ranks)
+    updates = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
+    for kind, module in ((Update, "unmask.training.grpo"), (Rollout, "unmask.methods.base")):
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
+        monkeypatch.setattr(kind, "__module__", module)
+    save_updates(tmp_path, updates, trainer.args)
+    monkeypatch.undo()
+    [[first, _]] = load_updates(tmp_path, trainer.args, trainer.lm.device)
+    assert torch.equal(first.rollout.ids_BT, updates[0][0].rollout.ids_BT) and torch.equal(first.advantage_BT, updates[0][0].advantage_BT)

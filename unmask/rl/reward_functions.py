@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 
 from unmask.data.chat import is_conversational
-from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.errors import ConfigError, DataError, TrainingError, did_you_mean
 from unmask.rewards.calls import EVENT_LOOP, Arguments, LateError, answers, check_signature, in_thread, limited, part, shown
 from unmask.rewards.http import HttpJudge
 from unmask.rewards.logged import Log
 from unmask.rewards.verdict import Verdict
 from unmask.rewards.workers import Worker, WorkerError, load_function, told
+from unmask.rl.config import GRPOConfig
 from unmask.rl.reward_model import RewardModel
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward, get_rewards
@@ -360,3 +361,15 @@ class Rewards:
                 self._told.add((name, failure.kind))
                 what = " ".join(failure.what.split())
                 logger.warning("%s: %.400s. What it fails on is unscored; more of this kind is counted only", where, what)
+
+
+def rewards_of(reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig) -> Rewards:
+    """The reward functions of a run.
+
+    Raises:
+        ConfigError: `difficulty_reward` is none of them.
+    """
+    rewards = Rewards(reward_funcs, args.reward_weights, args.reward_workers, seconds=args.reward_timeout, errors=args.reward_errors)
+    if (name := args.difficulty_reward) is not None and name not in rewards.names:
+        raise ConfigError(f"no reward function {name!r}", where="difficulty_reward", remedy=did_you_mean(name, rewards.names))
+    return rewards

@@ -6,83 +6,73 @@ Shapes: B completions, F reward functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import torch
+from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from unmask.data.chat import encode_prompt
-from unmask.data.rows import column, naming
 from unmask.diffusion.rng import sequence_key
-from unmask.errors import ConfigError, DataError, TrainingError, did_you_mean
+from unmask.errors import ConfigError
 from unmask.generation.output import Generation
 from unmask.generation.remote.backends import make_backend
-from unmask.generation.remote.http import RemoteError
 from unmask.models.adapters import has_adapters, merged
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 from unmask.rl.completion_log import Samples
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import advantages, kept_groups, overlong_penalty
-from unmask.rl.methods import Rollout
 from unmask.rl.prompt_sampler import Judged, PromptHistory
-from unmask.rl.reward_functions import RewardFunction, Rewards
-from unmask.rl.rollouts import PromptRow, PromptRows, cut_at_end
+from unmask.rl.reward_functions import Rewards
+from unmask.rl.rollouts import PromptRow, cut_at_end
 from unmask.sandbox.outcome import Status
-from unmask.training.config import row_length
 from unmask.training.distributed import failing_together
 from unmask.training.run_log import metric_of_function
-from unmask.training.trainer import DiffusionTrainer
+from unmask.training.step_timer import Phases
 
 
-class CollectingTrainer(DiffusionTrainer):
-    """A trainer that makes its own training data: completions of prompts, judged by reward functions.
-
-    What research varies is a method of its own here: `sample` (partial rollouts, inpainted hints), `judge` (what completions earn),
-    `shaped` (what is added to a reward), `token_advantages` (rewards of single steps or tokens).
-    """
+class Collecting(Protocol):
+    """The trainer that a collector collects for. `sample`, `judge` and `shaped` are there to be overridden."""
 
     args: GRPOConfig
+    lm: DiffusionLM
+    accelerator: Accelerator
+    phases: Phases
+    state: Any
+    train_dataset: Any
+    callback_handler: Any
 
-    def __init__(
-        self,
-        model: DiffusionLM | PreTrainedModel | str | Path,
-        reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str,
-        args: GRPOConfig,
-        train_dataset: Sequence[Mapping[str, Any]] | None,
-        eval_dataset: Sequence[Mapping[str, Any]] | None,
-        **rest: Any,
-    ):
-        self.rewards = Rewards(
-            reward_funcs, args.reward_weights, args.reward_workers, seconds=args.reward_timeout, errors=args.reward_errors
-        )
-        if (name := args.difficulty_reward) is not None and name not in self.rewards.names:
-            raise ConfigError(f"no reward function {name!r}", where="difficulty_reward", remedy=did_you_mean(name, self.rewards.names))
-        self.prompts_per_step = prompts_per_step(args, train_dataset)
-        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
-        if self.shares_weights and args.rollouts.backend != "local":
-            remedy = "Use local, or train without FSDP and ZeRO 3"
-            raise ConfigError("weights that are shared out cannot be sent to a server", where="rollout.backend", remedy=remedy)
-        self.history = PromptHistory(0 if train_dataset is None else len(train_dataset), args.curriculum)
-        self.backend = make_backend(args.rollouts, self.lm, str(args.output_dir))
-        self.samples = Samples(Path(str(args.output_dir)), every=args.log_completions_steps, rows=args.log_completions_rows)
+    def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None: ...
+    def lockstep(self) -> AbstractContextManager[None]: ...
+    def is_world_process_zero(self) -> bool: ...
+    def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation: ...
+    def judge(self, rows: list[PromptRow], step: int) -> Judged: ...
+    def shaped(self, total_B: Tensor, generation: Generation) -> Tensor: ...
 
-    @classmethod
-    def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Any:
-        for index, prompt in enumerate(column(dataset, "prompt", where)):
-            with naming(f"{where}, row {index}"):
-                tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
-            if tokens > (limit := row_length(lm, args)):
-                bound, more = ("the model's context", "") if limit == lm.context_length else ("max_length", ", raise max_length")
-                what = f"{tokens} tokens with the completion, but {bound} is {limit}"
-                raise DataError(what, where=f"{where}, row {index}", remedy=f"Lower max_completion_length{more} or drop the row")
-        return PromptRows(dataset, args.num_generations)
+
+class RolloutCollector:
+    """From prompts to judged completions, for a trainer.
+
+    Attributes:
+        rewards: the reward functions.
+        history: what prompts have given.
+        backend: what samples: the model itself, or a server.
+        log: samples of completions.
+    """
+
+    def __init__(self, trainer: Collecting, rewards: Rewards):
+        self.trainer, self.rewards = trainer, rewards
+        self.lm, self.args = trainer.lm, trainer.args
+        args = self.args
+        self.history = PromptHistory(len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum)
+        self.backend = make_backend(args.rollouts, trainer.lm, str(args.output_dir))
+        self.log = Samples(Path(str(args.output_dir)), every=args.log_completions_steps, rows=args.log_completions_rows)
+        self._reused, self._read = 0.0, 0
 
     def collect(self, rows: list[PromptRow], step: int) -> Judged:
         """Completions of the rows' prompts (of a curriculum, of its own), rewarded; where a group teaches nothing those of another
@@ -92,32 +82,34 @@ class CollectingTrainer(DiffusionTrainer):
         if self.args.curriculum is not None:
             rows = self._other_rows(len(rows) // group, step, used)
         used += [row.sample_id for row in rows]
-        judged = self.judge(rows, step)
+        judged = self.trainer.judge(rows, step)
         for number in range(self.args.dynamic_sampling):
             _, kept_B = self.advantages(judged)
             dull = [at for at in range(0, len(rows), group) if not kept_B[at]]
             others = self._other_rows(len(dull), step + (number + 1) * 2**20, used)
-            self.record("groups_replaced", len(others) / len(rows))
+            self.trainer.record("groups_replaced", len(others) / len(rows))
             if not any(gather_object([len(others)])):
                 break
-            judged = judged.replaced([at + repeat for at in dull for repeat in range(group)][: len(others)], self.judge(others, step))
+            judged = judged.replaced(
+                [at + repeat for at in dull for repeat in range(group)][: len(others)], self.trainer.judge(others, step)
+            )
         return judged
 
     def judge(self, rows: list[PromptRow], step: int) -> Judged:
         """Sample and reward. Every process does so at the same time, be it with no rows."""
         answered = self.answer(rows, temperature=self.args.temperature, step=step)
-        judged = replace(answered, total_B=self.shaped(answered.total_B, answered.generation))
+        judged = replace(answered, total_B=self.trainer.shaped(answered.total_B, answered.generation))
         for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), judged.total_B.tolist(), strict=True))):
             self.history.add(prompt, reward)  # the same on every process
         return judged
 
     def answer(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> Judged:
         """Completions, and what the reward functions give for them. Arguments as of `sample`."""
-        generation = self.sample(rows, temperature=temperature, step=step)
+        generation = self.trainer.sample(rows, temperature=temperature, step=step)
         reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
-        with failing_together("rollout"), self.phases("reward"):
+        with failing_together("rollout"), self.trainer.phases("reward"):
             if rows:
-                scored = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.state)
+                scored = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.trainer.state)
                 self._record_calls(len(rows))
                 reward_BF, total_B = scored.value_BF, self.rewards.total(scored)
         return Judged(rows, generation, reward_BF, total_B, self.rewards.extras if rows else {})
@@ -134,46 +126,25 @@ class CollectingTrainer(DiffusionTrainer):
         keys = [completion_key(row, step) for row in rows]
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
         generation = Generation([], [], [], [], [], [], trace=[])
-        with failing_together("rollout"), self.phases("generation"), self.lockstep():
+        with failing_together("rollout"), self.trainer.phases("generation"), self.trainer.lockstep():
             if rows:
                 generation = self.backend.generate([row.prompt for row in rows], config, keys)
-        self.phases.count(generated=sum(map(len, generation.tokens)))
+        self.trainer.phases.count(generated=sum(map(len, generation.tokens)))
         if generation.prompt_reuse is not None:
-            self.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
+            self.trainer.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
             if step is not None:
                 self._reused += generation.prompt_reuse * len(rows)
                 self._read += len(rows)
         return cut_at_end(self.lm, generation)
-
-    def get_performance_stats(self) -> dict[str, Any]:
-        """Time, memory and tokens per second by phase (`Phases.performance_stats`); and `prompt_reuse`, the mean share of the prompts of
-        this process's rollouts that was read once for a whole group (`Generation.prompt_reuse`), None where that is not known."""
-        return super().get_performance_stats() | {"prompt_reuse": self._reused / self._read if self._read else None}
-
-    @contextmanager
-    def saved_if_it_fails(self) -> Iterator[None]:
-        """Where a server stays away or a reward function is wrong, leave a checkpoint from which the run goes on when that is mended."""
-        seen, sums = dict(self.history.seen), self.means.state()
-        try:
-            yield
-        except (RemoteError, TrainingError):
-            self.history.seen = seen  # what was half done is done again
-            self.means.load(sums)
-            step = self.state.global_step
-            there = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
-            if self.is_in_train and step and not any(gather_object([there])):  # asked before any process makes it
-                self._save_checkpoint(self.model, None)
-                self.accelerator.wait_for_everyone()  # the first process to leave ends the others, and with them what they write
-            raise
 
     def sync_weights(self, step: int | None) -> None:
         """Give a server the weights as they are, where they are due before this rollout (None: an evaluation, before which they always
         are). No process goes on before it has them."""
         if not self.backend.due(step):
             return
-        with self.phases("sync"), failing_together("rollout"):
+        with self.trainer.phases("sync"), failing_together("rollout"):
             whole = self.args.rollouts.sync != "lora" and has_adapters(self.lm)
-            self.backend.sync(merged(self.lm) if whole else self.lm, self.state.global_step)
+            self.backend.sync(merged(self.lm) if whole else self.lm, self.trainer.state.global_step)
 
     def truncated(self, generation: Generation) -> Tensor:
         """Which completions [B] fill their canvas without an end token."""
@@ -189,13 +160,13 @@ class CollectingTrainer(DiffusionTrainer):
 
     def advantages(self, judged: Judged) -> tuple[Tensor, Tensor]:
         """Advantages [B] of this process's completions, and which of them are of groups that teach. Groups may lie on several processes."""
-        count, device = len(judged.rows), self.accelerator.device
+        count, accelerator = len(judged.rows), self.trainer.accelerator
         asked_B = judged.total_B
         if (name := self.args.difficulty_reward) is not None:
             asked_B = torch.where(asked_B.isnan(), torch.nan, judged.reward_BF[:, self.rewards.names.index(name)])
-        here = slice(self.accelerator.process_index * count, (self.accelerator.process_index + 1) * count)
+        here = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
         parts = (judged.total_B, asked_B, judged.group_B)
-        reward_B, asked_B, group_B = (self.accelerator.gather(part.to(device)).cpu() for part in parts)
+        reward_B, asked_B, group_B = (accelerator.gather(part.to(accelerator.device)).cpu() for part in parts)
         advantage_B = advantages(reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature)
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
         kept_B = kept_groups(asked_B, group_B, low, high, spread=False)
@@ -203,57 +174,36 @@ class CollectingTrainer(DiffusionTrainer):
             kept_B &= kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True)
         return advantage_B[here], kept_B[here]
 
-    def token_advantages(self, judged: Judged, rollout: Rollout, advantage_B: Tensor) -> Tensor:
-        """The advantages of the tokens of a micro-batch: [B, T], or [B, 1] where all of a completion have the same.
-
-        To learn from rewards of single steps (MDPO, He et al. 2025), look them up by `rollout.steps_BT`, the step that revealed a token.
-
-        Args:
-            judged: the completions and what they earned.
-            rollout: the same completions as they are scored.
-            advantage_B: of each completion, against its group.
-        """
-        return advantage_B[:, None]
-
     def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[PromptRow]:
         """The groups of so many prompts that are not used yet, on no process; these are then used."""
         wanted = gather_object([prompts])
         used[:] = sorted(set(gather_object(used)))
         chosen = self.history.choose(sum(wanted), self.args.seed, step, exclude=used)
         used += chosen
-        first = sum(wanted[: self.accelerator.process_index])
+        first = sum(wanted[: self.trainer.accelerator.process_index])
         group = self.args.num_generations
-        return [self.train_dataset[prompt * group + repeat] for prompt in chosen[first : first + prompts] for repeat in range(group)]
+        return [
+            self.trainer.train_dataset[prompt * group + repeat] for prompt in chosen[first : first + prompts] for repeat in range(group)
+        ]
 
-    def evaluate(
-        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt: `eval_reward`, of each function `eval_rewards/NAME`. Both are of what was
-        scored, NaN where nothing was; `eval_unscored` is the share that was not. Every process answers its share of the prompts.
-
-        Raises:
-            ConfigError: neither this nor the trainer has an `eval_dataset`.
-        """
-        prompts = self.held_out_rows(eval_dataset)
-        with self.saved_if_it_fails(), self.measuring(metric_key_prefix):
-            return self._mean_rewards(prompts, metric_key_prefix)
-
-    def _mean_rewards(self, prompts: Any, prefix: str) -> dict[str, float]:
-        """What `evaluate` tells, logged."""
-        mine = range(self.accelerator.process_index, len(prompts) // self.args.num_generations, self.accelerator.num_processes)
+    def mean_rewards(self, prompts: Any) -> dict[str, float]:
+        """The mean reward of greedy completions, one per prompt, by metric. Every process answers its share of the prompts."""
+        trainer, group = self.trainer, self.args.num_generations
+        mine = range(trainer.accelerator.process_index, len(prompts) // group, trainer.accelerator.num_processes)
         with evaluating(self.lm):
             self.sync_weights(None)
-            rows = [prompts[index * self.args.num_generations] for index in mine]
-            judged = self.answer(rows, temperature=0.0, step=None)
+            judged = self.answer([prompts[index * group] for index in mine], temperature=0.0, step=None)
         everyone = gather_object(list(zip(mine, judged.total_B.tolist(), judged.reward_BF.tolist(), strict=True)))
         _, totals, values = zip(*sorted(everyone), strict=True)  # in one order, so that the means are the same on any number of processes
         total_B, reward_BF = torch.tensor(totals), torch.tensor(values)
         means = {"reward": total_B.nanmean(), "unscored": total_B.isnan().float().mean()}
         means |= {f"rewards/{name}": reward_B.nanmean() for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True)}
-        metrics = {f"{prefix}_{name}": float(mean) for name, mean in means.items()}
-        self.log(metrics)
-        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+        return {name: float(mean) for name, mean in means.items()}
+
+    @property
+    def prompt_reuse(self) -> float | None:
+        """The mean share of the prompts of this process's rollouts that was read once for a whole group; None where it is not known."""
+        return self._reused / self._read if self._read else None
 
     # What is told.
 
@@ -261,49 +211,35 @@ class CollectingTrainer(DiffusionTrainer):
         """What came of the last calls of the reward functions."""
         for name in self.rewards.names:
             for status in get_args(Status) if name in self.rewards.statuses else ():
-                self.record(f"rewards/{name}/{status}", self.rewards.statuses[name][status] / count, count)
+                self.trainer.record(f"rewards/{name}/{status}", self.rewards.statuses[name][status] / count, count)
             for kind, number in self.rewards.failures[name].items():
-                self.record(f"rewards/{name}/{kind}", number / count, count)
+                self.trainer.record(f"rewards/{name}/{kind}", number / count, count)
         for metric, values in self.rewards.logged.items():
             for value in values:
-                self.record(metric_of_function(metric), value)
+                self.trainer.record(metric_of_function(metric), value)
 
     def record_rollout(self, judged: Judged, advantage_B: Tensor) -> None:
         """Metrics of a rollout batch, and samples of it."""
         generation, total_B, count = judged.generation, judged.total_B, len(judged.rows)
         lengths, truncated_B = [len(tokens) for tokens in generation.tokens], self.truncated(generation)
-        self.record("unscored", total_B.isnan().float().mean(), count)
-        self.record("truncated", truncated_B.float().mean(), count)
-        self.record("completion_length", sum(lengths) / count, count)
+        self.trainer.record("unscored", total_B.isnan().float().mean(), count)
+        self.trainer.record("truncated", truncated_B.float().mean(), count)
+        self.trainer.record("completion_length", sum(lengths) / count, count)
         entropies = [e for trace, n in zip(generation.trace or [], lengths, strict=True) for e in trace.entropies[:n]]
         if entropies:
-            self.record("entropy", sum(entropies) / len(entropies), len(entropies))
+            self.trainer.record("entropy", sum(entropies) / len(entropies), len(entropies))
         named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, judged.reward_BF.unbind(1), strict=True)}
         for name, reward_B in {"reward": total_B, **named}.items():
             scored_B = reward_B[~reward_B.isnan()]
             if len(scored_B) > 0:
-                self.record(name, scored_B.mean(), len(scored_B))
+                self.trainer.record(name, scored_B.mean(), len(scored_B))
             if name == "reward" and len(scored_B) > 1:
-                self.record("reward_std", scored_B.std(), len(scored_B))
-        step = self.state.global_step + 1
-        if self.is_world_process_zero() and self.samples.due(step):
+                self.trainer.record("reward_std", scored_B.std(), len(scored_B))
+        step = self.trainer.state.global_step + 1
+        if self.trainer.is_world_process_zero() and self.log.due(step):
             texts = {**judged.extras, "prompt": [row.prompt for row in judged.rows], "completion": generation.texts}
             figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
-            self.samples.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.callback_handler.callbacks)
-
-    def rewind(self, step: int) -> None:
-        super().rewind(step)
-        self.samples.rewind(step)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        every = self.args.performance_log_interval
-        if every and "loss" in logs and self.state.global_step // every > self._performance_logged // every:
-            self._performance_logged = self.state.global_step
-            logs |= self.phases.take()
-        super().log(logs, start_time)
-
-    _performance_logged = 0
-    _reused, _read = 0.0, 0
+            self.log.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.trainer.callback_handler.callbacks)
 
 
 def completion_key(row: PromptRow, step: int | None) -> int:

@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from unmask.data.rows import pad_rows
+from unmask.data.chat import encode_prompt
+from unmask.data.rows import column, naming, pad_rows
 from unmask.diffusion.log_probs import noise_groups
-from unmask.errors import GenerationError
+from unmask.errors import DataError, GenerationError
 from unmask.generation.output import Generation, end_of, text_of
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import Rollout
+from unmask.training.config import row_length
 
 
 def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size: int | None = None, *, sampled: bool = False) -> Rollout:
@@ -109,6 +112,22 @@ class PromptRows(Dataset):
     def __getitem__(self, index: int) -> PromptRow:
         sample_id, repeat = divmod(index, self.group)
         return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat)
+
+
+def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
+    """Prompts that fit into a row with a completion.
+
+    Raises:
+        DataError: one does not, or is no prompt.
+    """
+    for index, prompt in enumerate(column(dataset, "prompt", where)):
+        with naming(f"{where}, row {index}"):
+            tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
+        if tokens > (limit := row_length(lm, args)):
+            bound, more = ("the model's context", "") if limit == lm.context_length else ("max_length", ", raise max_length")
+            what = f"{tokens} tokens with the completion, but {bound} is {limit}"
+            raise DataError(what, where=f"{where}, row {index}", remedy=f"Lower max_completion_length{more} or drop the row")
+    return PromptRows(dataset, args.num_generations)
 
 
 class GroupSampler(Sampler[int]):

@@ -5,22 +5,22 @@ Shapes: B completions, V views, T positions, F reward functions. A rollout batch
 
 from __future__ import annotations
 
-import pickle
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.errors import ConfigError, TrainingError
+from unmask.generation.output import Generation
+from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.rl.config import GRPOConfig
@@ -29,38 +29,17 @@ from unmask.rl.methods import Rollout, Scores, get_method
 from unmask.rl.methods.base import check_views, learnable, parts_of, plan_views
 from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.rl.prompt_sampler import Judged
-from unmask.rl.reward_functions import RewardFunction
-from unmask.rl.rollout_collector import CollectingTrainer, completion_key
-from unmask.rl.rollouts import GroupSampler, PromptRow, make_rollout
+from unmask.rl.reward_functions import RewardFunction, rewards_of
+from unmask.rl.rollout_collector import RolloutCollector, completion_key, prompts_per_step
+from unmask.rl.rollouts import GroupSampler, PromptRow, PromptRows, make_rollout, prompt_rows
+from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.training.checkpoints import steps_done
 from unmask.training.per_view_backward import PerViewBackward, Piece
 from unmask.training.reference_model import Reference, make_reference
-
-BUFFER_FILE = "rollouts-{rank}.pt"
-OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
-"""What cannot change amid the updates of a rollout, which is scored beforehand."""
+from unmask.training.trainer import DiffusionTrainer
 
 
-@dataclass
-class Update:
-    """A micro-batch of completions with the views and scores of one inner iteration.
-
-    Attributes:
-        advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
-        learnt_BT: the tokens that count.
-        old_BVT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
-        reference_BVT: those of the reference, if the policy is held to one.
-    """
-
-    rollout: Rollout
-    views: Views
-    advantage_BT: Tensor
-    learnt_BT: Tensor
-    old_BVT: Tensor | None
-    reference_BVT: Tensor | None
-
-
-class GRPOTrainer(CollectingTrainer):
+class GRPOTrainer(DiffusionTrainer):
     """Group-relative policy optimisation of any DiffusionLM.
 
     Args:
@@ -75,9 +54,11 @@ class GRPOTrainer(CollectingTrainer):
     Masks are planned once per rollout and inner iteration, and the same masks score the policy, the old policy and the
     reference. Dropout is off, so the first update has a ratio of exactly 1. Of several views one is gone through at a time.
 
-    To give single tokens or denoising steps advantages of their own, override `token_advantages`; `CollectingTrainer` names what else
-    can be overridden.
+    What research varies is a method of its own here, to be overridden: `sample` (partial rollouts, inpainted hints), `judge` (what
+    completions earn), `shaped` (what is added to a reward), `token_advantages` (rewards of single steps or tokens).
     """
+
+    args: GRPOConfig
 
     def __init__(
         self,
@@ -92,7 +73,12 @@ class GRPOTrainer(CollectingTrainer):
     ):
         args = args or GRPOConfig()
         self.method = get_method(args.method)
-        super().__init__(model, reward_funcs, args, train_dataset, eval_dataset, **rest)
+        rewards = rewards_of(reward_funcs, args)
+        self.prompts_per_step = prompts_per_step(args, train_dataset)
+        super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
+        if self.shares_weights and args.rollouts.backend != "local":
+            remedy = "Use local, or train without FSDP and ZeRO 3"
+            raise ConfigError("weights that are shared out cannot be sent to a server", where="rollout.backend", remedy=remedy)
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
@@ -102,7 +88,39 @@ class GRPOTrainer(CollectingTrainer):
         separable = self.method.separable and args.ratio == "token"
         self.per_view = PerViewBackward(self, separable=separable, temperature=args.scored_at)
         self.reference = self._make_reference() if args.needs_reference else None
+        self.collector = RolloutCollector(self, rewards)
         self.buffer: list[list[Update]] = []
+        self._performance_logged = 0
+
+    @classmethod
+    def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
+        return prompt_rows(lm, args, dataset, where)
+
+    # What may be overridden. Every process calls each at the same time, be it with no rows.
+
+    def judge(self, rows: list[PromptRow], step: int) -> Judged:
+        """Sample completions of the rows' prompts for this rollout, and reward them."""
+        return self.collector.judge(rows, step)
+
+    def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
+        """Completions of the rows' prompts; see `RolloutCollector.sample`."""
+        return self.collector.sample(rows, temperature=temperature, step=step)
+
+    def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
+        """The rewards [B], less for what is nearly too long (`overlong_buffer`)."""
+        return self.collector.shaped(total_B, generation)
+
+    def token_advantages(self, judged: Judged, rollout: Rollout, advantage_B: Tensor) -> Tensor:
+        """The advantages of the tokens of a micro-batch: [B, T], or [B, 1] where all of a completion have the same.
+
+        To learn from rewards of single steps (MDPO, He et al. 2025), look them up by `rollout.steps_BT`, the step that revealed a token.
+
+        Args:
+            judged: the completions and what they earned.
+            rollout: the same completions as they are scored.
+            advantage_B: of each completion, against its group.
+        """
+        return advantage_B[:, None]
 
     # The loss.
 
@@ -180,10 +198,9 @@ class GRPOTrainer(CollectingTrainer):
         folder = Path(str(output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         if self.state.global_step % self.args.num_iterations:
-            made = {name: getattr(self.args, name) for name in OF_A_ROLLOUT}
-            torch.save(made | {"updates": self.buffer}, folder / BUFFER_FILE.format(rank=self.args.process_index))
+            save_updates(folder, self.buffer, self.args)
         if self.args.should_save:
-            self.history.save(folder)
+            self.collector.history.save(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
                 self.reference.save(folder)
 
@@ -193,36 +210,61 @@ class GRPOTrainer(CollectingTrainer):
             return
         folder = Path(checkpoint)
         with reading_checkpoint(folder):
-            self.history.load(folder)
+            self.collector.history.load(folder)
             if self.args.reference_sync_steps is not None and self.reference is not None:
                 self.reference.load(folder)
             if (steps_done(folder) or 0) % self.args.num_iterations:
-                self._load_buffer(folder)
-
-    def _load_buffer(self, folder: Path) -> None:
-        """Read the completions that are still to be learnt from."""
-        if (folder / BUFFER_FILE.format(rank=self.args.world_size)).exists():
-            raise ValueError(f"it is of more than {self.args.world_size} processes")
-        path = folder / BUFFER_FILE.format(rank=self.args.process_index)
-        if not zipfile.is_zipfile(path):
-            raise OSError(f"{path.name} is missing or torn")
-        with torch.serialization.safe_globals([Update, Rollout, Views]):
-            made = torch.load(path, map_location=self.lm.device)
-        for name in OF_A_ROLLOUT:
-            if made.get(name, now := getattr(self.args, name)) != now:
-                raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
-        self.buffer = made["updates"]
-        wanted = [self.args.train_batch_size] * self.args.gradient_accumulation_steps
-        for iteration in range(self.args.num_iterations):
-            held = [len(updates[iteration].learnt_BT) for updates in self.buffer if iteration < len(updates)]
-            if held != wanted:
-                what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
-                raise ValueError(what)
+                self.buffer = load_updates(folder, self.args, self.lm.device)
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """As of `CollectingTrainer`; as `mask_cache` how often masks were reused, as `logged` the last line of the log with a reward."""
+        """Time, memory and tokens per second by phase (`Phases.performance_stats`); as `prompt_reuse` the mean share of prompts that was
+        read once for a whole group, as `mask_cache` how often masks were reused, as `logged` the last line of the log with a reward."""
         logged: dict[str, Any] = next((line for line in reversed(self.state.log_history) if "reward" in line), {})
-        return super().get_performance_stats() | {"mask_cache": self.get_cache_stats(), "logged": logged}
+        told = {"prompt_reuse": self.collector.prompt_reuse, "mask_cache": self.get_cache_stats(), "logged": logged}
+        return super().get_performance_stats() | told
+
+    def rewind(self, step: int) -> None:
+        super().rewind(step)
+        self.collector.log.rewind(step)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        every = self.args.performance_log_interval
+        if every and "loss" in logs and self.state.global_step // every > self._performance_logged // every:
+            self._performance_logged = self.state.global_step
+            logs |= self.phases.take()
+        super().log(logs, start_time)
+
+    def evaluate(
+        self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The mean reward of greedy completions, one per prompt: `eval_reward`, of each function `eval_rewards/NAME`. Both are of what was
+        scored, NaN where nothing was; `eval_unscored` is the share that was not. Every process answers its share of the prompts.
+
+        Raises:
+            ConfigError: neither this nor the trainer has an `eval_dataset`.
+        """
+        prompts = self.held_out_rows(eval_dataset)
+        with self.saved_if_it_fails(), self.measuring(metric_key_prefix):
+            metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in self.collector.mean_rewards(prompts).items()}
+            self.log(metrics)
+            self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    @contextmanager
+    def saved_if_it_fails(self) -> Iterator[None]:
+        """Where a server stays away or a reward function is wrong, leave a checkpoint from which the run goes on when that is mended."""
+        seen, sums = dict(self.collector.history.seen), self.means.state()
+        try:
+            yield
+        except (RemoteError, TrainingError):
+            self.collector.history.seen = seen  # what was half done is done again
+            self.means.load(sums)
+            step = self.state.global_step
+            there = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
+            if self.is_in_train and step and not any(gather_object([there])):  # asked before any process makes it
+                self._save_checkpoint(self.model, None)
+                self.accelerator.wait_for_everyone()  # the first process to leave ends the others, and with them what they write
+            raise
 
     # Rollouts.
 
@@ -242,16 +284,16 @@ class GRPOTrainer(CollectingTrainer):
     def experience(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
         """Sample, reward and score the completions of one optimizer step."""
         step = self.state.global_step // self.args.num_iterations
-        self.sync_weights(step)
-        judged = self.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        self.collector.sync_weights(step)
+        judged = self.collector.collect([row for micro_batch in micro_batches for row in micro_batch], step)
         self._move_reference()
         generation = judged.generation
-        advantage_B, kept_B = self.advantages(judged)
+        advantage_B, kept_B = self.collector.advantages(judged)
         self.record("groups_kept", kept_B.float().mean(), len(kept_B))
-        self.record_rollout(judged, advantage_B)
+        self.collector.record_rollout(judged, advantage_B)
         kept_B &= ~judged.total_B.isnan()
         if self.args.mask_truncated:
-            kept_B &= ~self.truncated(generation)
+            kept_B &= ~self.collector.truncated(generation)
         made, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
@@ -333,13 +375,3 @@ class GRPOTrainer(CollectingTrainer):
             repeats=self.args.num_iterations,
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
         )
-
-
-@contextmanager
-def reading_checkpoint(folder: Path) -> Iterator[None]:
-    """Errors about a checkpoint's files then say what to do."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        what = f"cannot be gone on from: {first_line(error)}"
-        raise TrainingError(what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with") from error

@@ -1,0 +1,91 @@
+"""The updates that are still to be made on a rollout: what they hold, and how a checkpoint keeps them.
+
+Shapes: B completions, V views, T positions.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from unmask.diffusion.views import Views
+from unmask.errors import TrainingError, first_line
+from unmask.rl.config import GRPOConfig
+from unmask.rl.methods import Rollout
+
+BUFFER_FILE = "rollouts-{rank}.pt"
+OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
+"""What cannot change amid the updates of a rollout, which is scored beforehand."""
+
+
+@dataclass
+class Update:
+    """A micro-batch of completions with the views and scores of one inner iteration.
+
+    Attributes:
+        advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
+        learnt_BT: the tokens that count.
+        old_BVT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
+        reference_BVT: those of the reference, if the policy is held to one.
+    """
+
+    rollout: Rollout
+    views: Views
+    advantage_BT: Tensor
+    learnt_BT: Tensor
+    old_BVT: Tensor | None
+    reference_BVT: Tensor | None
+
+
+STORED: list[Any] = [Update, (Update, "unmask.training.grpo.Update"), Rollout, (Rollout, "unmask.methods.base.Rollout"), Views]
+"""What a checkpoint may hold, also under the names that it had in earlier versions."""
+
+
+def save_updates(folder: Path, updates: Sequence[Sequence[Update]], args: GRPOConfig) -> None:
+    """Keep the updates of this process in a checkpoint."""
+    made = {name: getattr(args, name) for name in OF_A_ROLLOUT}
+    torch.save(made | {"updates": updates}, folder / BUFFER_FILE.format(rank=args.process_index))
+
+
+def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[list[Update]]:
+    """Read them back.
+
+    Raises:
+        OSError, ValueError: they are missing, torn, or of other settings.
+    """
+    if (folder / BUFFER_FILE.format(rank=args.world_size)).exists():
+        raise ValueError(f"it is of more than {args.world_size} processes")
+    path = folder / BUFFER_FILE.format(rank=args.process_index)
+    if not zipfile.is_zipfile(path):
+        raise OSError(f"{path.name} is missing or torn")
+    with torch.serialization.safe_globals(STORED):
+        made: dict[str, Any] = torch.load(path, map_location=device)
+    for name in OF_A_ROLLOUT:
+        if made.get(name, now := getattr(args, name)) != now:
+            raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
+    wanted = [args.train_batch_size] * args.gradient_accumulation_steps
+    for iteration in range(args.num_iterations):
+        held = [len(updates[iteration].learnt_BT) for updates in made["updates"] if iteration < len(updates)]
+        if held != wanted:
+            what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
+            raise ValueError(what)
+    return made["updates"]
+
+
+@contextmanager
+def reading_checkpoint(folder: Path) -> Iterator[None]:
+    """Errors about a checkpoint's files then say what to do."""
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        what = f"cannot be gone on from: {first_line(error)}"
+        raise TrainingError(what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with") from error
