@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from unmask.demo import DemoSettings, small_model
+from unmask.generation.remote.http import HttpClient
 from unmask.tasks import get_task
 
 
@@ -26,6 +29,32 @@ def text(tmp_path: Path) -> Path:
     path = tmp_path / "text.txt"
     path.write_text("\n".join(row["prompt"] + row["completion"] for row in get_task("sudoku").generate("train", 12, 0)))
     return path
+
+
+@contextmanager
+def clients_closed() -> Iterator[None]:
+    """Closes the connections to servers that were opened within, however it ends."""
+    opened: list[HttpClient] = []
+    make = HttpClient.__init__
+
+    def remembered(self: HttpClient, *given: Any, **more: Any) -> None:
+        make(self, *given, **more)
+        opened.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HttpClient, "__init__", remembered)
+        try:
+            yield
+        finally:
+            for client in opened:
+                client.close()
+
+
+@pytest.fixture(autouse=True)
+def no_connection_left() -> Iterator[None]:
+    """A test that fails leaves no socket that makes another one fail."""
+    with clients_closed():
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
