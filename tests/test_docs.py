@@ -1,0 +1,41 @@
+"""The pages of the docs name files, links and figures that are there."""
+
+from __future__ import annotations
+
+import re
+import runpy
+
+import pytest
+
+from tests.helpers import REPOSITORY
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
+PATH = re.compile(r"`((?:unmask|tests|scripts|benchmarks|docs)/[\w./-]+\.\w+|(?:unmask|tests|scripts|docs)/[\w/-]+)`")
+
+
+def anchors(text: str) -> set[str]:
+    """What a page's headings are linked as."""
+    titles = re.findall(r"^#+ (.+)$", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S), flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
+        if "://" in target:
+            continue
+        linked = (page.parent / target) if target else page
+        assert linked.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(linked.read_text(encoding="utf-8")), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_files_of_ours_that_pages_name_are_there(page):
+    missing = [path for path in PATH.findall(page.read_text(encoding="utf-8")) if not (REPOSITORY / path).exists()]
+    assert not missing
+
+
+def test_the_figure_shows_the_masks_of_today():
+    drawn = runpy.run_path(str(REPOSITORY / "scripts" / "attention_figure.py"))["figure"]()
+    assert drawn == (REPOSITORY / "docs" / "attention.svg").read_text(encoding="utf-8"), "run scripts/attention_figure.py"
