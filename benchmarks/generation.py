@@ -126,12 +126,12 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
 @torch.no_grad()
 def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
     """Whole canvases with the last layer and the head at the hidden rows of a block, step by step, and nothing drawn from them."""
-    reading = lm.single(torch.nn.functional.pad(prompt_BP, (0, LENGTH), value=lm.mask_token_id))
+    inputs = lm.single(torch.nn.functional.pad(prompt_BP, (0, LENGTH), value=lm.mask_token_id))
     first_B1 = torch.arange(BATCH)[:, None] * (PROMPT + LENGTH) + PROMPT
     per_block = steps * BLOCK // LENGTH
     for step in range(steps):
         hidden = BLOCK - BLOCK * (step % per_block) // per_block
-        lm.forward(replace(reading, index_N=(first_B1 + torch.arange(hidden)).flatten(), pruned=True))
+        lm.forward(replace(inputs, index_N=(first_B1 + torch.arange(hidden)).flatten(), pruned=True))
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from unmask.models.attention import (
     unmask_attention,
     unpadded_mask,
 )
-from unmask.models.diffusion_lm import Reading
+from unmask.models.diffusion_lm import ForwardInputs
 from unmask.models.model_state import disable_dropout
 
 BLOCK = 3
@@ -190,11 +190,10 @@ def test_with_a_causal_context_only_blocks_in_work_are_read_in_both_directions(n
 def test_with_a_causal_context_clean_tokens_behind_noised_copies_are_read_from_left_to_right(name, documents):
     lm = tiny_lm(name, "block_causal", BLOCK, dtype=torch.float32, causal_context=True)
     hidden, width = torch.rand(1, 2, len(documents), generator=torch.Generator().manual_seed(0)) < 0.5, 3 * len(documents)
-    reading = lm.noised(random_ids(1, len(documents)), hidden, torch.tensor([documents]), hidden)
+    inputs = lm.noised(random_ids(1, len(documents)), hidden, torch.tensor([documents]), hidden)
     with torch.no_grad():
         before, after = (
-            lm.forward(replace(reading, ids_BT=ids, index_N=None))
-            for ids in (reading.ids_BT.repeat(width, 1), changed_rows(reading.ids_BT))
+            lm.forward(replace(inputs, ids_BT=ids, index_N=None)) for ids in (inputs.ids_BT.repeat(width, 1), changed_rows(inputs.ids_BT))
         )
     expected = table(lambda i, j: sees_with_copies(documents, "block_causal", i, j, True, 2), width)
     assert torch.equal((before != after).any(-1).T, through([expected] * LAYERS))
@@ -261,7 +260,7 @@ def test_a_causal_model_with_a_cache_is_the_whole_pass(name):
         for stop in range(1, 10):
             keys = Layout.of(documents[:, :stop])
             query = keys.last(1)
-            pieces.append(lm.forward(Reading(ids[:, stop - 1 : stop], query, make_mask("causal", None, query, keys)), cache))
+            pieces.append(lm.forward(ForwardInputs(ids[:, stop - 1 : stop], query, make_mask("causal", None, query, keys)), cache))
         expected = lm.logits(ids, documents)
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=5e-6)
 
@@ -278,9 +277,9 @@ def test_block_causal_with_a_cache_of_clean_blocks_is_the_whole_pass(name):
         queries = keys.last(BLOCK)
         mask = make_mask("block_causal", BLOCK, queries, keys)
         with torch.no_grad():
-            block = lm.forward(Reading(noisy[:, start:stop], queries, mask), cache)
+            block = lm.forward(ForwardInputs(noisy[:, start:stop], queries, mask), cache)
             cache.crop(start - stop)  # the noised block leaves; the clean one takes its place
-            lm.forward(Reading(clean[:, start:stop], queries, mask), cache)
+            lm.forward(ForwardInputs(clean[:, start:stop], queries, mask), cache)
             expected = lm.logits(torch.cat([clean[:, :start], noisy[:, start:stop]], 1), documents[:, :stop])[:, start:]
         torch.testing.assert_close(block, expected, rtol=0, atol=5e-6)
 

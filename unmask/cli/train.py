@@ -51,7 +51,7 @@ VERBS = {
 
 TRAINING_EPILOG = (
     "Later settings win: recipes, --mode, files, UNMASK_* variables (UNMASK_TRAINING__LEARNING_RATE=1e-4), the command line. "
-    "`training` takes every field of transformers.TrainingArguments. --print-config shows what all of it comes to."
+    "`training` takes every field of transformers.TrainingArguments. --print-config prints the resolved config and exits."
 )
 
 
@@ -87,7 +87,7 @@ def train(
         str | None, typer.Option(metavar="[PATH]", help="Go on from the last checkpoint in the output folder, or from PATH.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved settings and stop.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved config and exit.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Make two steps of every stage, print the plan and stop.")] = False,
     measure_variance: Annotated[
         bool, typer.Option("--measure-variance", help="dpo: print how far estimates of the margin scatter, by budget, and stop.")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.diffusion.log_probs import read
+from unmask.diffusion.log_probs import forward_inputs
 from unmask.diffusion.views import Views
 from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM
@@ -58,9 +58,9 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
     number_BT = (wanted_BT.flatten().cumsum(0) - 1).view_as(wanted_BT)
     of_N = number_BT[:, None].expand_as(scored_BVT)[scored_BVT]
     target_N = ids_BT[:, None].expand_as(scored_BVT)[scored_BVT]
-    reading = read(lm, ids_BT, document_BT, views.hidden_BVT, scored_BVT)
+    inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BVT, scored_BVT)
     with lm.capturing() as seen:
-        log_q = lm.log_probs(reading, torch.cat([target_N[:, None], top_MK[of_N]], 1))
+        log_q = lm.log_probs(inputs, torch.cat([target_N[:, None], top_MK[of_N]], 1))
     divergence_N = forward_kl(log_p_MK[of_N], log_q[:, 1:])
     taught_N = ~later_shown(lm, views, document_BT)[scored_BVT]
     return Lesson(log_q[:, 0], taught_N, divergence_N, 1 - F.cosine_similarity(seen[0].float(), taught_MD[of_N].float(), dim=-1))

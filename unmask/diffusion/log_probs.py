@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unmask.diffusion.views import Views
 from unmask.models.attention import Layout, runs
-from unmask.models.diffusion_lm import DiffusionLM, Reading
+from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 COPIES_AT_ONCE = 3
 """Beside one clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
@@ -47,11 +47,11 @@ def score(
         if not (scored_BVT.any() or beside_BT is not None or torch.is_grad_enabled()):
             continue
         padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
-        reading = read(lm, clean_BT, padding_BT, views.hidden_BVT[rows, copies], scored_BVT, beside_BT)
+        inputs = forward_inputs(lm, clean_BT, padding_BT, views.hidden_BVT[rows, copies], scored_BVT, beside_BT)
         target_N, place_N = clean_BT[:, None].expand_as(scored_BVT)[scored_BVT], number_BVT[rows, copies][scored_BVT]
         if beside_BT is not None:
             target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BVT[rows, -1][beside_BT]])
-        pieces.append(lm.log_probs(reading, target_N, temperature))
+        pieces.append(lm.log_probs(inputs, target_N, temperature))
         places.append(place_N)
     out_BVT = torch.zeros(batch, count, length, dtype=lm.score_dtype, device=ids_BT.device)
     if not pieces:
@@ -59,14 +59,14 @@ def score(
     return out_BVT.flatten().index_put((torch.cat(places),), torch.cat(pieces)).view_as(out_BVT)
 
 
-def read(
+def forward_inputs(
     lm: DiffusionLM,
     clean_BT: Tensor,
     attention_mask_BT: Tensor | None,
     hidden_BVT: Tensor,
     rows_BVT: Tensor,
     clean_rows_BT: Tensor | None = None,
-) -> Reading:
+) -> ForwardInputs:
     """What a model has to read to predict the chosen rows from the tokens that are not hidden (and, by blocks, the clean past)."""
     copies = hidden_BVT.shape[1]
     if not (lm.autoregressive or lm.attention == "bidirectional"):

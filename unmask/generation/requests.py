@@ -132,7 +132,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     if grid is not None and config.cache != "exact":
         raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
     if config.drafts and (grid is None or grid == 1):
-        what = "nothing to guess ahead in blocks of one" if grid else "arithmetic, not memory, limits passes over whole canvases"
+        what = "nothing to draft ahead in blocks of one" if grid else "arithmetic, not memory, limits passes over whole canvases"
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")

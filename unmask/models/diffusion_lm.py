@@ -31,7 +31,7 @@ SETTINGS_KEY = "unmask"
 
 
 @dataclass(frozen=True)
-class Reading:
+class ForwardInputs:
     """What one forward pass reads.
 
     Attributes:
@@ -229,15 +229,15 @@ class DiffusionLM:
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
             raise ModelError("the model reads blocks in work differently, and is not told which", where="hidden_BT", remedy=remedy)
-        reading = self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
-        logits = self.forward(replace(reading, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
+        inputs = self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
+        logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)
         return logits
 
     def single(
         self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, rows_BT: Tensor | None = None, hidden_BT: Tensor | None = None
-    ) -> Reading:
+    ) -> ForwardInputs:
         """Rows as they are, hidden tokens among the others. Arguments as for `logits`."""
         layout, mask = self._layout(ids_BT, attention_mask_BT)
         share_BT = None
@@ -249,7 +249,7 @@ class DiffusionLM:
         index_N = None if rows_BT is None else rows_BT.flatten().nonzero().squeeze(1)
         if index_N is not None and self.logit_shift:
             index_N = (index_N - 1).clamp_min(0)
-        return Reading(ids_BT, layout, mask, index_N, share_BT)
+        return ForwardInputs(ids_BT, layout, mask, index_N, share_BT)
 
     def noised(
         self,
@@ -258,7 +258,7 @@ class DiffusionLM:
         attention_mask_BT: Tensor | None,
         rows_BVT: Tensor,
         clean_rows_BT: Tensor | None = None,
-    ) -> Reading:
+    ) -> ForwardInputs:
         """`[x_t ; ... ; x_0]`: V noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
 
         Each block of a copy is predicted from itself and the clean blocks before it, as cached generation does it. With a
@@ -292,26 +292,26 @@ class DiffusionLM:
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BVT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
             share_BT = self.hidden_share(hidden_BT, layout)
-        return Reading(torch.cat([noisy_BVT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
+        return ForwardInputs(torch.cat([noisy_BVT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
 
-    def forward(self, reading: Reading, cache: Cache | None = None) -> Tensor:
+    def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         """One forward pass, unaligned: logits [B, T, V], or [N, V] at the rows asked for. A cache is appended to."""
-        with self._passing(reading):
-            out = self._run(reading, cache)
-        count = None if reading.index_N is None else len(reading.index_N)
+        with self._passing(inputs):
+            out = self._run(inputs, cache)
+        count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "the output head is not the one that the rows were asked of"
         logits = (out if count is None else out[0]).to(self.score_dtype)
         logits[..., self.mask_token_id] = -torch.inf
         return logits
 
-    def log_probs(self, reading: Reading, target_N: Tensor, temperature: float = 1.0) -> Tensor:
+    def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
         """log softmax(logits / temperature) [N] of the targets, in nats, at the rows asked for (or [N, K] of K targets a row); in
         chunks of rows where these have many logits, so that memory does not grow with the vocabulary."""
-        assert reading.index_N is not None
+        assert inputs.index_N is not None
         if len(target_N) * self.config.vocab_size <= head.LOGITS_AT_ONCE:
-            return token_log_probs(self.forward(reading), target_N, temperature)
-        with self._passing(reading, target_N, temperature) as rows:
-            first_V = self._run(reading)[0, 0]
+            return token_log_probs(self.forward(inputs), target_N, temperature)
+        with self._passing(inputs, target_N, temperature) as rows:
+            first_V = self._run(inputs)[0, 0]
             rows.check(first_V)
             log_prob_N = rows.log_prob_N
         assert log_prob_N is not None, "the output head is not the one that the rows were asked of"
@@ -339,13 +339,13 @@ class DiffusionLM:
                 self._time.share.in_every_pass = False
 
     @contextmanager
-    def _passing(self, reading: Reading, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
+    def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
         """Tell the hooks of the model about the pass."""
         rows = self._rows
-        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = reading.index_N, target_N, temperature, self.mask_token_id
-        self._last.index_N = reading.index_N if reading.pruned else None
+        rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.mask_token_id
+        self._last.index_N = inputs.index_N if inputs.pruned else None
         if self._time is not None:
-            self._time.share.value_BT = reading.share_BT
+            self._time.share.value_BT = inputs.share_BT
         try:
             yield rows
         finally:
@@ -354,13 +354,13 @@ class DiffusionLM:
             if self._time is not None:
                 self._time.share.value_BT = None
 
-    def _run(self, reading: Reading, cache: Cache | None = None) -> Tensor:
+    def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         return self.model(
-            input_ids=reading.ids_BT,
-            position_ids=reading.layout.position_BT.expand(reading.ids_BT.shape[0], -1),
+            input_ids=inputs.ids_BT,
+            position_ids=inputs.layout.position_BT.expand(inputs.ids_BT.shape[0], -1),
             past_key_values=cache,
             use_cache=cache is not None,
-            unmask_mask=reading.mask,
+            unmask_mask=inputs.mask,
         ).logits
 
     def save(self, path: str | pathlib.Path) -> None:

@@ -52,16 +52,21 @@ class Plan:
     def describe(self, name: str) -> dict[str, str]:
         """A line of a table, by column."""
         work = self.workload
-        switches = [work.precision, "checkpointing" * work.checkpointing, "8-bit AdamW" * (work.optimiser == "adamw_8bit")]
-        switches += [f"{work.shards} shards" * (work.shards > 1), f"split over {work.split}" * (work.split > 1)]
-        switches += [f"{self.host / 1e9:.3g} GB in host memory" * work.host_optimiser]
+        switches = {
+            work.precision: True,
+            "checkpointing": work.checkpointing,
+            "8-bit AdamW": work.optimiser == "adamw_8bit",
+            f"{work.shards} shards": work.shards > 1,
+            f"split over {work.split}": work.split > 1,
+            f"{self.host / 1e9:.3g} GB in host memory": work.host_optimiser,
+        }
         return {
             "hardware": name,
             "batch": f"{work.batch} x {self.devices}" if self.devices > 1 else str(work.batch),
             "peak GB": f"{self.peak / 1e9:.3g} of {self.limit / 1e9:.3g}",
             "seconds": "-" if self.seconds is None else f"{self.seconds:.3g}",
             "tokens/s": "-" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
-            "with": ", ".join(filter(None, switches)),
+            "with": ", ".join(name for name, on in switches.items() if on),
             "fits": f"no: use {self.advice}" if self.advice else "yes",
         }
 

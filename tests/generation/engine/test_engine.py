@@ -29,16 +29,16 @@ def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention
     parts = {"causal_context": context and attention == "block_causal", "time_embedding": time and attention != "causal"}
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
     engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
-    expected, found, cancelled, guessing = {}, {}, set(), set()
+    expected, found, cancelled, drafting = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
         config = data.draw(configs(attention, block_size))
-        if (block_size or 1) > 1 and not config.guidance and not config.remask:  # guesses beside guided and remasking sequences
+        if (block_size or 1) > 1 and not config.guidance and not config.remask:  # drafts beside guided and remasking sequences
             config = config.model_copy(update={"drafts": data.draw(st.integers(0, 3))})
         requests = make_requests(lm, prompts, config)
         traces = naive.complete(lm, requests, config).trace
         tickets = [engine.submit(request, config) for request in requests]
         expected |= dict(zip(tickets, traces, strict=True))
-        guessing |= set(tickets) if config.drafts else set()
+        drafting |= set(tickets) if config.drafts else set()
         for _ in range(data.draw(st.integers(0, 3))):
             found |= dict(engine.step())
         if data.draw(st.booleans()):
@@ -48,7 +48,7 @@ def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention
     for ticket, trace in found.items():
         assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
         saved = expected[ticket].forward_passes - trace.forward_passes
-        assert saved == 0 or (saved > 0 and ticket in guessing)
+        assert saved == 0 or (saved > 0 and ticket in drafting)
     assert engine.slots.count == 0 and not engine.working and not engine.waiting
 
 
@@ -71,20 +71,20 @@ def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
 @every_pattern
 def test_memory_is_bounded_by_the_configuration(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
-    guesses = 2 * block_size if (block_size or 1) > 1 else 0
-    config = SamplerConfig(max_new_tokens=8, drafts=2 if guesses else 0)
-    engine = Engine(lm, batch_size=9, max_batch_tokens=30 + guesses)
+    drafts = 2 * block_size if (block_size or 1) > 1 else 0
+    config = SamplerConfig(max_new_tokens=8, drafts=2 if drafts else 0)
+    engine = Engine(lm, batch_size=9, max_batch_tokens=30 + drafts)
     prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
     tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
     finished = []
     while engine.waiting or engine.working:
         finished += [ticket for ticket, _ in engine.step()]
         rows, columns = engine.slots.ids_SC.shape
-        assert rows * columns <= 30 + guesses
+        assert rows * columns <= 30 + drafts
         if engine.slots.cache is not None:
             assert engine.slots.cache.shape == (rows, columns)
     assert sorted(finished) == tickets
-    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + guesses} tokens pass {30 + guesses}\. Raise it"):
+    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + drafts} tokens pass {30 + drafts}\. Raise it"):
         engine.submit(make_requests(lm, [[4] * 23], config)[0], config)
 
 
@@ -285,11 +285,11 @@ def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
     engine.submit(request, config)
     while engine.waiting or engine.working:
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(Engine, "_guess", stop)  # between a step and the guesses that follow from it
+            patch.setattr(Engine, "_guess", stop)  # between a step and the drafts that follow from it
             engine.step()
         for sequence in engine.working:
             if sequence.step == 0:
-                assert sequence.guess is None
+                assert sequence.draft is None
                 begun.add(sequence.block)
         engine.step()
     assert begun

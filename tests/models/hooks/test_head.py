@@ -38,9 +38,9 @@ def asked(lm, targets=1, seed=1):
     """Noised rows, and some tokens asked for: one a row, or several."""
     clean, generator = random_ids(2, 9), torch.Generator().manual_seed(seed)
     hidden = torch.rand(2, 9, generator=generator) < 0.7
-    reading = lm.single(torch.where(hidden, lm.mask_token_id, clean), None, hidden, hidden)
-    shape = (len(reading.index_N),) if targets == 1 else (len(reading.index_N), targets)
-    return reading, torch.randint(VOCABULARY, shape, generator=generator)
+    inputs = lm.single(torch.where(hidden, lm.mask_token_id, clean), None, hidden, hidden)
+    shape = (len(inputs.index_N),) if targets == 1 else (len(inputs.index_N), targets)
+    return inputs, torch.randint(VOCABULARY, shape, generator=generator)
 
 
 def scored(lm, temperature=1.0, targets=1, seed=1):
@@ -164,9 +164,9 @@ def test_the_mask_token_has_no_probability(name, in_chunks, monkeypatch):
     if in_chunks:
         monkeypatch.setattr(head, "LOGITS_AT_ONCE", CHUNK * (VOCABULARY + 1))
     with torch.no_grad():
-        reading, _ = asked(lm)
-        everything = torch.arange(VOCABULARY + 1).expand(len(reading.index_N), -1)
-        log_prob = lm.log_probs(reading, everything)
+        inputs, _ = asked(lm)
+        everything = torch.arange(VOCABULARY + 1).expand(len(inputs.index_N), -1)
+        log_prob = lm.log_probs(inputs, everything)
     assert (log_prob[:, lm.mask_token_id] == -torch.inf).all()
     torch.testing.assert_close(log_prob.exp().sum(1), torch.ones(len(log_prob), dtype=torch.float64), rtol=0, atol=1e-12)
 
@@ -181,8 +181,8 @@ def nothing_left(lm: DiffusionLM) -> bool:
 @pytest.mark.usefixtures("chunks")
 def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
     lm = tiny_lm("llama", "bidirectional")
-    reading, target = asked(lm)
-    expected, logits = lm.log_probs(reading, target), lm.logits(random_ids(1, 5))
+    inputs, target = asked(lm)
+    expected, logits = lm.log_probs(inputs, target), lm.logits(random_ids(1, 5))
     assert nothing_left(lm)
 
     def fails(*_):
@@ -191,10 +191,10 @@ def test_a_pass_that_fails_leaves_nothing_behind(monkeypatch):
     for module in (lm.model.model.layers[1], lm.model.get_output_embeddings()):
         hook = module.register_forward_hook(fails)
         with pytest.raises(RuntimeError, match="no memory"), lm.capturing():
-            lm.log_probs(reading, target)
+            lm.log_probs(inputs, target)
         hook.remove()
         assert nothing_left(lm)
-    assert torch.equal(lm.logits(random_ids(1, 5)), logits) and torch.equal(lm.log_probs(reading, target), expected)
+    assert torch.equal(lm.logits(random_ids(1, 5)), logits) and torch.equal(lm.log_probs(inputs, target), expected)
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
@@ -202,9 +202,9 @@ def test_what_the_head_read_is_given_out_once_a_pass(in_chunks, monkeypatch):
     lm = tiny_lm("llama", "bidirectional")
     if in_chunks:
         monkeypatch.setattr(head, "LOGITS_AT_ONCE", CHUNK * (VOCABULARY + 1))
-    reading, target = asked(lm)
+    inputs, target = asked(lm)
     with torch.no_grad(), lm.capturing() as seen:
-        log_prob = lm.log_probs(reading, target)
+        log_prob = lm.log_probs(inputs, target)
         logits = lm.model.get_output_embeddings()(seen[0])[:, :VOCABULARY]
     assert [tuple(hidden.shape) for hidden in seen] == [(len(target), 16)]
     torch.testing.assert_close(logits.log_softmax(-1).gather(1, target[:, None])[:, 0], log_prob, **CLOSE)

@@ -1,6 +1,6 @@
 """Forward passes over cached keys: exact ones of causal and block-causal models, lossy ones of bidirectional models.
 
-Shapes: B sequences of a pass, Q queries, K keys, N hidden rows, G guesses, W positions of a block, V vocabulary.
+Shapes: B sequences of a pass, Q queries, K keys, N hidden rows, G drafts, W positions of a block, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from unmask.generation.engine.slots import Slots, Window
 from unmask.models.attention import AttentionMask, Layout
-from unmask.models.diffusion_lm import DiffusionLM, Reading
+from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Queries:
     Attributes:
         position_BQ: in the sequence; 0 at padding.
         real_BQ: what is not padding.
-        copy_BQ: 0 for what is clean, 1 for a block in work, 2 and more for its guesses.
+        copy_BQ: 0 for what is clean, 1 for a block in work, 2 and more for its drafts.
         column_BQ: where keys and values go.
         end_BQ: a query sees the columns before this one,
         own_BQ2: and those from the one to the other.
@@ -42,7 +42,7 @@ class Queries:
 
 
 def cached_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor, ahead_N: Tensor) -> Tensor:
-    """The block in work of every sequence, over cached keys, and what is guessed of its next states, each seen by itself alone.
+    """The block in work of every sequence, over cached keys, and what is drafted of its next states, each seen by itself alone.
 
     The pass also commits the clean tokens before the block that the cache lacks. With a logit shift the last clean token before the
     block is read again, since it predicts the block's first one.
@@ -53,22 +53,22 @@ def cached_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member
     stop = [first if lm.autoregressive else window.end(lm) for window, first in zip(windows, base, strict=True)]
     clean = max(first - start for first, start in zip(base, read, strict=True))
     work = max(last - first for first, last in zip(base, stop, strict=True))
-    guessed = [len(window.guess.ids_GW) if window.guess else 0 for window in windows]
-    base_B1, read_B1, stop_B1, guessed_B1 = torch.tensor(list(zip(base, read, stop, guessed, strict=True)), device=device)[
+    drafted = [len(window.draft.ids_GW) if window.draft else 0 for window in windows]
+    base_B1, read_B1, stop_B1, drafted_B1 = torch.tensor(list(zip(base, read, stop, drafted, strict=True)), device=device)[
         :, :, None
     ].unbind(1)
-    copies = 1 + max(guessed)
+    copies = 1 + max(drafted)
     offset_Q = torch.cat([torch.arange(-clean, 0, device=device), torch.arange(work, device=device).repeat(copies)])
     ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(work), (clean, 0))
     at_BQ = base_B1 + offset_Q
-    real_BQ = (at_BQ >= read_B1) & (at_BQ < stop_B1) & (ahead_Q <= guessed_B1)
+    real_BQ = (at_BQ >= read_B1) & (at_BQ < stop_B1) & (ahead_Q <= drafted_B1)
     queries = _queries(lm, slots, windows, at_BQ, real_BQ, base_B1, stop_B1)
     for member, window in enumerate(windows):
-        for ahead in range(guessed[member]):
-            assert window.guess is not None
+        for ahead in range(drafted[member]):
+            assert window.draft is not None
             first = clean + (1 + ahead) * work + window.start - base[member]
             at = (member, slice(first, first + window.stop - window.start))
-            queries.ids_BQ[at], queries.hidden_BQ[at] = window.guess.ids_GW[ahead], window.guess.hidden_GW[ahead]
+            queries.ids_BQ[at], queries.hidden_BQ[at] = window.draft.ids_GW[ahead], window.draft.hidden_GW[ahead]
     if copies > 1:
         queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
         own_BQ = stop_B1 + (ahead_Q - 1) * work
@@ -79,7 +79,7 @@ def cached_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member
     first_N = base_B1[member_N, 0]
     column_N = clean + ahead_N * work + position_N - first_N - shift
     column_N = torch.where(position_N - first_N < shift, clean - 1, column_N)
-    width = max(last + number * work for last, number in zip(stop, guessed, strict=True))
+    width = max(last + number * work for last, number in zip(stop, drafted, strict=True))
     return _run(lm, slots, windows, queries, width, member_N * at_BQ.shape[1] + column_N)
 
 
@@ -149,5 +149,5 @@ def _run(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], queries: Quer
         allowed_BQK |= (key_K >= queries.own_BQ2[:, :, :1]) & (key_K < queries.own_BQ2[:, :, 1:])
     positions = (queries.position_BQ, key_K.expand(len(members), -1)) if lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
-    reading = Reading(queries.ids_BQ, layout, mask, index_N, share_BT, pruned=True)
-    return lm.forward(reading, slots.cache.read(members, queries.column_BQ, len(key_K)))
+    inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, share_BT, pruned=True)
+    return lm.forward(inputs, slots.cache.read(members, queries.column_BQ, len(key_K)))

@@ -18,7 +18,7 @@ from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import commit
 from unmask.generation.engine.forward import Rows, buckets, predict
 from unmask.generation.engine.slots import Slots, Window
-from unmask.generation.engine.steps import Job, guess_ahead, reveal
+from unmask.generation.engine.steps import Job, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
 from unmask.generation.requests import Request, block_start, check_settings
@@ -31,7 +31,7 @@ class Engine:
 
     Args:
         batch_size: sequences in work at once, at least 1.
-        max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for guesses included; None: no bound
+        max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for drafts included; None: no bound
             but batch_size.
 
     Attributes:
@@ -122,7 +122,7 @@ class Engine:
                 self._guess(everyone, rows, self._reveal(everyone, rows))
 
     def _reveal(self, everyone: list[Job], rows: Rows) -> dict[int, int]:
-        """Take a step, and one more for every guess that comes true. How many guesses were used of each sequence that goes on with its
+        """Take a step, and one more for every draft that comes true. How many drafts were used of each sequence that goes on with its
         block."""
         active, used = list(range(len(everyone))), [0] * len(everyone)
         began = [sequence.block for sequence in everyone]
@@ -140,32 +140,32 @@ class Engine:
         return {index: used[index] for index in staying}
 
     def _guess(self, everyone: list[Job], rows: Rows, used: dict[int, int]) -> None:
-        """Guess the next states of sequences that go on with their block from what was predicted at the last state known."""
+        """Draft the next states of sequences that go on with their block from what was predicted at the last state known."""
         for sequence in everyone:
-            sequence.guess = None
-        guessing = [index for index in used if everyone[index].config.drafts]
-        if guessing:
+            sequence.draft = None
+        drafting = [index for index in used if everyone[index].config.drafts]
+        if drafting:
             used_B = torch.tensor([used.get(index, 0) for index in range(len(everyone))], device=rows.member_N.device)
-            own = self._of(rows, guessing, len(everyone), rows.ahead_N == used_B[rows.member_N])
-            guess_ahead(self.slots, [everyone[i] for i in guessing], own)
+            own = self._of(rows, drafting, len(everyone), rows.ahead_N == used_B[rows.member_N])
+            draft_ahead(self.slots, [everyone[i] for i in drafting], own)
 
     @staticmethod
     def _of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
         """The rows of some members, which are numbered anew."""
-        if len(members) == count and not rows.guessed:
+        if len(members) == count and not rows.drafted:
             return rows
         number_B = torch.full((count,), -1, device=keep_N.device)
         number_B[members] = torch.arange(len(members), device=keep_N.device)
         return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
 
     def _confirmed(self, candidates: list[int], everyone: list[Job], ahead: int) -> list[int]:
-        """Those of them whose guess of so many steps ago has come true."""
+        """Those of them whose draft of so many steps ago has come true."""
         same, asked = [], []
         for index in candidates:
-            sequence, guess = everyone[index], everyone[index].guess
-            if guess is not None and len(guess.ids_GW) >= ahead:
+            sequence, draft = everyone[index], everyone[index].draft
+            if draft is not None and len(draft.ids_GW) >= ahead:
                 at = (sequence.slots[0], slice(*sequence.span))
-                equal = (self.slots.ids_SC[at] == guess.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == guess.hidden_GW[ahead - 1])
+                equal = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1])
                 same.append(equal.all())
                 asked.append(index)
         return [index for index, true in zip(asked, torch.stack(same).tolist() if same else [], strict=True) if true]
@@ -173,9 +173,9 @@ class Engine:
     def _admit(self) -> None:
         """Let waiting requests in, in their order, as long as there is room."""
         entering: list[Job] = []
-        members, columns = self.slots.count, max((sequence.columns for sequence in self.working), default=0)
+        members, columns = self.slots.count, max((sequence.num_columns for sequence in self.working), default=0)
         while self.waiting and len(self.working) + len(entering) < self.batch_size:
-            room = members + self.waiting[0].size, max(columns, self.waiting[0].columns)
+            room = members + self.waiting[0].size, max(columns, self.waiting[0].num_columns)
             if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
                 break
             entering.append(self.waiting.popleft())
@@ -203,7 +203,7 @@ class Engine:
         """Read prompts into the cache: each once, also where an earlier request has it in work."""
         assert self.slots.cache is not None
         known: dict[tuple[bool, tuple[int, ...]], int] = {}
-        reading: list[Window] = []
+        uncached: list[Window] = []
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.working:
             base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # what is hidden from there on differs once revealed
@@ -212,12 +212,12 @@ class Engine:
             for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
                 source = known.setdefault((sequence.config.deterministic, tuple(ids[:base])), slot)
                 if sequence in entering and source == slot:
-                    reading.append(Window(slot, base, base, base))
+                    uncached.append(Window(slot, base, base, base))
                 elif sequence in entering:
                     copies.setdefault((source, base), []).append(slot)
         alone = any(sequence.config.deterministic for sequence in self.working)
-        for bucket in buckets([window.start for window in reading], alone):
-            commit(self.lm, self.slots, [reading[index] for index in bucket])
+        for bucket in buckets([window.start for window in uncached], alone):
+            commit(self.lm, self.slots, [uncached[index] for index in bucket])
             self.passes += 1
         for (source, base), targets in copies.items():
             self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
@@ -235,7 +235,7 @@ class Engine:
         rows = predict(self.lm, self.slots, windows, alone=any(sequence.config.deterministic for sequence in self.working))
         self.passes += 1
         for sequence in self.working:
-            sequence.passes += 1
+            sequence.num_forward_passes += 1
         if not guided:
             return rows
         count, device = len(self.working), rows.member_N.device
@@ -255,7 +255,7 @@ class Engine:
             anew = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             return Window(slot, length, start, stop, read=(0, length) if anew else (start, stop if config.cache == "dual" else length))
         state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
-        return Window(slot, length, start, stop, sequence.clean, state=state, guess=sequence.guess)
+        return Window(slot, length, start, stop, sequence.clean, state=state, draft=sequence.draft)
 
     def _advance(self, sequences: list[Job]) -> None:
         """Go on to the next step or block; sequences that are through leave."""
@@ -265,10 +265,10 @@ class Engine:
             sequence.clean = max(sequence.clean, block_start(first, self.lm.block_size))
             sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
             if through:
-                sequence.block, sequence.step, sequence.guess = sequence.block + 1, 0, None
+                sequence.block, sequence.step, sequence.draft = sequence.block + 1, 0, None
         stopped = self._stopped([sequence for sequence, through in zip(sequences, ended, strict=True) if through])
         for sequence in [s for s in sequences if s in stopped or s.block == len(s.request.blocks)]:
-            trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.passes, sequence.config.trace)
+            trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
             self.finished.append((sequence.ticket, trace))
             self._leave(sequence)
 

@@ -27,15 +27,15 @@ class Rows(NamedTuple):
         logits_NV: aligned logits.
         member_N: which of the windows a row belongs to.
         position_N: where.
-        ahead_N: how many steps ahead the state that it was predicted from is guessed.
-        guessed: whether any is.
+        ahead_N: how many steps ahead the state that it was predicted from is drafted.
+        drafted: whether any is.
     """
 
     logits_NV: Tensor
     member_N: Tensor
     position_N: Tensor
     ahead_N: Tensor
-    guessed: bool
+    drafted: bool
 
     def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Rows:
         """Some of the rows, perhaps with other numbers for their members."""
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
         member_M = self.member_N[at_M]
         if number_B is not None:
             member_M = number_B[member_M]
-        return Rows(self.logits_NV[at_M], member_M, self.position_N[at_M], self.ahead_N[at_M], self.guessed)
+        return Rows(self.logits_NV[at_M], member_M, self.position_N[at_M], self.ahead_N[at_M], self.drafted)
 
 
 def predict(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], alone: bool = False) -> Rows:
@@ -62,14 +62,14 @@ def predict(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], alone: boo
         parts.append(run(lm, slots, [windows[member] for member in members], number_N[at_M], position_N[at_M], ahead_N[at_M]))
         place_N[at_M] = torch.arange(count, count + len(at_M), device=member_N.device)
         count += len(at_M)
-    if len(computed) < len(windows):  # none of them with guesses
+    if len(computed) < len(windows):  # none of them with drafts
         place_BC = torch.empty(len(windows), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
         place_BC[member_N, position_N] = place_N
         place_N = place_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) > 1 or len(computed) < len(windows):
         logits_NV = logits_NV[place_N]
-    return Rows(logits_NV, member_N, position_N, ahead_N, any(window.guess for window in windows))
+    return Rows(logits_NV, member_N, position_N, ahead_N, any(window.draft for window in windows))
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
@@ -93,9 +93,9 @@ def full_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N
     width = max(window.length for window in windows)
     padded = any(window.length < width for window in windows)
     real_BT = (torch.arange(width, device=member_N.device) < length_B[:, None]).long() if padded else None
-    reading = lm.single(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
+    inputs = lm.single(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
     index_N = (member_N * width + position_N - int(lm.logit_shift)).clamp_min(0)
-    return lm.forward(replace(reading, index_N=index_N, pruned=True))
+    return lm.forward(replace(inputs, index_N=index_N, pruned=True))
 
 
 def _portions(lm: DiffusionLM, windows: Sequence[Window], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:

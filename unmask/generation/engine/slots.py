@@ -18,7 +18,7 @@ from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 
 
-class Guess(NamedTuple):
+class Draft(NamedTuple):
     """States of a block one, two, ... steps ahead.
 
     Attributes:
@@ -40,7 +40,7 @@ class Window(NamedTuple):
         clean: the first position that its cached keys lack.
         read: of a lossy cache, the positions to compute; None: exact.
         state: equal for sequences that may stand in the same state; None where no other can.
-        guess: states ahead to compute too.
+        draft: states ahead to compute too.
     """
 
     slot: int
@@ -50,7 +50,7 @@ class Window(NamedTuple):
     clean: int = 0
     read: tuple[int, int] | None = None
     state: tuple | None = None
-    guess: Guess | None = None
+    draft: Draft | None = None
 
     def base(self, lm: DiffusionLM) -> int:
         """Where the attention's block in work begins, before which all is clean."""
@@ -66,8 +66,8 @@ class Window(NamedTuple):
             return self.read[1] - self.read[0]
         if lm.attention == "bidirectional":
             return self.length
-        guesses = len(self.guess.ids_GW) if self.guess else 0
-        return self.end(lm) - self.clean + guesses * (self.end(lm) - self.base(lm))
+        drafts = len(self.draft.ids_GW) if self.draft else 0
+        return self.end(lm) - self.clean + drafts * (self.end(lm) - self.base(lm))
 
 
 class Slots:
@@ -119,8 +119,8 @@ class Slots:
         rows_BC = self.hidden_SC[slot_B] & (at_C >= start_B[:, None]) & (at_C < stop_B[:, None])
         rows = [F.pad(rows_BC.nonzero(), (0, 1))]
         for member, window in enumerate(windows):
-            if window.guess is not None:
-                ahead_M, column_M = window.guess.hidden_GW.nonzero(as_tuple=True)
+            if window.draft is not None:
+                ahead_M, column_M = window.draft.hidden_GW.nonzero(as_tuple=True)
                 rows.append(torch.stack([torch.full_like(ahead_M, member), window.start + column_M, 1 + ahead_M], 1))
         member_N, position_N, ahead_N = torch.cat(rows).T.contiguous().unbind()
         return member_N, position_N, ahead_N

@@ -1,6 +1,6 @@
-"""One step of the sequences in work: what is decided, what of it is revealed, and what is guessed of the steps to come.
+"""One step of the sequences in work: what is decided, what of it is revealed, and what is drafted of the steps to come.
 
-Shapes: B sequences, N hidden rows of their blocks, C chosen ones, W positions of a block, G guesses, V vocabulary.
+Shapes: B sequences, N hidden rows of their blocks, C chosen ones, W positions of a block, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.forward import Rows
-from unmask.generation.engine.slots import Guess, Slots
+from unmask.generation.engine.slots import Draft, Slots
 from unmask.generation.policies import Decision, decide, first_by_priority, hidden_again, how_many
 from unmask.generation.requests import Request
 
@@ -27,23 +27,23 @@ class Job:
         slots: its own, and with guidance that of its twin with a hidden prompt.
         block, step: the decoding block in work, and how many steps it has had.
         done: denoising steps in all.
-        columns: that it takes of a slot: its positions, and what the cache holds of guesses.
-        passes: that it has been in.
+        num_columns: KV-cache columns reserved for the sequence: positions and drafts.
+        num_forward_passes: forward passes so far.
         clean: the first position that the cache lacks.
-        guess: what its next states may be.
+        draft: what its next states may be.
     """
 
     ticket: int
     request: Request
     config: SamplerConfig
-    columns: int
+    num_columns: int
     slots: list[int] = field(default_factory=list)
     block: int = 0
     step: int = 0
     done: int = 0
-    passes: int = 0
+    num_forward_passes: int = 0
     clean: int = 0
-    guess: Guess | None = None
+    draft: Draft | None = None
 
     @property
     def span(self) -> tuple[int, int]:
@@ -53,6 +53,11 @@ class Job:
     def counts(self) -> list[int]:
         """Tokens to reveal at each step of the block; nothing where the predictions decide."""
         return self.request.counts[self.block] if self.request.counts else []
+
+    def tokens_to_reveal(self, ahead: int) -> int:
+        """At the step so many steps ahead; 0 beyond the last one."""
+        step = self.step + ahead
+        return self.counts[step] if step < len(self.counts) else 0
 
     @property
     def again(self) -> int:
@@ -111,7 +116,7 @@ def choose(sequences: list[Job], rows: Rows, decision: Decision, ahead: int = 0)
     width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
     priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
     priority_BW[rows.member_N, column_N] = decision.priority_N
-    fixed = [sum(sequence.counts[sequence.step + ahead :][:1]) + sequence.again for sequence in sequences]  # 0 beyond the last step
+    fixed = [sequence.tokens_to_reveal(ahead) + sequence.again for sequence in sequences]
     count_B = torch.tensor(fixed, device=column_N.device)
     for config, mine_B in _by_settings(sequences, column_N.device):
         asked_B = torch.ones_like(count_B, dtype=torch.bool) if mine_B is None else mine_B
@@ -126,7 +131,7 @@ def choose(sequences: list[Job], rows: Rows, decision: Decision, ahead: int = 0)
     return row_C, column_N[row_C]
 
 
-def guess_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
+def draft_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
     """What the next states would be if the predictions stayed as they are."""
     states: list[tuple[Tensor, Tensor]] = []
     spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
@@ -153,7 +158,7 @@ def guess_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
     for member, sequence in enumerate(sequences):
         count, size = min(open_B[member], sequence.config.drafts), sequence.span[1] - sequence.span[0]
         if count:
-            sequence.guess = Guess(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
+            sequence.draft = Draft(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
 
 
 def _by_settings(sequences: list[Job], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
