@@ -184,7 +184,7 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
         ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
         ("bidirectional", None, {"drafts": 2}, "drafts: arithmetic, not memory, limits passes over whole canvases"),
-        ("causal", None, {"drafts": 2}, "drafts: nothing to guess ahead in blocks of one"),
+        ("causal", None, {"drafts": 2}, "drafts: nothing to draft ahead in blocks of one"),
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
         ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
         ("bidirectional", None, {"sub_block_size": 2}, "sub_block_size: 2 for bidirectional attention. Use block_size in its place"),
