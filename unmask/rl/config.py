@@ -21,7 +21,7 @@ from unmask.training.config_fields import beside, check_settings, setting
 from unmask.training.hardware_checks import sharded_by
 
 BOUND_OF_WHOLES = 20.0
-"""Of the logarithm of a ratio of whole sequences, whose exponential would pass the numbers of float32."""
+"""Of the logarithm of a ratio of whole sequences, or of tokens of large weights, whose exponential would pass the numbers of float32."""
 OF_CAUSAL_MODELS = "the recipe grpo-code-ocaml-causal is for causal models"
 
 
@@ -45,7 +45,9 @@ class GRPOConfig(StageConfig):
     epsilon: float | None = of_method(0.5, "Clip range of the ratio below 1", low=0, high=1)
     epsilon_high: float | None = of_method(None, "Clip range above 1 (none: epsilon)", low=0)
     dual_clip: float | None = of_method(None, "Bound of the ratio where the advantage is negative", low=1)
-    log_ratio_clamp: float | None = of_method(None, "Bound of the logarithm of the ratio; of products, and k3 of bounds: 20", low=1e-3)
+    log_ratio_clamp: float | None = of_method(
+        None, "Bound of the logarithm of the ratio; of products, k3 of bounds, and with adaptive_loss: 20", low=1e-3
+    )
     ratio: str | None = of_method(
         "token",
         "What a ratio is of: token, sequence (their geometric mean, GSPO), or product (all tokens together)",
@@ -146,7 +148,7 @@ class GRPOConfig(StageConfig):
         for each in fields(self):
             if each.default is None and getattr(self, each.name) is None:
                 setattr(self, each.name, self._unless_given(each))
-        exponential = self.ratio == "product" or (method.weighs == "bound" and self.kl == "k3")
+        exponential = self.ratio == "product" or self.adaptive_loss or (method.weighs == "bound" and self.kl == "k3")
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in method.uses:
             self.log_ratio_clamp = BOUND_OF_WHOLES
         check_settings(self, self._given)

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from tests.generation.tiny_models import every_pattern
-from tests.rl.methods.rollouts import keys, rollout_of, stopping
+from tests.rl.methods.rollouts import keys, made_up, rollout_of, stopping
 from tests.training.tiny_runs import PAIRS, equal, settings, tiny, weights
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, get_method, masking
+from unmask.rl.methods.base import token_loss
 from unmask.rl.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
 from unmask.rl.trainer import GRPOTrainer
 
@@ -392,3 +393,17 @@ def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
         trainer(tmp_path, Adaptive(), method="espo")
     with pytest.raises(ConfigError, match="masking: 'block', but a strategy was given too"):
         trainer(tmp_path, Halves(), masking="block")
+
+
+@pytest.mark.parametrize("by", [-30.0, 30.0])
+def test_a_ratio_of_tokens_that_weigh_by_their_mask_rate_is_bounded(by):
+    """Of eight tokens one that is hidden alone weighs 8: its 30 nats are 240, beyond the numbers of float32."""
+    settings = config(method="uni-grpo", masking="optimized", adaptive_loss=True, beta=0.1)
+    assert settings.log_ratio_clamp == 20.0 and config(method="uni-grpo", masking="optimized").log_ratio_clamp is None
+    rollout = sampled("bidirectional", None)
+    views = Optimized(adaptive_loss=True).plan(rollout, Draw(1, keys(rollout)), settings, 0.0)
+    assert views.weight_BVT.max() * abs(by) > 88
+    scores, _ = made_up(rollout, views, settings)
+    policy_BVT = torch.where(views.scored_BVT, scores.policy_BVT.detach() + by, 0).float().requires_grad_()
+    total = token_loss(replace(scores, policy_BVT=policy_BVT), settings).total
+    assert total < 1e20 and torch.autograd.grad(total, policy_BVT)[0].abs().max() < 1e20

@@ -14,9 +14,12 @@ import torch
 
 from tests import toy
 from tests.generation.tiny_models import every_pattern
-from tests.rl.methods.rollouts import LENGTH, assert_loss, config, made_up, plan, rollout_of, stopping, usual, whole
+from tests.rl.methods.rollouts import LENGTH, assert_loss, config, keys, made_up, plan, rollout_of, stopping, usual, whole
+from unmask.diffusion.views import Draw
 from unmask.rl.methods import get_method
-from unmask.rl.methods.spg import upper_bound
+from unmask.rl.methods.base import plan_views
+from unmask.rl.methods.masking import Diffusion
+from unmask.rl.methods.spg import lower_bound, upper_bound
 
 # Views.
 
@@ -178,3 +181,15 @@ def test_tokens_that_no_view_hides_are_left_out_of_the_upper_bound():
     assert log_prob_BVT.grad.isfinite().all() and torch.equal(log_prob_BVT.grad != 0, scored_BVT)
     nothing = upper_bound(log_prob_BVT.detach(), torch.zeros_like(scored_BVT), torch.tensor([[LENGTH]]), 1.5)
     assert nothing.item() == 0
+
+
+def test_views_that_hide_what_stands_behind_the_end_too_count_with_the_mean_over_the_completions_tokens():
+    _, rollout = usual("bidirectional", stop_at_eos=False)
+    args = config("spg", masking="diffusion", samples=8, beyond_eos="shown")
+    views = plan_views(lambda canvas: Diffusion().plan(canvas, Draw(0, keys(rollout)), args, 0.0), rollout, "shown")
+    scores, _ = made_up(rollout, views, args)
+    assert not views.scored_BVT.any(2).all()  # some hide nothing of a completion
+    for row, bound in enumerate(lower_bound(scores).flatten().tolist()):
+        parts = zip(scores.policy_BVT[row], views.scored_BVT[row], strict=True)
+        means = [log_prob_T[scored_T].mean().item() for log_prob_T, scored_T in parts if scored_T.any()]
+        assert bound == pytest.approx(sum(means) / len(means))

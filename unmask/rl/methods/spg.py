@@ -52,8 +52,11 @@ def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, 
 
 
 def lower_bound(scores: Scores) -> Tensor:
-    """The mean over views of the mean log-probability of the view's tokens [B, 1]: the ELBO per token, as published."""
-    return scores.of_sequences(scores.policy_BVT) / scores.views.count
+    """The mean over views of the mean log-probability of the view's tokens [B, 1]: the ELBO per token, as published. Views in which all
+    that is hidden stands behind the end are left out."""
+    weight_BV = scores.views.weight_BVT.sum(2)  # below 1 where some of what is hidden stands behind the end
+    value_BV = (scores.views.weight_BVT * scores.policy_BVT).sum(2) / torch.where(weight_BV > 0, weight_BV, 1)
+    return value_BV.sum(1, keepdim=True) / (weight_BV > 0).sum(1, keepdim=True).clamp_min(1)
 
 
 def upper_bound(log_prob_BVT: Tensor, scored_BVT: Tensor, length_B1: Tensor, beta: float) -> Tensor:
