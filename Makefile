@@ -4,10 +4,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-vllm test-all check format clean
+.PHONY: help demo test test-machines test-slow test-vllm test-all check format clean
 
 help:  ## show this list
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
 # torch comes first, at the pinned version, so that no dependency pulls another build of it.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -26,6 +26,12 @@ test-slow: $(INSTALLED)  ## the slow tests only
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone'
 	$(BIN)/python -m pytest -m alone
 
+# Tests of equal bits, as other machines run them: with older instructions, and on two threads.
+EQUAL_BITS := tests/generation/engine tests/generation/remote tests/models/test_alignment.py tests/rl/test_rollout_collector.py tests/training/test_trainer.py
+test-machines: $(INSTALLED)  ## tests of equal bits with older instructions and two threads
+	ATEN_CPU_CAPABILITY=default OMP_NUM_THREADS=2 $(BIN)/python -m pytest $(EQUAL_BITS)
+	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(EQUAL_BITS)
+
 # vLLM pins what it needs, so it has an environment of its own; the image packages that come with it do not fit a CPU's torch.
 VLLM := .venv-vllm
 $(VLLM)/.installed: Makefile constraints.txt
@@ -37,7 +43,7 @@ $(VLLM)/.installed: Makefile constraints.txt
 test-vllm: $(INSTALLED) $(VLLM)/.installed  ## against a real vLLM server (Python 3.11, x86-64)
 	UNMASK_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
 
-test-all: test test-slow test-vllm  ## every test
+test-all: test test-machines test-slow test-vllm  ## every test
 
 check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff check
