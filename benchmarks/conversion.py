@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import peak_bytes, report, timed
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator
-from unmask.diffusion.log_probs import noise_groups, score, weighted_cross_entropy
+from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
 from unmask.models.diffusion_lm import DiffusionLM
@@ -71,8 +71,8 @@ class Diffusion:
 
     def loss(self) -> Tensor:
         views = self.views()
-        log_prob_BVT = score(self.lm, self.batch["input_ids"], self.batch["documents"], views)
-        return weighted_cross_entropy(log_prob_BVT, views) / self.batch["maskable"].sum()
+        log_prob_BMT = view_log_probs(self.lm, self.batch["input_ids"], self.batch["documents"], views)
+        return weighted_cross_entropy(log_prob_BMT, views) / self.batch["maskable"].sum()
 
     def __call__(self) -> None:
         self.loss().backward()
@@ -90,13 +90,13 @@ class Plain(Diffusion):
 
     def loss(self) -> Tensor:
         views, ids_BT, document_BT = self.views(), self.batch["input_ids"], self.batch["documents"]
-        noised_BT = torch.where(views.hidden_BVT[:, 0], self.lm.mask_token_id, ids_BT)
+        noised_BT = torch.where(views.hidden_BMT[:, 0], self.lm.mask_token_id, ids_BT)
         real_B1QK = (document_BT[:, None, :, None] == document_BT[:, None, None, :]) & (document_BT[:, None, None, :] > 0)
         seen_B1QK = real_B1QK | torch.eye(ids_BT.shape[1], dtype=torch.bool)  # padding itself: a softmax over nothing is not a number
         logits_BTV = self.lm.model(input_ids=noised_BT, attention_mask=seen_B1QK, use_cache=False).logits
         logits_BTV[..., self.lm.mask_token_id] = -torch.inf
         cross_entropy_BT = F.cross_entropy(logits_BTV.transpose(1, 2), ids_BT, reduction="none")
-        weight_BT = views.weight_BVT[:, 0]
+        weight_BT = views.weight_BMT[:, 0]
         return torch.where(weight_BT > 0, cross_entropy_BT * weight_BT, 0.0).sum() / self.batch["maskable"].sum()
 
 

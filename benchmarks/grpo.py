@@ -123,9 +123,9 @@ def check_same(trainer: GRPOTrainer, plain: Plain) -> tuple[float, float]:
         for weight in plain.lm.model.parameters():
             weight.mul_(1.001)  # as if an update had come before
     update = updates[1]
-    ids_BT, hidden_BT, advantage_B = update.rollout.ids_BT, update.views.hidden_BVT[:, 0], update.advantage_BT[:, 0]
-    assert update.old_BVT is not None and update.reference_BVT is not None
-    old_BT, reference_BT = update.old_BVT[:, 0, PROMPT:], update.reference_BVT[:, 0, PROMPT:]
+    ids_BT, hidden_BT, advantage_B = update.rollout.ids_BT, update.views.hidden_BMT[:, 0], update.advantage_BT[:, 0]
+    assert update.old_BMT is not None and update.reference_BMT is not None
+    old_BT, reference_BT = update.old_BMT[:, 0, PROMPT:], update.reference_BMT[:, 0, PROMPT:]
 
     def theirs() -> Tensor:
         loss = plain.loss(ids_BT, hidden_BT, advantage_B, old_BT, reference_BT)
@@ -188,7 +188,7 @@ def compare_memory() -> None:
 
 def most_scored(trainer: GRPOTrainer, update: Update) -> int:
     """Tokens that are scored in the largest pass of an update."""
-    return max(int(update.views.scored_BVT[piece].sum()) for piece in trainer.per_view.passes_of(update))
+    return max(int(update.views.target_BMT[piece].sum()) for piece in trainer.per_view.passes_of(update))
 
 
 def compare_views() -> None:

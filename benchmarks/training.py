@@ -25,7 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, documents_apart, make_row
-from unmask.diffusion.log_probs import noise_groups, score, weighted_cross_entropy
+from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, Views, all_masked_views, random_views
 from unmask.models.attention import Layout, clear_mask_cache, make_mask, mask_cache_stats
@@ -81,7 +81,7 @@ class Step:
 
     def summed(self, batch: dict[str, Any], views: Views) -> Tensor:
         documents_BT = documents_apart(batch) if self.kept else batch["documents"]
-        return weighted_cross_entropy(score(self.lm, batch["input_ids"], documents_BT, views), views)
+        return weighted_cross_entropy(view_log_probs(self.lm, batch["input_ids"], documents_BT, views), views)
 
     def loss(self) -> Tensor:
         batch = {
@@ -114,13 +114,13 @@ class Plain(Step):
         if self.lm.autoregressive:
             seen_BQK = seen_BQK & torch.ones(seen_BQK.shape[1:], dtype=torch.bool, device=ids_BT.device).tril()
         else:
-            inputs_BT = torch.where(views.hidden_BVT[:, 0], self.lm.mask_token_id, ids_BT)
+            inputs_BT = torch.where(views.hidden_BMT[:, 0], self.lm.mask_token_id, ids_BT)
         logits_BTV = self.lm.model(input_ids=inputs_BT, attention_mask=seen_BQK[:, None], use_cache=False).logits.float()
         logits_BTV[..., self.lm.mask_token_id] = -torch.inf
         if self.lm.autoregressive:
             logits_BTV = torch.cat([logits_BTV[:, :1], logits_BTV[:, :-1]], 1)
         cross_entropy_BT = F.cross_entropy(logits_BTV.transpose(1, 2), ids_BT, reduction="none")
-        weight_BT = views.weight_BVT[:, 0]
+        weight_BT = views.weight_BMT[:, 0]
         return torch.where(weight_BT > 0, cross_entropy_BT * weight_BT, 0.0).sum()
 
 

@@ -2,7 +2,7 @@
 
 E, W and H of sines; h_t = tanh(E[x_t] + W_t) + mean_j tanh(E[x_j] + W_j), logits 2 h H. Gradients are those by H.
 
-Shapes: B rows, V views, T positions, D hidden width, K vocabulary.
+Shapes: B rows, M views, T positions, D hidden width, K vocabulary.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ OLD_DK, REFERENCE_DK = (HEAD_DK + 0.2 * wave(function, rate, 0.0, WIDTH, VOCABUL
 
 
 def scored(ids_BT: Tensor, head_DK: Tensor, views: Views) -> Tensor:
-    """The log-probability of every token in every view [B, V, T]."""
-    noisy_BVT = torch.where(views.hidden_BVT, MASK, ids_BT[:, None])
-    state_BVTD = (EMBEDDING_KD[noisy_BVT] + PLACE_TD).tanh()
-    log_prob_BVTK = (2 * (state_BVTD + state_BVTD.mean(2, keepdim=True)) @ head_DK).log_softmax(-1)
-    target_BVT1 = ids_BT[:, None, :, None].expand(-1, views.count, -1, -1)
-    return torch.where(views.scored_BVT, log_prob_BVTK.gather(3, target_BVT1).squeeze(3), 0)
+    """The log-probability of every token in every view [B, M, T]."""
+    noisy_BMT = torch.where(views.hidden_BMT, MASK, ids_BT[:, None])
+    state_BMTD = (EMBEDDING_KD[noisy_BMT] + PLACE_TD).tanh()
+    log_prob_BMTK = (2 * (state_BMTD + state_BMTD.mean(2, keepdim=True)) @ head_DK).log_softmax(-1)
+    target_BMT1 = ids_BT[:, None, :, None].expand(-1, views.count, -1, -1)
+    return torch.where(views.target_BMT, log_prob_BMTK.gather(3, target_BMT1).squeeze(3), 0)

@@ -3,7 +3,7 @@
 A GPT-2, as it computes in float64 throughout. The expectation of a plan of views is computed exactly: the plan itself runs on a
 list of all the random numbers that matter (`Listed`).
 
-Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it, N listed cases, V views.
+Shapes: T tokens, L tokens of one group, S = 2^L sets of hidden tokens of it, N listed cases, M views.
 """
 
 from __future__ import annotations
@@ -116,10 +116,10 @@ def bound_of(tables: Tables) -> float:
 
 def estimates(views: Views, tables: Tables) -> Tensor:
     """The weighted score of every view [N, V], by looking the conditionals up."""
-    total = torch.zeros(views.hidden_BVT.shape[:2], dtype=torch.float64)
+    total = torch.zeros(views.hidden_BMT.shape[:2], dtype=torch.float64)
     for positions, table in tables:
-        sets = (views.hidden_BVT[..., positions] * 2 ** torch.arange(len(positions))).sum(-1)
-        total += (views.weight_BVT[..., positions].double() * table[sets]).sum(-1)
+        sets = (views.hidden_BMT[..., positions] * 2 ** torch.arange(len(positions))).sum(-1)
+        total += (views.weight_BMT[..., positions].double() * table[sets]).sum(-1)
     return total
 
 

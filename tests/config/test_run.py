@@ -206,11 +206,11 @@ def test_every_recipe_is_a_valid_run(path: Path, tmp_path: Path) -> None:
     from unmask.preference.config import DPOConfig
     from unmask.rl.config import GRPOConfig
     from unmask.supervised.sft import SFTConfig
-    from unmask.training.config import StageConfig
+    from unmask.training.config import TrainingConfig
 
     assert recipe_path(path.stem) == path  # no two of one name
     config = resolve(read_layers(recipes=[path.stem], overrides=["model.path=m", "output_dir=out"]))
-    verb = {"sft": SFTConfig}.get(path.stem.split("-")[0], StageConfig)  # of recipes that begin with one
+    verb = {"sft": SFTConfig}.get(path.stem.split("-")[0], TrainingConfig)  # of recipes that begin with one
     kind = {"conversion": ConvertConfig, "preference": DPOConfig, "rl": GRPOConfig}.get(path.parent.name, verb)
     build_training_args(kind, config.training, output_dir=str(tmp_path))
     assert config != RunConfig(**RUN)

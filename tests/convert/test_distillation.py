@@ -56,13 +56,13 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(attention, bl
     if in_chunks:
         monkeypatch.setattr(head, "LOGITS_AT_ONCE", 4 * lm.config.vocab_size)
     lesson = learn(lm, teacher, IDS, DOCUMENTS, views, top_k=10**6)
-    taught = teacher.logits(IDS, DOCUMENTS).log_softmax(-1)[:, None].expand(-1, 2, -1, -1)[views.scored_BVT]
+    taught = teacher.logits(IDS, DOCUMENTS).log_softmax(-1)[:, None].expand(-1, 2, -1, -1)[views.target_BMT]
     monkeypatch.undo()
-    from_student = torch.cat([one_view(lm, views, view) for view in range(2)], 1)[views.scored_BVT]
+    from_student = torch.cat([one_view(lm, views, view) for view in range(2)], 1)[views.target_BMT]
     real = torch.arange(taught.shape[1]) != lm.mask_token_id
     expected = F.kl_div(from_student[:, real], taught[:, real], log_target=True, reduction="none").sum(-1)
     torch.testing.assert_close(lesson.divergence_N, expected, rtol=1e-4, atol=1e-5)
-    target = IDS[:, None].expand(-1, 2, -1)[views.scored_BVT]
+    target = IDS[:, None].expand(-1, 2, -1)[views.target_BMT]
     torch.testing.assert_close(lesson.log_prob_N, from_student.gather(1, target[:, None])[:, 0], rtol=1e-4, atol=1e-5)
     assert expected.min() > 0 and lesson.divergence_N.requires_grad and lesson.distance_N.requires_grad
     lesson.divergence_N.sum().backward()
@@ -71,11 +71,11 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(attention, bl
 
 def one_view(lm: DiffusionLM, views: Any, view: int) -> torch.Tensor:
     """All log-probabilities [B, 1, T, V] of a view."""
-    one, everything = views.piece(slice(None), slice(view, view + 1)), torch.ones(2, 1, 9, dtype=torch.bool)
+    one, everything = views.select(slice(None), slice(view, view + 1)), torch.ones(2, 1, 9, dtype=torch.bool)
     if lm.attention == "bidirectional":
-        logits = lm.logits(torch.where(one.hidden_BVT[:, 0], lm.mask_token_id, IDS), DOCUMENTS)
+        logits = lm.logits(torch.where(one.hidden_BMT[:, 0], lm.mask_token_id, IDS), DOCUMENTS)
     else:
-        logits = lm.forward(lm.noised(IDS, one.hidden_BVT, DOCUMENTS, everything)).view(2, 9, -1)
+        logits = lm.forward(lm.noised(IDS, one.hidden_BMT, DOCUMENTS, everything)).view(2, 9, -1)
     return logits.log_softmax(-1)[:, None]
 
 

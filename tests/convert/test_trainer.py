@@ -119,7 +119,7 @@ def test_no_stage_repeats_the_masks_of_another(tmp_path, monkeypatch):
 
     def plan(trainer: StageTrainer, rows: Any, draw: Any) -> Any:
         views = original(trainer, rows, draw)
-        seen.setdefault(trainer.stage.rate, []).append(views.hidden_BVT.numpy().tobytes())
+        seen.setdefault(trainer.stage.rate, []).append(views.hidden_BMT.numpy().tobytes())
         return views
 
     original = StageTrainer.plan
@@ -178,7 +178,7 @@ def test_complementary_views_learn_every_token_in_each_step(tmp_path):
     rows = trainer.data_collator(list(trainer.train_dataset))
     views = trainer.plan(rows, trainer.draw(rows))
     assert views.count == 2
-    assert torch.equal(views.scored_BVT.sum(1), rows["maskable"].long())
+    assert torch.equal(views.target_BMT.sum(1), rows["maskable"].long())
 
 
 def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
@@ -186,7 +186,7 @@ def test_pairs_hide_the_completion_alone_with_its_canvas(tmp_path):
     rows = trainer.data_collator(list(trainer.train_dataset))
     views = trainer.plan(rows, trainer.draw(rows))
     assert rows["maskable"].sum(1).tolist() == [8] * len(PAIRS)
-    assert not (views.hidden_BVT[:, 0] & ~rows["maskable"]).any()
+    assert not (views.hidden_BMT[:, 0] & ~rows["maskable"]).any()
     converted(tmp_path, rows=PAIRS, canvas_length=8, max_steps=6)
 
 

@@ -21,7 +21,7 @@ from unmask.data.formats import SPEAKERS, UNPAIRED
 from unmask.data.pairs import Room, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
 from unmask.data.rows import Collator, Row
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
 from unmask.generation.requests import make_requests
@@ -222,8 +222,8 @@ def test_packed_examples_are_scored_as_they_are_alone(attention, block_size, shi
         batch = Collator(0)(rows)
         maskable_B1T = batch["maskable"][:, None]
         with torch.no_grad():
-            score_BVT = score(lm, batch["input_ids"], batch["documents"], Views(maskable_B1T, maskable_B1T, maskable_B1T.float()))
-        return [score_T[maskable_T] for score_T, maskable_T in zip(score_BVT[:, 0], batch["maskable"], strict=True)]
+            score_BMT = view_log_probs(lm, batch["input_ids"], batch["documents"], Views(maskable_B1T, maskable_B1T, maskable_B1T.float()))
+        return [score_T[maskable_T] for score_T, maskable_T in zip(score_BMT[:, 0], batch["maskable"], strict=True)]
 
     apart = made(examples, room, tokenizer=lm.tokenizer)
     together = made(examples, room, tokenizer=lm.tokenizer, packed=True)

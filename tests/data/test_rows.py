@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator, column, documents_apart, iter_text_rows, pad_rows
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
 
@@ -89,14 +89,14 @@ def test_with_a_logit_shift_packed_documents_are_learnt_as_they_are_alone(attent
         views = Views(maskable[:, None], maskable[:, None], maskable[:, None].float())
         views = views.beside_causal(maskable, 1.0) if more else views
         with torch.no_grad():
-            return score(lm, ids, documents, views)[0], maskable[0]
+            return view_log_probs(lm, ids, documents, views)[0], maskable[0]
 
     packed, learnt = scores(["abc", "defgh", "ij"])
     moved, _ = scores(["lki", "defgh", "ij"])
     second = len("abc") + bos + 1
     assert torch.equal(packed[:, second:], moved[:, second:]) and not torch.equal(packed, moved)
     alone = [scores([text]) for text in ("abc", "defgh", "ij")]
-    torch.testing.assert_close(packed, torch.cat([scores_VT for scores_VT, _ in alone], 1), rtol=0, atol=1e-12)
+    torch.testing.assert_close(packed, torch.cat([log_prob_MT for log_prob_MT, _ in alone], 1), rtol=0, atol=1e-12)
     assert torch.equal(learnt, torch.cat([maskable for _, maskable in alone]))
 
 

@@ -118,10 +118,10 @@ def test_nothing_to_predict_is_certain():
 def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
     """Of groups of several sizes, some not in one piece, and of a row without any."""
     group_BT = torch.tensor([[-1, 0, 0, 1, 1, 1, 2], [0, -1, 3, 0, 3, 0, -1], [-1] * 7])
-    log_prob_BVT = -torch.rand(3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    log_prob_BVT.requires_grad_()
+    log_prob_BMT = -torch.rand(3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    log_prob_BMT.requires_grad_()
     expected = []
-    for row, group_T in zip(log_prob_BVT, group_BT, strict=True):
+    for row, group_T in zip(log_prob_BMT, group_BT, strict=True):
         total = row.new_zeros(())
         for group in group_T[group_T >= 0].unique():
             members = (group_T == group).nonzero()[:, 0].tolist()
@@ -132,12 +132,12 @@ def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
             total = total + torch.stack(orders).logsumexp(0) - math.log(len(orders))
         expected.append(total)
     weights_B = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-    found_B = any_order(group_BT, log_prob_BVT)
+    found_B = any_order(group_BT, log_prob_BMT)
     torch.testing.assert_close(found_B, torch.stack(expected), rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad((weights_B * part).sum(), log_prob_BVT)[0] for part in (found_B, torch.stack(expected))]
+    gradients = [torch.autograd.grad((weights_B * part).sum(), log_prob_BMT)[0] for part in (found_B, torch.stack(expected))]
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
     views = exact_views(group_BT, 3)
-    assert torch.equal(gradients[0] != 0, views.scored_BVT) and torch.equal(views.scored_BVT, views.hidden_BVT)
+    assert torch.equal(gradients[0] != 0, views.target_BMT) and torch.equal(views.target_BMT, views.hidden_BMT)
 
 
 def test_too_many_orders_are_refused():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import toy
-from unmask.diffusion.log_probs import noise_groups, score
+from unmask.diffusion.log_probs import noise_groups, view_log_probs
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.hooks.head import token_log_probs
 
@@ -37,7 +37,7 @@ def test_scores_are_the_conditionals_of_inference(kind):
     lm = toy.toy(kind)
     ids, _ = batch(1)
     for positions in toy.groups(lm, PROMPT, TOTAL):
-        scores = score(lm, ids, None, every_set_of(positions))
+        scores = view_log_probs(lm, ids, None, every_set_of(positions))
         torch.testing.assert_close(scores[0, :, positions], toy.conditionals(lm, ids[0], positions), **EXACT)
         assert scores.count_nonzero() == 2 ** (len(positions) - 1) * len(positions)
 
@@ -46,7 +46,7 @@ def test_a_causal_model_is_scored_on_the_clean_row():
     lm = toy.toy(attention=("causal", None, True))
     ids, maskable = batch()
     expected = lm.logits(ids).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
-    scores = score(lm, ids, None, all_masked_views(maskable))
+    scores = view_log_probs(lm, ids, None, all_masked_views(maskable))
     torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
 
 
@@ -55,11 +55,11 @@ def test_what_is_hidden_and_not_scored_is_hidden_all_the_same():
     ids, maskable = batch()
     prompt = ~maskable
     hidden = torch.ones_like(maskable)[:, None]
-    scores = score(lm, ids, None, Views(hidden, maskable[:, None], maskable[:, None].float()))
+    scores = view_log_probs(lm, ids, None, Views(hidden, maskable[:, None], maskable[:, None].float()))
     logits = lm.logits(torch.full_like(ids, lm.mask_token_id))
     expected = logits.log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
     torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
-    assert (scores[:, 0] - score(lm, ids, None, all_masked_views(maskable))[:, 0])[maskable].abs().max() > 1e-3
+    assert (scores[:, 0] - view_log_probs(lm, ids, None, all_masked_views(maskable))[:, 0])[maskable].abs().max() > 1e-3
     assert (scores[:, 0][prompt] == 0).all()
 
 
@@ -71,8 +71,8 @@ def test_chunks_change_neither_scores_nor_gradients(kind):
     scores, gradients = [], []
     for chunk in (None, 1, 2, 5, 12, 100):
         lm.model.zero_grad()
-        scores.append(score(lm, ids, None, views, chunk=chunk))
-        (views.weight_BVT * scores[-1]).sum().backward()
+        scores.append(view_log_probs(lm, ids, None, views, chunk=chunk))
+        (views.weight_BMT * scores[-1]).sum().backward()
         gradients.append([weight.grad.clone() for weight in lm.model.parameters()])
     assert max(gradient.abs().max() for gradient in gradients[0]) > 0.1
     for one, other in zip(scores[1:], gradients[1:], strict=True):
@@ -87,11 +87,11 @@ def test_only_scored_rows_reach_the_head(kind):
     lm.model.get_output_embeddings().register_forward_hook(lambda head, args, out: computed.append(out.shape[:-1].numel()))
     ids, maskable = batch()
     views = planned(lm, ids, maskable)
-    score(lm, ids, None, views)
-    assert sum(computed) == int(views.scored_BVT.sum())
+    view_log_probs(lm, ids, None, views)
+    assert sum(computed) == int(views.target_BMT.sum())
     computed.clear()
-    score(lm, ids, None, views, chunk=1)
-    assert computed == views.scored_BVT.sum(-1).flatten().tolist()
+    view_log_probs(lm, ids, None, views, chunk=1)
+    assert computed == views.target_BMT.sum(-1).flatten().tolist()
 
 
 def test_where_nothing_is_scored_no_pass_is_made_unless_it_takes_gradients():
@@ -101,13 +101,13 @@ def test_where_nothing_is_scored_no_pass_is_made_unless_it_takes_gradients():
     ids, maskable = batch()
     nothing = torch.zeros(3, 2, TOTAL, dtype=torch.bool)
     views = planned(lm, ids, maskable)
-    only_last = Views(views.hidden_BVT, views.scored_BVT & (torch.arange(3) == 2)[:, None, None], views.weight_BVT)
+    only_last = Views(views.hidden_BMT, views.target_BMT & (torch.arange(3) == 2)[:, None, None], views.weight_BMT)
     with torch.no_grad():
-        scores = score(lm, ids, None, Views(nothing, nothing, nothing.float()))
+        scores = view_log_probs(lm, ids, None, Views(nothing, nothing, nothing.float()))
         assert scores.shape == (3, 2, TOTAL) and not scores.any() and not calls
-        score(lm, ids, None, only_last, chunk=4)
+        view_log_probs(lm, ids, None, only_last, chunk=4)
         assert len(calls) == 1
-    score(lm, ids, None, Views(nothing, nothing, nothing.float())).sum().backward()
+    view_log_probs(lm, ids, None, Views(nothing, nothing, nothing.float())).sum().backward()
     assert len(calls) == 2 and all(not weight.grad.any() for weight in lm.model.parameters())
 
 
@@ -116,7 +116,7 @@ def test_padding_changes_nothing(kind):
     lm = toy.toy(attention=("causal", None, True)) if kind == "causal" else toy.toy(kind)
     ids, maskable = batch(2)
     views = planned(lm, ids, maskable)
-    expected = score(lm, ids, None, views)
+    expected = view_log_probs(lm, ids, None, views)
     extra = torch.zeros(2, 3, dtype=torch.long)
     blank = torch.zeros(2, views.count, 3)
     real = torch.ones_like(ids)
@@ -125,8 +125,8 @@ def test_padding_changes_nothing(kind):
         return torch.cat(tensors if left else tensors[::-1], -1)
 
     for left in (True, False):
-        padded = [beside(left, [blank.to(part.dtype), part]) for part in (views.hidden_BVT, views.scored_BVT, views.weight_BVT)]
-        scores = score(lm, beside(left, [extra, ids]), beside(left, [extra, real]), Views(*padded))
+        padded = [beside(left, [blank.to(part.dtype), part]) for part in (views.hidden_BMT, views.target_BMT, views.weight_BMT)]
+        scores = view_log_probs(lm, beside(left, [extra, ids]), beside(left, [extra, real]), Views(*padded))
         torch.testing.assert_close(scores, beside(left, [blank.double(), expected]), **EXACT)
 
 
@@ -135,10 +135,10 @@ def test_packed_documents_are_scored_as_they_are_alone(kind):
     lm = toy.toy(kind)
     ids, maskable = batch(2)
     views = planned(lm, ids, maskable)
-    packed = Views(*(torch.cat(list(part[:, None]), -1) for part in (views.hidden_BVT, views.scored_BVT, views.weight_BVT)))
+    packed = Views(*(torch.cat(list(part[:, None]), -1) for part in (views.hidden_BMT, views.target_BMT, views.weight_BMT)))
     documents = torch.tensor([[1] * TOTAL + [2] * TOTAL])
-    scores = score(lm, ids.reshape(1, -1), documents, packed)
-    torch.testing.assert_close(scores[0], torch.cat(list(score(lm, ids, None, views)), -1), **EXACT)
+    scores = view_log_probs(lm, ids.reshape(1, -1), documents, packed)
+    torch.testing.assert_close(scores[0], torch.cat(list(view_log_probs(lm, ids, None, views)), -1), **EXACT)
 
 
 def test_a_temperature_divides_the_logits():
@@ -146,7 +146,7 @@ def test_a_temperature_divides_the_logits():
     ids, maskable = batch()
     logits = lm.logits(torch.where(maskable, lm.mask_token_id, ids))
     expected = (logits / 0.7).log_softmax(-1).gather(2, ids[..., None]).squeeze(2)
-    scores = score(lm, ids, None, all_masked_views(maskable), temperature=0.7)
+    scores = view_log_probs(lm, ids, None, all_masked_views(maskable), temperature=0.7)
     torch.testing.assert_close(scores[:, 0], torch.where(maskable, expected, 0), **EXACT)
 
 
@@ -168,11 +168,11 @@ def test_their_gradients_are_those_of_a_softmax():
 def test_scores_have_the_precision_of_the_model():
     lm = toy.toy()
     ids, maskable = batch()
-    assert score(lm, ids, None, all_masked_views(maskable)).dtype == torch.float64
+    assert view_log_probs(lm, ids, None, all_masked_views(maskable)).dtype == torch.float64
     lm.model.float()
-    assert score(lm, ids, None, all_masked_views(maskable)).dtype == torch.float32
+    assert view_log_probs(lm, ids, None, all_masked_views(maskable)).dtype == torch.float32
     lm.model.bfloat16()
-    assert score(lm, ids, None, all_masked_views(maskable)).dtype == torch.float32
+    assert view_log_probs(lm, ids, None, all_masked_views(maskable)).dtype == torch.float32
 
 
 @pytest.mark.parametrize(

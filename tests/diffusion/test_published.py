@@ -1,6 +1,6 @@
 """Likelihoods, losses and weights that the authors' own code gave for the same model, rows and masks (data/published.json names it).
 
-Shapes: B rows, V views, T positions, D hidden width, K vocabulary.
+Shapes: B rows, M views, T positions, D hidden width, K vocabulary.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ class Injected:
 
     order_B = None
 
-    def __init__(self, hidden_BVT: Tensor, time_BV: Tensor):
-        self.hidden_BVT, self.time_BV = hidden_BVT, time_BV
+    def __init__(self, hidden_BMT: Tensor, time_BM: Tensor):
+        self.hidden_BMT, self.time_BM = hidden_BMT, time_BM
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         if stream == Stream.TIME:
-            return self.time_BV[:, :, None].expand(-1, -1, position_BT.shape[1])
-        return torch.where(self.hidden_BVT, 0.0, 1 - 2.0**-53).double()
+            return self.time_BM[:, :, None].expand(-1, -1, position_BT.shape[1])
+        return torch.where(self.hidden_BMT, 0.0, 1 - 2.0**-53).double()
 
 
 def at_times(record: dict[str, Any]) -> tuple[Views, Tensor]:
     """Views of the recorded masks and times, and the groups that are noised together [B, T]: whole rows."""
     group_BT = torch.tensor(record["maskable"]) - 1
-    time_BV = (torch.tensor(record["time"], dtype=torch.float64)[:, None] - NOISE.low) / (NOISE.high - NOISE.low)
-    draw: Any = Injected(torch.tensor(record["hidden"]).bool()[:, None], time_BV)
+    time_BM = (torch.tensor(record["time"], dtype=torch.float64)[:, None] - NOISE.low) / (NOISE.high - NOISE.low)
+    draw: Any = Injected(torch.tensor(record["hidden"]).bool()[:, None], time_BM)
     return random_views(group_BT, draw, NOISE), group_BT
 
 
 def test_the_likelihood_is_lladas_given_its_masks():
     """Each of its draws is a view of an exact count; its estimate is the mean over them."""
     record = PUBLISHED["of"]["likelihood"]
-    hidden_BVT = torch.tensor(record["hidden"]).bool()[None]
-    views, size = hidden_BVT.shape[1], LENGTH - PROMPT
+    hidden_BMT = torch.tensor(record["hidden"]).bool()[None]
+    views, size = hidden_BMT.shape[1], LENGTH - PROMPT
     group_BT = torch.where(torch.arange(LENGTH) >= PROMPT, 0, -1)[None]
-    time_BV = (hidden_BVT.sum(2) - 0.5) / size * views - torch.arange(views)  # undoes the strata
-    draw: Any = Injected(hidden_BVT, time_BV)
+    time_BM = (hidden_BMT.sum(2) - 0.5) / size * views - torch.arange(views)  # undoes the strata
+    draw: Any = Injected(hidden_BMT, time_BM)
     plan = exact_count_views(group_BT, draw, views=views)
-    assert torch.equal(plan.hidden_BVT, hidden_BVT)
-    bound = (plan.weight_BVT * scored(IDS_BT[:1], HEAD_DK, plan)).sum()
+    assert torch.equal(plan.hidden_BMT, hidden_BMT)
+    bound = (plan.weight_BMT * scored(IDS_BT[:1], HEAD_DK, plan)).sum()
     assert bound.item() == pytest.approx(record["loss"], rel=1e-6)
 
 
@@ -64,13 +64,13 @@ def test_the_likelihood_is_lladas_given_its_masks():
 def test_losses_are_the_published_ones_given_their_masks_and_times(name):
     record = PUBLISHED["of"][name]
     views, group_BT = at_times(record)
-    assert torch.equal(views.hidden_BVT[:, 0], torch.tensor(record["hidden"]).bool())
+    assert torch.equal(views.hidden_BMT[:, 0], torch.tensor(record["hidden"]).bool())
     if name == "mdlm, sequence":
-        items, weight_BVT = len(IDS_BT), views.weight_BVT / group_sizes(group_BT)[:, None]
+        items, weight_BMT = len(IDS_BT), views.weight_BMT / group_sizes(group_BT)[:, None]
     else:
-        items, weight_BVT = int((group_BT >= 0).sum()), views.weight_BVT
+        items, weight_BMT = int((group_BT >= 0).sum()), views.weight_BMT
     head_DK = HEAD_DK.clone().requires_grad_()
-    shared = Views(views.hidden_BVT, views.scored_BVT, weight_BVT)
+    shared = Views(views.hidden_BMT, views.target_BMT, weight_BMT)
     loss = weighted_cross_entropy(scored(IDS_BT, head_DK, shared), shared) / items
     loss.backward()
     assert loss.item() == pytest.approx(record["loss"], rel=1e-6)
@@ -79,7 +79,7 @@ def test_losses_are_the_published_ones_given_their_masks_and_times(name):
 
 def test_cart_weights_are_dreams_given_the_masks():
     record = PUBLISHED["of"]["cart"]
-    hidden_BVT = torch.tensor(record["hidden"]).bool()[:, None]
+    hidden_BMT = torch.tensor(record["hidden"]).bool()[:, None]
     rows_BT = torch.ones_like(IDS_BT)
-    views = cart_weights(Views(hidden_BVT, hidden_BVT, hidden_BVT.float()), rows_BT, rows_BT, p=record["p"])
-    torch.testing.assert_close(views.weight_BVT[:, 0], torch.tensor(record["weight"]), rtol=1e-5, atol=1e-6)
+    views = cart_weights(Views(hidden_BMT, hidden_BMT, hidden_BMT.float()), rows_BT, rows_BT, p=record["p"])
+    torch.testing.assert_close(views.weight_BMT[:, 0], torch.tensor(record["weight"]), rtol=1e-5, atol=1e-6)

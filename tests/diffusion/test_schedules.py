@@ -59,7 +59,7 @@ def test_other_weightings_are_what_they_are_called(schedule, weighting, expected
         noise = Noise(get_schedule(schedule), 0.25, 0.75, timesteps, weighting)
         torch.testing.assert_close(noise.weight(times), expected(times))
         plan = random_views(GROUPS, Draw(0, torch.arange(5)), noise, views=3)
-        weight = plan.weight_BVT[plan.hidden_BVT] * 3
+        weight = plan.weight_BMT[plan.hidden_BMT] * 3
         assert (weight >= 1 - 1e-6).all() and (weight <= (1 + 1e-6 if weighting == "uniform" else 4)).all()
     torch.testing.assert_close(Noise(get_schedule("linear"), weighting="1/t").weight(times), Noise(get_schedule("linear")).weight(times))
 
@@ -70,10 +70,10 @@ def test_the_weights_of_a_pair_are_those_of_both_rates(schedule):
     pairs = {
         weighting: complementary_pair(groups, draw, Noise(get_schedule(schedule), weighting=weighting)) for weighting in ("1/t", "uniform")
     }
-    first, second = pairs["uniform"].weight_BVT.unbind(1)
+    first, second = pairs["uniform"].weight_BMT.unbind(1)
     assert torch.equal(first + second, torch.full_like(first, 0.5))
-    both = (pairs["1/t"].hidden_BVT.any(-1)).all(-1)
-    per_view = pairs["1/t"].weight_BVT[both].amax(-1).double() * 2
+    both = (pairs["1/t"].hidden_BMT.any(-1)).all(-1)
+    per_view = pairs["1/t"].weight_BMT[both].amax(-1).double() * 2
     assert both.sum() > 20
     time = 1 / per_view[:, 0]
     rate = get_schedule(schedule).mask_rate(time)
@@ -108,7 +108,7 @@ def planned(schedule, timesteps, table):
         middle = torch.full((len(SETS),), (step - 0.5) / timesteps, dtype=torch.float64)
         plan = random_views(groups, Listed(middle, torch.where(hidden, 0.0, 1 - 2.0**-53).double()), noise)
         rate = noise.schedule.mask_rate(torch.tensor(step / timesteps, dtype=torch.float64))
-        assert rate == 1 or torch.equal(plan.hidden_BVT[:, 0], hidden)
+        assert rate == 1 or torch.equal(plan.hidden_BMT[:, 0], hidden)
         share = rate ** hidden.sum(1) * (1 - rate) ** (TOKENS - hidden.sum(1)) / timesteps
         total += (share * estimates(plan, [(list(range(TOKENS)), table)])[:, 0]).sum().item()
     return total

@@ -1,6 +1,6 @@
 """Plans of views: what they hide, and that the weighted scores average to the exact ELBO.
 
-Shapes: N listed cases, V views, T tokens.
+Shapes: N listed cases, M views, T tokens.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def many(row, count=300):
     return torch.tensor(row).expand(count, -1), Draw(0, torch.arange(count))
 
 
-def counts(hidden_BVT, groups_BT, group):
-    return (hidden_BVT & (groups_BT == group)[:, None]).sum(-1)
+def counts(hidden_BMT, groups_BT, group):
+    return (hidden_BMT & (groups_BT == group)[:, None]).sum(-1)
 
 
 def parts(views):
-    return views.hidden_BVT, views.scored_BVT, views.weight_BVT
+    return views.hidden_BMT, views.target_BMT, views.weight_BMT
 
 
 # What every plan keeps.
@@ -79,10 +79,10 @@ def parts(views):
 @every_plan
 def test_only_maskable_tokens_are_hidden_and_all_that_is_hidden_is_scored(plan):
     views = plan(GROUPS, Draw(0, torch.arange(5)))
-    assert views.hidden_BVT.shape == (5, views.count, 8)
-    assert not (views.hidden_BVT & (GROUPS < 0)[:, None]).any()
-    assert torch.equal(views.scored_BVT, views.hidden_BVT) and views.weight_BVT.dtype == torch.float32
-    assert torch.equal(views.weight_BVT > 0, views.scored_BVT) and views.weight_BVT.isfinite().all()
+    assert views.hidden_BMT.shape == (5, views.count, 8)
+    assert not (views.hidden_BMT & (GROUPS < 0)[:, None]).any()
+    assert torch.equal(views.target_BMT, views.hidden_BMT) and views.weight_BMT.dtype == torch.float32
+    assert torch.equal(views.weight_BMT > 0, views.target_BMT) and views.weight_BMT.isfinite().all()
 
 
 @every_plan
@@ -90,14 +90,14 @@ def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
     keys = torch.tensor([11, 3, 8, 900, 2**60])
     together = plan(GROUPS, Draw(5, keys))
     order = torch.tensor([3, 0, 4, 1, 2])
-    for one, other in zip(parts(together.piece(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True):
+    for one, other in zip(parts(together.select(order)), parts(plan(GROUPS[order], Draw(5, keys[order]))), strict=True):
         assert torch.equal(one, other)
     padded = plan(torch.cat([GROUPS, torch.full((5, 3), -1)], 1), Draw(5, keys))
     for one, other in zip(parts(together), parts(padded), strict=True):
         assert torch.equal(one, other[..., :8])
     for row in range(5):
         alone = plan(GROUPS[row : row + 1], Draw(5, keys[row : row + 1]))
-        for one, other in zip(parts(together.piece(slice(row, row + 1))), parts(alone), strict=True):
+        for one, other in zip(parts(together.select(slice(row, row + 1))), parts(alone), strict=True):
             assert torch.equal(one, other)
 
 
@@ -105,8 +105,8 @@ def test_a_plan_does_not_depend_on_the_rest_of_the_batch(plan):
 def test_seed_key_and_iteration_each_give_another_plan(plan):
     groups, _ = many([0, 0, 0, 0, 0, 0, 0, 0], 20)
     keys = torch.arange(20)
-    plans = [plan(groups, draw).hidden_BVT for draw in (Draw(0, keys), Draw(1, keys), Draw(0, keys + 20), Draw(0, keys, 1))]
-    assert torch.equal(plans[0], plan(groups, Draw(0, keys)).hidden_BVT)
+    plans = [plan(groups, draw).hidden_BMT for draw in (Draw(0, keys), Draw(1, keys), Draw(0, keys + 20), Draw(0, keys, 1))]
+    assert torch.equal(plans[0], plan(groups, Draw(0, keys)).hidden_BMT)
     for one, other in itertools.combinations(plans, 2):
         assert not torch.equal(one, other)
 
@@ -126,17 +126,17 @@ def test_exact_count_views_hide_one_number_of_tokens_per_group_with_its_weight(v
     plan = exact_count_views(GROUPS, Draw(2, torch.arange(5)), views=views)
     for row, group in [(r, g) for r in range(5) for g in GROUPS[r].unique().tolist() if g >= 0]:
         member = GROUPS[row] == group
-        number = plan.hidden_BVT[row][:, member].sum(-1)
+        number = plan.hidden_BMT[row][:, member].sum(-1)
         assert (number >= 1).all() and (number <= member.sum()).all()
-        expected = torch.where(plan.hidden_BVT[row][:, member], (member.sum() / number / views)[:, None], 0)
-        torch.testing.assert_close(plan.weight_BVT[row][:, member], expected)
+        expected = torch.where(plan.hidden_BMT[row][:, member], (member.sum() / number / views)[:, None], 0)
+        torch.testing.assert_close(plan.weight_BMT[row][:, member], expected)
 
 
 def test_exact_counts_are_stratified_over_the_views():
     groups, draw = many([-1, 0, 0, 0, 0, 1, 1, 1])
     plan = exact_count_views(groups, draw, views=4)
-    assert torch.equal(counts(plan.hidden_BVT, groups, 0), torch.tensor([1, 2, 3, 4]).expand(300, 4))
-    odd = counts(plan.hidden_BVT, groups, 1)
+    assert torch.equal(counts(plan.hidden_BMT, groups, 0), torch.tensor([1, 2, 3, 4]).expand(300, 4))
+    odd = counts(plan.hidden_BMT, groups, 1)
     assert (odd.diff(dim=1) >= 0).all() and (odd[:, 0] == 1).all() and (odd[:, 3] == 3).all()
     assert set(odd[:, 1].tolist()) == {1, 2} and set(odd[:, 2].tolist()) == {2, 3}
 
@@ -147,8 +147,8 @@ def test_random_views_have_one_time_per_group_stratified_over_the_views(views):
     plan = random_views(groups, draw, Noise(get_schedule("linear"), 0.2, 0.6), views=views)
     times = []
     for at in (slice(0, 6), slice(6, 12)):
-        weight = plan.weight_BVT[..., at].amax(-1)  # 1 / t / views, and 0 where nothing was hidden
-        assert torch.equal(plan.weight_BVT[..., at], torch.where(plan.hidden_BVT[..., at], weight[..., None], 0))
+        weight = plan.weight_BMT[..., at].amax(-1)  # 1 / t / views, and 0 where nothing was hidden
+        assert torch.equal(plan.weight_BMT[..., at], torch.where(plan.hidden_BMT[..., at], weight[..., None], 0))
         times.append(torch.where(weight > 0, 1 / (weight * views), torch.nan))
     start = 0.2 + 0.4 * torch.arange(views) / views
     within = torch.stack(times)[~torch.stack(times).isnan().any(-1)]
@@ -160,7 +160,7 @@ def test_random_views_have_one_time_per_group_stratified_over_the_views(views):
 def test_random_views_hide_at_the_rate_of_their_schedule():
     groups, draw = many([0] * 8, 5000)
     for schedule, low, high in [("linear", 0.3, 0.3), ("cosine", 0.5, 0.5)]:
-        hidden = random_views(groups, draw, Noise(get_schedule(schedule), low, high)).hidden_BVT
+        hidden = random_views(groups, draw, Noise(get_schedule(schedule), low, high)).hidden_BMT
         rate = {"linear": 0.3, "cosine": math.cos(math.pi / 4)}[schedule]
         assert hidden.double().mean().item() == pytest.approx(rate, abs=5 * math.sqrt(rate * (1 - rate) / 40000))
         assert torch.corrcoef(hidden.squeeze(1).T.double()).fill_diagonal_(0).abs().max() < 5 / math.sqrt(5000)  # tokens independently
@@ -169,12 +169,12 @@ def test_random_views_hide_at_the_rate_of_their_schedule():
 @pytest.mark.parametrize("name", ["complementary", "exact count, complementary"])
 def test_a_complementary_pair_hides_every_token_once(name):
     plan = PLANS[name](GROUPS, Draw(0, torch.arange(5)))
-    assert plan.count == 2 and torch.equal(plan.hidden_BVT.sum(1), (GROUPS >= 0).long())
+    assert plan.count == 2 and torch.equal(plan.hidden_BMT.sum(1), (GROUPS >= 0).long())
 
 
 @pytest.mark.parametrize("views", [2, 3, 4, 5, 8, 9])
 def test_elbo_views_are_all_masked_then_complementary_pairs(views):
-    hidden = elbo_views(GROUPS, Draw(0, torch.arange(5)), views=views).hidden_BVT
+    hidden = elbo_views(GROUPS, Draw(0, torch.arange(5)), views=views).hidden_BMT
     assert hidden.shape[1] == views and torch.equal(hidden[:, 0], GROUPS >= 0)
     pairs, several = (views - 1) // 2, (GROUPS >= 0) & (SIZES > 1)
     for pair in range(pairs):
@@ -192,19 +192,19 @@ def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
     prompt = torch.zeros_like(completion)
     prompt[:, 1:6] = True
     plan = all_masked_views(completion, prompt, Draw(0, torch.arange(2000)), prompt_rate=0.15)
-    assert torch.equal(plan.scored_BVT[:, 0], completion) and torch.equal(plan.weight_BVT, plan.scored_BVT.float())
-    assert plan.hidden_BVT[..., 6:].all() and not plan.hidden_BVT[..., 0].any()
-    assert plan.hidden_BVT[..., 1:6].double().mean().item() == pytest.approx(0.15, abs=5 * math.sqrt(0.15 * 0.85 / 10000))
+    assert torch.equal(plan.target_BMT[:, 0], completion) and torch.equal(plan.weight_BMT, plan.target_BMT.float())
+    assert plan.hidden_BMT[..., 6:].all() and not plan.hidden_BMT[..., 0].any()
+    assert plan.hidden_BMT[..., 1:6].double().mean().item() == pytest.approx(0.15, abs=5 * math.sqrt(0.15 * 0.85 / 10000))
     plain = all_masked_views(completion)
-    assert torch.equal(plain.hidden_BVT[:, 0], completion)
+    assert torch.equal(plain.hidden_BMT[:, 0], completion)
 
 
 def test_views_are_taken_apart_by_view_and_by_row():
     plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), views=3)
-    for *pieces, whole in zip(*(parts(plan.piece(slice(None), slice(index, index + 1))) for index in range(3)), parts(plan), strict=True):
+    for *pieces, whole in zip(*(parts(plan.select(slice(None), slice(index, index + 1))) for index in range(3)), parts(plan), strict=True):
         assert torch.equal(torch.cat(pieces, 1), whole)
-    chosen = plan.piece(torch.tensor([4, 1]))
-    assert torch.equal(chosen.hidden_BVT, plan.hidden_BVT[[4, 1]]) and chosen.count == 3
+    chosen = plan.select(torch.tensor([4, 1]))
+    assert torch.equal(chosen.hidden_BMT, plan.hidden_BMT[[4, 1]]) and chosen.count == 3
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999])
@@ -216,15 +216,15 @@ def test_cart_weighs_by_the_visible_tokens_near(pattern, block_size, p):
         torch.where(documents > 0, run, -1), Draw(0, torch.arange(2)), Noise(get_schedule("linear"), weighting="cart"), views=3
     )
     weights = cart_weights(plan, run, documents, p=p)
-    assert torch.equal(weights.hidden_BVT, plan.hidden_BVT) and weights.weight_BVT.dtype == torch.float32
-    for row, view, at in plan.hidden_BVT.nonzero().tolist():
+    assert torch.equal(weights.hidden_BMT, plan.hidden_BMT) and weights.weight_BMT.dtype == torch.float32
+    for row, view, at in plan.hidden_BMT.nonzero().tolist():
         near = 0.0
         for other in range(12):
-            clean = run[row, other] < run[row, at] or (run[row, other] == run[row, at] and not plan.hidden_BVT[row, view, other])
+            clean = run[row, other] < run[row, at] or (run[row, other] == run[row, at] and not plan.hidden_BMT[row, view, other])
             if documents[row, other] == documents[row, at] and clean:
                 near += p / 2 * (1 - p) ** (abs(other - at) - 1)
-        assert weights.weight_BVT[row, view, at].item() == pytest.approx(near / 3, rel=1e-5, abs=1e-6)
-    assert not weights.weight_BVT[~plan.hidden_BVT].any()
+        assert weights.weight_BMT[row, view, at].item() == pytest.approx(near / 3, rel=1e-5, abs=1e-6)
+    assert not weights.weight_BMT[~plan.hidden_BMT].any()
 
 
 # Expectations. A model is known by the tables of its conditionals, one table per group.
@@ -262,10 +262,10 @@ def listed_subsets(width, rate, views, low, high, points=30):
     time_N = ((nodes + 1) / 2).repeat_interleave(len(sets))
     noise_NT = torch.zeros(len(time_N), width, dtype=torch.float64)
     noise_NT[:, PROMPT:] = torch.where(sets.repeat(len(nodes), 1), 0.0, 1 - 2.0**-53)
-    rate_NV = rate(low + (high - low) * (torch.arange(views) + time_N[:, None]) / views)
+    rate_NM = rate(low + (high - low) * (torch.arange(views) + time_N[:, None]) / views)
     number_N1 = sets.sum(1).repeat(len(nodes))[:, None]
-    probability_NV = rate_NV**number_N1 * (1 - rate_NV) ** (LENGTH - number_N1)
-    return Listed(time_N, noise_NT), probability_NV * (shares / 2).repeat_interleave(len(sets))[:, None]
+    probability_NM = rate_NM**number_N1 * (1 - rate_NM) ** (LENGTH - number_N1)
+    return Listed(time_N, noise_NT), probability_NM * (shares / 2).repeat_interleave(len(sets))[:, None]
 
 
 RATES = {name: schedule.mask_rate for name, schedule in SCHEDULES.items()}
@@ -273,9 +273,9 @@ EXACT_SCHEDULES = ["linear", "cosine"]  # the geometric one hides some tokens at
 
 
 def expected_random(groups, tables, schedule, views=1, low=0.0, high=1.0, points=30):
-    draw, probability_NV = listed_subsets(groups.shape[1], RATES[schedule], views, low, high, points)
+    draw, probability_NM = listed_subsets(groups.shape[1], RATES[schedule], views, low, high, points)
     plan = random_views(groups.expand(len(draw.time_N), -1), draw, Noise(get_schedule(schedule), low, high), views=views)
-    return (probability_NV * estimates(plan, tables)).sum().item()
+    return (probability_NM * estimates(plan, tables)).sum().item()
 
 
 def expected_pair(groups, tables, schedule, low):

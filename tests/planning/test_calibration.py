@@ -54,9 +54,9 @@ def test_peak_memory_is_predicted_within_a_tenth(work: Workload) -> None:
 
 def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
     work = Workload(batch=2, sequence_length=8, copies=2)
-    hidden_BVT = Step(built(llama(64, 1, 64), work), work).views.hidden_BVT
-    assert hidden_BVT.sum(-1).tolist() == [[4, 4], [4, 4]]
-    assert hidden_BVT.sum(1).eq(1).all()
+    hidden_BMT = Step(built(llama(64, 1, 64), work), work).views.hidden_BMT
+    assert hidden_BMT.sum(-1).tolist() == [[4, 4], [4, 4]]
+    assert hidden_BMT.sum(1).eq(1).all()
 
 
 class Touched(TorchDispatchMode):

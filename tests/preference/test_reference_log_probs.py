@@ -27,8 +27,8 @@ def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         calls.append(1)
         return original(*arguments, **more)
 
-    original = per_view_backward.score
-    monkeypatch.setattr(per_view_backward, "score", counting)
+    original = per_view_backward.view_log_probs
+    monkeypatch.setattr(per_view_backward, "view_log_probs", counting)
     return calls
 
 
@@ -115,7 +115,7 @@ def test_masks_other_than_those_that_were_scored_are_an_error(tmp_path):
     trainer.model.train()
     plan = trainer.plan
     assert trainer.reference_of(batch(trainer, 0, 1)).shape == (4,)
-    trainer.plan = lambda rows, draw: plan(rows, draw).piece(slice(None), slice(0, 1))
+    trainer.plan = lambda rows, draw: plan(rows, draw).select(slice(None), slice(0, 1))
     with pytest.raises(TrainingError, match=r"reference: the reference was scored on other responses, or other masks than those of plan 0"):
         trainer.reference_of(batch(trainer, 0, 1))
 

@@ -182,10 +182,10 @@ def test_views_by_estimator(attention, block_size, more, count, tmp_path):
     rows = batch(trainer, *range(4))
     views = trainer.plan(rows, trainer.draw(rows))
     assert views.count == count
-    assert torch.equal(views.scored_BVT.any(1), rows["maskable"])
+    assert torch.equal(views.target_BMT.any(1), rows["maskable"])
     if more.get("complementary"):
-        assert torch.equal(views.hidden_BVT[:, 0], rows["maskable"])
-        assert torch.equal(views.hidden_BVT[:, 1] ^ views.hidden_BVT[:, 3], rows["maskable"] & (rows["maskable"].sum(1) > 1)[:, None])
+        assert torch.equal(views.hidden_BMT[:, 0], rows["maskable"])
+        assert torch.equal(views.hidden_BMT[:, 1] ^ views.hidden_BMT[:, 3], rows["maskable"] & (rows["maskable"].sum(1) > 1)[:, None])
 
 
 def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -333,8 +333,8 @@ def test_chosen_and_rejected_are_hidden_apart(tmp_path):
     same = [{"prompt": "ab", "chosen": "abcdefgh", "rejected": "hgfedcba"}] * 4
     trainer = make("dpo", tmp_path, rows=same, samples=4)
     rows = batch(trainer, *range(4))
-    hidden_BVT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT
-    masks = {str(hidden_BVT[row][:, rows["documents"][row] == side].tolist()) for row in range(4) for side in (1, 2)}
+    hidden_BMT = trainer.plan(rows, trainer.draw(rows)).hidden_BMT
+    masks = {str(hidden_BMT[row][:, rows["documents"][row] == side].tolist()) for row in range(4) for side in (1, 2)}
     assert len(masks) == 8
     assert rows["input_ids"].equal(rows["input_ids"][:1].expand(4, -1))
 

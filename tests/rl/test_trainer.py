@@ -129,7 +129,7 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
     [[_, update]] = trainer.experience([[trainer.train_dataset[index] for index in range(8)]])
     moved(trainer.lm, 0.05)
     with torch.no_grad():
-        gap_BT = (trainer.per_view.score(trainer.lm, update) - update.old_BVT)[:, 0]
+        gap_BT = (trainer.per_view.log_probs(trainer.lm, update) - update.old_BMT)[:, 0]
     expected, clipped, values = 0.0, 0, set()
     for row, column in update.rollout.completion_BT.nonzero().tolist():
         advantage, ratio = update.advantage_BT[row, column].item(), gap_BT[row, column].exp().item()
@@ -259,11 +259,11 @@ def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions
     (_, later), ids_BT = drawn[0][0], drawn[1][0][0].rollout.ids_BT
     assert torch.equal(later.rollout.ids_BT, ids_BT)  # what is sampled is not touched
     completion_BT, mask = later.rollout.completion_BT, lm.mask_token_id
-    noisy_BT = torch.where(later.views.hidden_BVT[:, 0], mask, ids_BT)
+    noisy_BT = torch.where(later.views.hidden_BMT[:, 0], mask, ids_BT)
     log_prob_BTV = (lm.logits(noisy_BT, later.rollout.documents_BT) / expected).log_softmax(2)
     expected_BT = log_prob_BTV.gather(2, ids_BT[:, :, None]).squeeze(2)
-    for scored_BVT in (trainer.per_view.score(lm, later), later.old_BVT, later.reference_BVT):
-        torch.testing.assert_close(scored_BVT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12)
+    for target_BMT in (trainer.per_view.log_probs(lm, later), later.old_BMT, later.reference_BMT):
+        torch.testing.assert_close(target_BMT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("beyond", ["hidden", "shown", "learnt"])
@@ -276,8 +276,8 @@ def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, 
     behind_BT &= (rollout.documents_BT > 0) & ~rollout.prompt_BT
     assert behind_BT.any()
     assert update.learnt_BT[behind_BT].all() if beyond == "learnt" else not update.learnt_BT[behind_BT].any()
-    shown_BVT = ~update.views.hidden_BVT & behind_BT[:, None]
-    assert not shown_BVT[:, 0].any() and shown_BVT[:, 1:].any() == (beyond != "hidden")
+    shown_BMT = ~update.views.hidden_BMT & behind_BT[:, None]
+    assert not shown_BMT[:, 0].any() and shown_BMT[:, 1:].any() == (beyond != "hidden")
 
 
 @pytest.mark.parametrize(
@@ -556,15 +556,15 @@ def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
 def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method, calls, tmp_path):
     """By the policy from the second update on, and by the reference."""
     trainer = make("grpo", tmp_path, tiny(attention), method=method, num_iterations=4, beta=0.1, reward=ranks)
-    calls_made, score_views = [], trainer.per_view.score
-    trainer.per_view.score = lambda lm, update, *piece: calls_made.append(lm) or score_views(lm, update, *piece)
+    calls_made, score_views = [], trainer.per_view.log_probs
+    trainer.per_view.log_probs = lambda lm, update, *piece: calls_made.append(lm) or score_views(lm, update, *piece)
     [updates] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
     assert len(calls_made) == calls
     for update in updates:
         with torch.no_grad():
-            expected_BVT = score_views(trainer.lm, update)
-        assert torch.equal(update.reference_BVT, expected_BVT)  # before the first step
-        assert update is updates[0] or torch.equal(update.old_BVT, expected_BVT)
+            expected_BMT = score_views(trainer.lm, update)
+        assert torch.equal(update.reference_BMT, expected_BMT)  # before the first step
+        assert update is updates[0] or torch.equal(update.old_BMT, expected_BMT)
 
 
 def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
@@ -580,8 +580,8 @@ def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
     trainer = make("grpo", tmp_path, tiny("causal"), method="spg", reward=ranks, epsilon=None)
     [[update]] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
     with torch.no_grad():
-        scores = trainer.scores_of(update, trainer.per_view.score(trainer.lm, update))
-    above_B1 = upper_bound(scores.policy_BVT, scores.views.scored_BVT, scores.length_B1, 1.5)
+        scores = trainer.scores_of(update, trainer.per_view.log_probs(trainer.lm, update))
+    above_B1 = upper_bound(scores.policy_BMT, scores.views.target_BMT, scores.length_B1, 1.5)
     torch.testing.assert_close(lower_bound(scores), above_B1)
 
 

@@ -91,4 +91,4 @@ def test_every_mask_is_planned_once_and_used_once(accumulation, iterations, more
         at = updates // iterations
         theirs = used[at // accumulation * accumulation * iterations + at % accumulation :: accumulation][:iterations]
         assert all(views.equals(plan) for views, plan in zip(theirs, planned[updates : updates + iterations], strict=True))
-    assert len({views.hidden_BVT.numpy().tobytes() for views in planned[:iterations]}) > 1  # of one rollout, by chance
+    assert len({views.hidden_BMT.numpy().tobytes() for views in planned[:iterations]}) > 1  # of one rollout, by chance

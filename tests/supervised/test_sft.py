@@ -8,7 +8,7 @@ import torch
 import unmask
 from tests.training.tiny_runs import CHAT_TEMPLATE, PAIRS, batch, make, tiny
 from unmask.data.rows import documents_apart
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError, DataError
 from unmask.models.ends import set_chat_template
 from unmask.supervised.sft import SFTTrainer
@@ -26,8 +26,8 @@ def test_completions_alone_are_hidden_and_their_end_is_learnt(attention, block_s
     trainer = make("sft", tmp_path, tiny(attention, block_size), views=64)
     rows, completion_BT, prompt_BT = parts(trainer, *range(8))
     views = trainer.plan(rows, trainer.draw(rows))
-    assert torch.equal(views.hidden_BVT, views.scored_BVT)
-    assert torch.equal(views.hidden_BVT.any(1), completion_BT)  # of 64 views each token is hidden in some, and never another
+    assert torch.equal(views.hidden_BMT, views.target_BMT)
+    assert torch.equal(views.hidden_BMT.any(1), completion_BT)  # of 64 views each token is hidden in some, and never another
     assert not (completion_BT & prompt_BT).any()
     end_BT = completion_BT & (rows["input_ids"] == trainer.lm.eos_token_id)
     whole = [1 + len(pair["prompt"]) + len(pair["completion"]) + 1 for pair in PAIRS]
@@ -44,8 +44,8 @@ def test_a_canvas_is_filled_with_eos_that_is_learnt(tmp_path):
     assert canvas_BT.sum(1).tolist() == [9] * 8
     ends = [9 - len(pair["completion"]) for pair in PAIRS]
     assert (canvas_BT & (rows["input_ids"] == trainer.lm.eos_token_id)).sum(1).tolist() == ends
-    assert torch.equal(views.hidden_BVT, views.scored_BVT)
-    assert not (views.hidden_BVT & prompt_BT[:, None]).any()
+    assert torch.equal(views.hidden_BMT, views.target_BMT)
+    assert not (views.hidden_BMT & prompt_BT[:, None]).any()
 
 
 @pytest.mark.parametrize("config", [{}, {"views": 3}, {"canvas_length": 9}, {"schedule": "cosine"}])
@@ -58,7 +58,7 @@ def test_the_loss_is_the_weighted_cross_entropy_by_hand(config, tmp_path):
     for row in range(3):
         real_T = rows["documents"][row] > 0
         ids_T = rows["input_ids"][row][real_T]
-        for hidden_T, weight_T in zip(views.hidden_BVT[row, :, real_T], views.weight_BVT[row, :, real_T], strict=True):
+        for hidden_T, weight_T in zip(views.hidden_BMT[row, :, real_T], views.weight_BMT[row, :, real_T], strict=True):
             noisy_T = torch.where(hidden_T, lm.mask_token_id, ids_T)
             log_prob_T = lm.logits(noisy_T[None])[0].log_softmax(-1).gather(1, ids_T[:, None])[:, 0]
             total -= (weight_T * log_prob_T)[weight_T > 0].sum().item()
@@ -76,14 +76,14 @@ def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch
     shares = trainer.plan(rows, trainer.draw(rows))
     plain = make("sft", tmp_path, lm, packing=packing, **views)
     pooled = plain.plan(rows, plain.draw(rows))
-    assert torch.equal(pooled.hidden_BVT, shares.hidden_BVT)
+    assert torch.equal(pooled.hidden_BMT, shares.hidden_BMT)
     answers = []
     with torch.no_grad():
-        log_prob_BVT = score(lm, rows["input_ids"], documents_apart(rows), pooled)
+        log_prob_BMT = view_log_probs(lm, rows["input_ids"], documents_apart(rows), pooled)
     for row, documents_T in enumerate(rows["documents"]):
         for document in range(1, int(documents_T.max()) + 1):
             own_T = learnt_BT[row] & (documents_T == document)
-            answers.append(-(pooled.weight_BVT[row] * log_prob_BVT[row])[:, own_T].sum().item() / int(own_T.sum()))
+            answers.append(-(pooled.weight_BMT[row] * log_prob_BMT[row])[:, own_T].sum().item() / int(own_T.sum()))
     assert trainer.compute_loss(trainer.model, rows).item() == pytest.approx(sum(answers) / len(answers), rel=1e-6)
     assert trainer.count_items(rows) == len(answers) and len(set(answers)) == len(answers)
     assert plain.compute_loss(plain.model, rows).item() != pytest.approx(sum(answers) / len(answers), rel=1e-5)
@@ -94,10 +94,10 @@ def test_weights_are_one_over_t(tmp_path):
     trainer = make("sft", tmp_path, rows=[{"prompt": "a", "completion": "abcdefgh" * 3}] * 400)
     rows = batch(trainer, *range(400))
     views = trainer.plan(rows, trainer.draw(rows))
-    hidden_B, size_B = views.hidden_BVT.sum((1, 2)).double(), rows["maskable"].sum(1)
+    hidden_B, size_B = views.hidden_BMT.sum((1, 2)).double(), rows["maskable"].sum(1)
     some = hidden_B > 0
-    weight_B = views.weight_BVT.amax((1, 2)).double()[some]
-    assert torch.equal(views.weight_BVT, torch.where(views.hidden_BVT, views.weight_BVT.amax(2, keepdim=True), 0))
+    weight_B = views.weight_BMT.amax((1, 2)).double()[some]
+    assert torch.equal(views.weight_BMT, torch.where(views.hidden_BMT, views.weight_BMT.amax(2, keepdim=True), 0))
     assert (weight_B >= 1).all()
     rate_B = hidden_B[some] / size_B[some]
     assert torch.corrcoef(torch.stack([rate_B, 1 / weight_B]))[0, 1] > 0.95
@@ -140,7 +140,7 @@ def test_of_a_conversation_all_answers_are_learnt_or_the_last(layout, learn, lea
     row = {"messages": CONVERSATION} if layout == "messages" else {"conversations": said}
     trainer = make("sft", tmp_path, lm, rows=[row], learn=learn, views=32)
     rows = batch(trainer, 0)
-    hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT.any(1)
+    hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BMT.any(1)
     assert lm.tokenizer.decode(rows["input_ids"][0]) == "<s>abcd</s>efghg</s>"
     assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == learnt
 
@@ -160,7 +160,7 @@ def test_a_turns_own_end_is_learnt_and_what_is_behind_it_is_eos(more, filling, t
     set_chat_template(lm, CHATML)
     trainer = make("sft", tmp_path, lm, rows=[{"messages": CONVERSATION}], views=32, **more)
     rows = batch(trainer, 0)
-    hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BVT.any(1)
+    hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BMT.any(1)
     earlier = "" if "learn" in more else "cd<|im_end|>"
     assert lm.tokenizer.decode(rows["input_ids"][hidden_BT]) == f"{earlier}ghg<|im_end|>{filling}"
     assert lm.tokenizer.decode(rows["input_ids"][0]).count("</s>") == filling.count("</s>")
@@ -175,10 +175,10 @@ def test_packed_rows_hide_each_example_at_a_time_of_its_own(tmp_path):
     times = set()
     for row, documents_T in enumerate(rows["documents"]):
         for document in range(1, int(documents_T.max()) + 1):
-            weights_VT = views.weight_BVT[row][:, documents_T == document]
-            for weight_T in weights_VT:
+            weights_MT = views.weight_BMT[row][:, documents_T == document]
+            for weight_T in weights_MT:
                 times |= {round(float(weight), 6) for weight in weight_T[weight_T > 0].unique()}
-            assert all(len(weight_T[weight_T > 0].unique()) <= 1 for weight_T in weights_VT)
+            assert all(len(weight_T[weight_T > 0].unique()) <= 1 for weight_T in weights_MT)
     assert len(times) > 16  # else all examples of a row would share theirs
     trainer.train()
     assert trainer.evaluate()["eval_loss"] > 0

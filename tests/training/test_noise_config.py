@@ -42,11 +42,11 @@ def test_a_trainer_hides_what_the_settings_say(schedule, tmp_path):
     trainer = make("sft", tmp_path, rows=rows, schedule=schedule, min_time=0.5, max_time=0.5, weighting="uniform")
     examples = batch(trainer, *range(64))
     views = trainer.plan(examples, trainer.draw(examples))
-    maskable = examples["maskable"][:, None].expand_as(views.hidden_BVT)
+    maskable = examples["maskable"][:, None].expand_as(views.hidden_BMT)
     rate = trainer.args.noise.schedule.mask_rate(torch.tensor(0.5, dtype=torch.float64)).item()
-    assert views.hidden_BVT[maskable].double().mean().item() == pytest.approx(rate, abs=0.05)
-    assert not (views.hidden_BVT & ~maskable).any()
-    assert views.weight_BVT[views.hidden_BVT].unique().tolist() == pytest.approx([1 / views.count])
+    assert views.hidden_BMT[maskable].double().mean().item() == pytest.approx(rate, abs=0.05)
+    assert not (views.hidden_BMT & ~maskable).any()
+    assert views.weight_BMT[views.hidden_BMT].unique().tolist() == pytest.approx([1 / views.count])
 
 
 def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
@@ -55,6 +55,6 @@ def test_cart_weighs_by_what_the_model_of_the_trainer_sees(tmp_path):
         args = ConvertConfig(**settings(tmp_path, weighting="cart", attention=attention, block_size=block_size))
         lm, everything = tiny(attention, block_size), torch.ones(2, 12, dtype=torch.long)
         plans[attention] = plan = args.plan(lm, torch.zeros_like(everything), everything, Draw(0, torch.arange(2)))
-        assert (plan.weight_BVT >= 0).all() and plan.weight_BVT.unique().numel() > 3
+        assert (plan.weight_BMT >= 0).all() and plan.weight_BMT.unique().numel() > 3
     one, other = plans.values()
-    assert torch.equal(one.hidden_BVT, other.hidden_BVT) and not torch.equal(one.weight_BVT, other.weight_BVT)
+    assert torch.equal(one.hidden_BMT, other.hidden_BMT) and not torch.equal(one.weight_BMT, other.weight_BMT)

@@ -1,6 +1,6 @@
 """A loss of many views has the gradient that it has in one piece, however it is cut into passes, and never holds more than one of them.
 
-Shapes: B completions, V views, T positions.
+Shapes: B completions, M views, T positions.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:
 def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The loss in one piece, and its gradients."""
     trainer.args.score_chunk = ALL_AT_ONCE
-    loss = trainer.loss_on(update, trainer.per_view.score(trainer.lm, update)) / items
+    loss = trainer.loss_on(update, trainer.per_view.log_probs(trainer.lm, update)) / items
     loss.backward()
     return loss.detach(), gradients(trainer)
 
@@ -74,7 +74,7 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
         items = trainer.count_items(update) + 3  # as of several micro-batches
         expected, whole = plain(trainer, update, items)
         assert any((gradient != 0).any() for gradient in whole)
-        scored = int(update.views.scored_BVT.any(2).sum())
+        scored = int(update.views.target_BMT.any(2).sum())
         for chunk in (1, 2, None, ALL_AT_ONCE) if update is updates[-1] else (1,):
             trainer.args.score_chunk = chunk
             seen.clear()
@@ -108,8 +108,8 @@ def test_the_first_update_on_a_rollout_needs_no_scores_of_the_policy_that_sample
     """With them its gradient is the same."""
     trainer = trainer_of(tmp_path, name, num_iterations=2)
     [[first, second]] = experience(trainer, 4)
-    assert first.old_BVT is None and second.old_BVT is not None
-    scored = replace(first, old_BVT=trainer.per_view.score(trainer.lm, first).detach())
+    assert first.old_BMT is None and second.old_BMT is not None
+    scored = replace(first, old_BMT=trainer.per_view.log_probs(trainer.lm, first).detach())
     made = []
     for update in (first, scored):
         trainer.training_step(trainer.model, update, trainer.count_items(update))
@@ -141,6 +141,6 @@ def test_the_scores_of_pieces_are_those_of_the_whole(tmp_path):
     [[update]] = experience(trainer, 4)
     with torch.no_grad():
         trainer.args.score_chunk = 1
-        whole_BVT = trainer.per_view.score(trainer.lm, update)
+        whole_BMT = trainer.per_view.log_probs(trainer.lm, update)
         for piece in trainer.per_view.passes_of(update):
-            assert torch.equal(trainer.per_view.score(trainer.lm, update, piece), whole_BVT[piece])  # bit for bit
+            assert torch.equal(trainer.per_view.log_probs(trainer.lm, update, piece), whole_BMT[piece])  # bit for bit

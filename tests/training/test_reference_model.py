@@ -45,7 +45,7 @@ def test_a_frozen_copy_is_the_model_as_it_was(moves):
     before = scores(lm)
     reference = Reference(lm, device=CPU, moves=moves)
     train(lm)
-    with reference.scoring() as scored:
+    with reference.model_in_use() as scored:
         assert torch.equal(scores(scored), before) and not torch.equal(scores(lm), before)
         assert not any(weight.requires_grad for weight in scored.model.parameters())
 
@@ -54,7 +54,7 @@ def test_under_adapters_the_reference_is_the_base_and_no_copy():
     base, lm = scores(tiny()), adapted()
     reference = Reference(lm, device=CPU)
     train(lm)
-    with reference.scoring() as scored:
+    with reference.model_in_use() as scored:
         assert scored.model is lm.model
         torch.testing.assert_close(scores(scored), base)
     assert not torch.allclose(scores(lm), base, atol=1e-3)  # and after it the adapters are on again
@@ -67,7 +67,7 @@ def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp
     before = scores(lm)
     reference = Reference(lm, device=CPU)
     train(lm)
-    with reference.scoring() as scored:
+    with reference.model_in_use() as scored:
         assert torch.equal(scores(scored), before)
     with pytest.raises(ConfigError, match=r"reference: the policy as given is not the base under its adapters\. Use stored or frozen"):
         make("dpo", tmp_path, tiny(attention_bias=True), peft_config=config, reference="adapter")
@@ -119,7 +119,7 @@ def test_another_model_of_the_same_tokens_can_be_the_reference(tmp_path):
     train(other)
     other.save(tmp_path / "other")
     trainer = make("grpo", tmp_path / "run", reward=ranks, beta=0.1, reference_model=str(tmp_path / "other"), num_iterations=2)
-    with trainer.reference.scoring() as scored:
+    with trainer.reference.model_in_use() as scored:
         assert equal(weights(scored), weights(other)) and not any(weight.requires_grad for weight in scored.model.parameters())
     trainer.train()
     assert trainer.state.log_history[0]["kl"] > 1e-3  # from the first update on
@@ -156,7 +156,7 @@ def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
     for part in stock(torch.bfloat16):
         part.save_pretrained(tmp_path / "stock")
     lm = load(tmp_path / "stock", attention, block_size, shift, dtype="bfloat16")
-    with Reference(lm, device=CPU, path=str(tmp_path / "stock")).scoring() as scored:
+    with Reference(lm, device=CPU, path=str(tmp_path / "stock")).model_in_use() as scored:
         assert scored.settings == lm.settings and torch.equal(scores(scored), scores(lm))
 
 

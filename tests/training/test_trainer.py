@@ -82,7 +82,7 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
     def masks(*rows: int) -> dict[int, list[list[bool]]]:
         made = batch(trainer, *rows)
         views = trainer.plan(made, trainer.draw(made))
-        return {row: views.hidden_BVT[at, :, : len(trainer.train_dataset[row]["input_ids"])].tolist() for at, row in enumerate(rows)}
+        return {row: views.hidden_BMT[at, :, : len(trainer.train_dataset[row]["input_ids"])].tolist() for at, row in enumerate(rows)}
 
     together = masks(*range(8))
     assert masks(5, 2) == {row: together[row] for row in (5, 2)}

@@ -10,12 +10,12 @@ from typing import Any
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError
 from unmask.models.load import DTYPES, pattern_settings, read_config
-from unmask.training.config import StageConfig
+from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import Subject, check_switches
 from unmask.training.optimizers import check_rounding
 
 
-def check_together(config: RunConfig, args: StageConfig) -> None:
+def check_together(config: RunConfig, args: TrainingConfig) -> None:
     """Refuse what the settings, and the model's config, show not to work: what its trainer would refuse once the model is there.
 
     Raises:
@@ -42,7 +42,7 @@ def check_together(config: RunConfig, args: StageConfig) -> None:
 
 
 @contextmanager
-def naming_sections(args: StageConfig) -> Iterator[None]:
+def naming_sections(args: TrainingConfig) -> Iterator[None]:
     """Errors then name the section of settings that the trainer knows without it."""
     try:
         yield

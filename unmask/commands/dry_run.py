@@ -18,13 +18,13 @@ from unmask.errors import ConfigError
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.hardware import Planner, Preset
 from unmask.planning.plans import Plan
-from unmask.training.config import Part, StageConfig
+from unmask.training.config import Part, TrainingConfig
 from unmask.training.memory import memory_metrics
 
 STEPS = 2
 
 
-def plan_run(config: RunConfig, args: StageConfig) -> Plan | None:
+def plan_run(config: RunConfig, args: TrainingConfig) -> Plan | None:
     """The plan of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
     stage that has no formula. Rows are taken to be `max_length` long.
 
@@ -63,7 +63,7 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
 
 
 @contextlib.contextmanager
-def short_trainer(verb: str, config: RunConfig, args: StageConfig, steps: int, **rest: Any) -> Iterator[Any]:
+def short_trainer(verb: str, config: RunConfig, args: TrainingConfig, steps: int, **rest: Any) -> Iterator[Any]:
     """The run's trainer, set to make so many steps of every stage in a folder that is removed again; `rest` goes to it."""
     with tempfile.TemporaryDirectory() as folder:
         shortened = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
@@ -85,7 +85,7 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
-def _line(part: Part, args: StageConfig, plan: Plan | None, seconds: float, steps: int, before: float) -> dict[str, str]:
+def _line(part: Part, args: TrainingConfig, plan: Plan | None, seconds: float, steps: int, before: float) -> dict[str, str]:
     micro_batches = args.gradient_accumulation_steps
     predicted = plan.seconds * micro_batches if plan and plan.seconds else None
     return {

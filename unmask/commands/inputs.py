@@ -14,7 +14,7 @@ from unmask.errors import ConfigError, DataError, GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import initialise, load
 from unmask.tasks import Puzzle, Row, Task, get_task
-from unmask.training.config import StageConfig
+from unmask.training.config import TrainingConfig
 from unmask.training.pair_config import PairConfig
 
 GENERATED_ROWS = 10_000
@@ -34,7 +34,7 @@ def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
     return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 
 
-def read_data(config: RunConfig, kind: Verb, task: Task | None, args: StageConfig) -> tuple[Rows, Rows | None]:
+def read_data(config: RunConfig, kind: Verb, task: Task | None, args: TrainingConfig) -> tuple[Rows, Rows | None]:
     """Training and held-out rows: of a task (generated, or read from the file given), or of any data set."""
     data = config.data
     if data.shuffle_buffer is not None and not data.streaming:

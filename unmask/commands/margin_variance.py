@@ -1,6 +1,6 @@
 """How far estimates of the preference margin scatter, by estimator and budget: what `unmask dpo --measure-variance` prints.
 
-Shapes: B rows (pairs), N responses, P pairs, R redraws, V views, T tokens.
+Shapes: B rows (pairs), N responses, P pairs, R redraws, M views, T tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Plan = Callable[..., Views]
 def one_by_one(plan: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, views: int) -> Views:
     """The views of as many independent plans of one view each."""
     each = [plan(group_BT, replace(draw, iteration=draw.iteration * views + number)) for number in range(views)]
-    hidden_BVT, weight_BVT = (torch.cat(parts, 1) for parts in zip(*((one.hidden_BVT, one.weight_BVT) for one in each), strict=True))
-    return Views(hidden_BVT, hidden_BVT, weight_BVT / views)
+    hidden_BMT, weight_BMT = (torch.cat(parts, 1) for parts in zip(*((one.hidden_BMT, one.weight_BMT) for one in each), strict=True))
+    return Views(hidden_BMT, hidden_BMT, weight_BMT / views)
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
     for redraw in range(redraws):
         draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
-        with trainer.reference.scoring() as reference:
+        with trainer.reference.model_in_use() as reference:
             theirs_N = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views=views))
         drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views=views)) - theirs_N))
     return torch.stack(drawn)
@@ -88,7 +88,7 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
 
 def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
     with evaluating(lm), trainer.accelerator.autocast():
-        return trainer.of_responses(batch, (views.weight_BVT * trainer.per_view.score(lm, batch | {"views": views})).sum(1))
+        return trainer.of_responses(batch, (views.weight_BMT * trainer.per_view.log_probs(lm, batch | {"views": views})).sum(1))
 
 
 def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:

@@ -26,7 +26,7 @@ from unmask.models.load import load
 from unmask.rl.completion_log import SAMPLES_NAME
 from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
-from unmask.training.config import StageConfig
+from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import bound_memory, naming_memory, sharded_by
 from unmask.training.run_log import LOG_NAME
 
@@ -57,7 +57,7 @@ def data_name(data: DataConfig) -> str | None:
     return ", ".join(Path(source).name if Path(source).exists() else source for source in sources if source) or None
 
 
-def resolved(config: RunConfig, args: StageConfig) -> RunConfig:
+def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
     """The config with the verb's own settings filled in; those of TrainingArguments stay out unless set, or other than there."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     fixed = ("output_dir", "data_source", "resume_from_checkpoint")
@@ -118,7 +118,7 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     processes.destroy_process_group()
 
 
-def make_trainer(verb: str, config: RunConfig, args: StageConfig, **rest: Any) -> Any:
+def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any) -> Any:
     """The verb's trainer, with its model and data loaded; `rest` goes to it."""
     check_together(config, args)
     kind = VERBS[verb]

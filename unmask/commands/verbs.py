@@ -19,7 +19,7 @@ from unmask.rl.trainer import GRPOTrainer
 from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.tasks import Row, Task, as_puzzle
-from unmask.training.config import StageConfig
+from unmask.training.config import TrainingConfig
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -29,7 +29,7 @@ class Verb:
     """What differs between the training verbs."""
 
     trainer: Callable[..., Any]
-    config: type[StageConfig]
+    config: type[TrainingConfig]
     task_rows: Callable[[Task, list[Row], DataConfig], Rows]
     canvas: str | None = None
     """The setting that a task's longest completion is the default of."""

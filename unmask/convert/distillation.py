@@ -1,6 +1,6 @@
 """Learning from the causal model that a conversion starts from: its predictions (distillation) and its hidden states (alignment).
 
-Shapes: B batch, V views, T tokens, N scored tokens, M tokens scored in any view, K the teacher's most probable tokens, D hidden width.
+Shapes: B batch, M views, T tokens, N scored tokens, M tokens scored in any view, K the teacher's most probable tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
         views: what is hidden and scored.
         top_k: how many of the teacher's most probable tokens are told apart; the others count as one.
     """
-    scored_BVT = views.scored_BVT
-    wanted_BT = scored_BVT.any(1)
+    target_BMT = views.target_BMT
+    wanted_BT = target_BMT.any(1)
     log_p_MK, top_MK, taught_MD = predictions(teacher, ids_BT, document_BT, wanted_BT, top_k)
     number_BT = (wanted_BT.flatten().cumsum(0) - 1).view_as(wanted_BT)
-    of_N = number_BT[:, None].expand_as(scored_BVT)[scored_BVT]
-    target_N = ids_BT[:, None].expand_as(scored_BVT)[scored_BVT]
-    inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BVT, scored_BVT)
+    of_N = number_BT[:, None].expand_as(target_BMT)[target_BMT]
+    target_N = ids_BT[:, None].expand_as(target_BMT)[target_BMT]
+    inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BMT, target_BMT)
     with lm.capturing() as seen:
         log_q = lm.log_probs(inputs, torch.cat([target_N[:, None], top_MK[of_N]], 1))
     divergence_N = forward_kl(log_p_MK[of_N], log_q[:, 1:])
-    taught_N = ~later_shown(lm, views, document_BT)[scored_BVT]
+    taught_N = ~later_shown(lm, views, document_BT)[target_BMT]
     return Lesson(log_q[:, 0], taught_N, divergence_N, 1 - F.cosine_similarity(seen[0].float(), taught_MD[of_N].float(), dim=-1))
 
 
 def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
-    """Where [B, V, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
-    document_BT = torch.ones_like(views.hidden_BVT[:, 0], dtype=torch.long) if document_BT is None else document_BT
-    run_BVT = runs(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BVT)
-    shown_BVT = (~views.hidden_BVT).long()
-    in_run_BVT = torch.zeros_like(shown_BVT).scatter_add_(2, run_BVT, shown_BVT)
-    return in_run_BVT.cumsum(2).gather(2, run_BVT) > shown_BVT.cumsum(2)
+    """Where [B, M, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
+    document_BT = torch.ones_like(views.hidden_BMT[:, 0], dtype=torch.long) if document_BT is None else document_BT
+    run_BMT = runs(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BMT)
+    shown_BMT = (~views.hidden_BMT).long()
+    in_run_BMT = torch.zeros_like(shown_BMT).scatter_add_(2, run_BMT, shown_BMT)
+    return in_run_BMT.cumsum(2).gather(2, run_BMT) > shown_BMT.cumsum(2)
 
 
 @torch.no_grad()

@@ -66,9 +66,9 @@ class StageTrainer(DiffusionTrainer):
             if not is_split(self.lm):
                 teacher.model.to(self.args.device)
 
-    def told_settings(self) -> dict[str, Any]:
+    def reported_settings(self) -> dict[str, Any]:
         """This stage's own in place of all stages."""
-        told = super().told_settings()
+        told = super().reported_settings()
         told.pop("stages", None)
         return told | self.stage.model_dump(exclude_defaults=True)
 
@@ -110,7 +110,7 @@ class StageTrainer(DiffusionTrainer):
 
     def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
         lesson = learn(lm, teacher, batch["input_ids"], documents_apart(batch), views, top_k=self.args.teacher_top_k)
-        weight_N, count = views.weight_BVT[views.scored_BVT], float(views.scored_BVT.sum())
+        weight_N, count = views.weight_BMT[views.target_BMT], float(views.target_BMT.sum())
         for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
         share_N = self.args.distillation * lesson.taught_N.float()

@@ -1,6 +1,6 @@
 """Log-likelihoods of completions: the ELBO by low-variance views, and the exact any-order likelihood where it is feasible.
 
-Shapes: B batch, V views, T tokens; N maskable tokens of G groups of at most L, S subsets of them.
+Shapes: B batch, M views, T tokens; N maskable tokens of G groups of at most L, S subsets of them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from unmask.diffusion.log_probs import noise_groups, score
+from unmask.diffusion.log_probs import noise_groups, view_log_probs
 from unmask.diffusion.views import Draw, all_masked_views, elbo_views, exact_views, group_sizes, place_in_group
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -30,7 +30,7 @@ def elbo(
 ) -> Tensor:
     """An unbiased estimate [B], in nats, of the lower bound on log p(maskable tokens | the others), from `samples` views."""
     views = elbo_views(noise_groups(lm, maskable_BT, attention_mask_BT), draw, views=samples)
-    return (views.weight_BVT * score(lm, ids_BT, attention_mask_BT, views, chunk=chunk)).sum((1, 2))
+    return (views.weight_BMT * view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk)).sum((1, 2))
 
 
 def exact_log_likelihood(
@@ -47,7 +47,7 @@ def exact_log_likelihood(
     """
     if lm.autoregressive:
         views = all_masked_views(maskable_BT)
-        return score(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
+        return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
     group_BT = noise_groups(lm, maskable_BT, attention_mask_BT)
     return torch.cat([_exact_row(lm, ids_BT, attention_mask_BT, group_BT, slice(b, b + 1), chunk) for b in range(len(ids_BT))])
 
@@ -66,20 +66,20 @@ def _exact_row(
             remedy=f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens",
         )
     mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
-    log_prob_1VT = score(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk=chunk)
-    return any_order(group_1T, log_prob_1VT.double())
+    log_prob_1MT = view_log_probs(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk=chunk)
+    return any_order(group_1T, log_prob_1MT.double())
 
 
-def any_order(group_BT: Tensor, log_prob_BVT: Tensor) -> Tensor:
+def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     """log p(maskable tokens | the others) [B] in nats, from the scores of all of `exact_views`: the sum over groups of the log of the mean
     over orders of revealing their L tokens, (1/L!) sum over orders of prod p(next | revealed).
 
     The sum over orders is one over the 2^L subsets S, each reached by its last token. It can be differentiated. A group of fewer tokens
     than the widest is filled with tokens that are certain, which changes no mean.
     """
-    length, views = group_BT.shape[1], log_prob_BVT.shape[1]
+    length, views = group_BT.shape[1], log_prob_BMT.shape[1]
     width, valid_BT = views.bit_length(), group_BT >= 0
-    total_B = log_prob_BVT.new_zeros(len(group_BT))
+    total_B = log_prob_BMT.new_zeros(len(group_BT))
     if not valid_BT.any():
         return total_B
     row_N = valid_BT.nonzero()[:, 0]
@@ -87,7 +87,7 @@ def any_order(group_BT: Tensor, log_prob_BVT: Tensor) -> Tensor:
     subset_S = torch.arange(2**width, device=group_BT.device)
     # Of a group's own tokens alone it matters which are revealed; where all are, nothing is read.
     view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(views - 1)
-    log_prob_NS = log_prob_BVT.transpose(1, 2)[valid_BT].gather(1, view_NS)
+    log_prob_NS = log_prob_BMT.transpose(1, 2)[valid_BT].gather(1, view_NS)
     table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)
     table_GSL = table_GSL.index_put((group_N[:, None], subset_S, place_in_group(group_BT)[valid_BT][:, None]), log_prob_NS)
     reached = [log_prob_NS.new_zeros(len(group_G))]

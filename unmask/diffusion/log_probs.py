@@ -1,6 +1,6 @@
 """Scoring views: log-probabilities of the hidden tokens, computed only at the rows that are scored.
 
-Shapes: B batch, V views, T tokens, N scored rows.
+Shapes: B batch, M views, T tokens, N scored rows.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ COPIES_AT_ONCE = 3
 """Beside one clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
 
 
-def score(
+def view_log_probs(
     lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, *, temperature: float = 1.0, chunk: int | None = None
 ) -> Tensor:
-    """Log-probabilities [B, V, T] in nats, float32, of the real tokens where scored; 0 elsewhere.
+    """Log-probabilities [B, M, T] in nats, float32, of the real tokens where scored; 0 elsewhere.
 
     Args:
         lm: a causal model is scored by one clean pass (its conditionals do not depend on what is hidden), a block-causal
@@ -36,42 +36,42 @@ def score(
     if views.causal and not (lm.causal_context and views.count > 1):
         noised, causal = views.apart()
         scored = [(lm, noised), (lm.as_causal(), replace(causal, causal=False))][noised.count == 0 :]
-        return torch.cat([score(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in scored], 1)
-    batch, count, length = views.hidden_BVT.shape
-    number_BVT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
+        return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in scored], 1)
+    batch, count, length = views.hidden_BMT.shape
+    number_BMT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
     places, pieces = [], []
     for rows, copies in passes(lm, batch, count - views.causal, chunk):
-        scored_BVT, clean_BT = views.scored_BVT[rows, copies], ids_BT[rows]
-        beside_BT = views.scored_BVT[rows, -1] if views.causal and copies.start == 0 else None
+        target_BMT, clean_BT = views.target_BMT[rows, copies], ids_BT[rows]
+        beside_BT = views.target_BMT[rows, -1] if views.causal and copies.start == 0 else None
         # With gradients every pass is made: a loss of 0 has them too, and all ranks must make the same passes.
-        if not (scored_BVT.any() or beside_BT is not None or torch.is_grad_enabled()):
+        if not (target_BMT.any() or beside_BT is not None or torch.is_grad_enabled()):
             continue
         padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
-        inputs = forward_inputs(lm, clean_BT, padding_BT, views.hidden_BVT[rows, copies], scored_BVT, beside_BT)
-        target_N, place_N = clean_BT[:, None].expand_as(scored_BVT)[scored_BVT], number_BVT[rows, copies][scored_BVT]
+        inputs = forward_inputs(lm, clean_BT, padding_BT, views.hidden_BMT[rows, copies], target_BMT, beside_BT)
+        target_N, place_N = clean_BT[:, None].expand_as(target_BMT)[target_BMT], number_BMT[rows, copies][target_BMT]
         if beside_BT is not None:
-            target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BVT[rows, -1][beside_BT]])
+            target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BMT[rows, -1][beside_BT]])
         pieces.append(lm.log_probs(inputs, target_N, temperature))
         places.append(place_N)
-    out_BVT = torch.zeros(batch, count, length, dtype=lm.score_dtype, device=ids_BT.device)
+    out_BMT = torch.zeros(batch, count, length, dtype=lm.log_prob_dtype, device=ids_BT.device)
     if not pieces:
-        return out_BVT
-    return out_BVT.flatten().index_put((torch.cat(places),), torch.cat(pieces)).view_as(out_BVT)
+        return out_BMT
+    return out_BMT.flatten().index_put((torch.cat(places),), torch.cat(pieces)).view_as(out_BMT)
 
 
 def forward_inputs(
     lm: DiffusionLM,
     clean_BT: Tensor,
     attention_mask_BT: Tensor | None,
-    hidden_BVT: Tensor,
-    rows_BVT: Tensor,
+    hidden_BMT: Tensor,
+    rows_BMT: Tensor,
     clean_rows_BT: Tensor | None = None,
 ) -> ForwardInputs:
     """What a model has to read to predict the chosen rows from the tokens that are not hidden (and, by blocks, the clean past)."""
-    copies = hidden_BVT.shape[1]
+    copies = hidden_BMT.shape[1]
     if not (lm.autoregressive or lm.attention == "bidirectional"):
-        return lm.noised(clean_BT, hidden_BVT, attention_mask_BT, rows_BVT, clean_rows_BT)
-    hidden_RT, rows_RT = hidden_BVT.flatten(0, 1), rows_BVT.flatten(0, 1)
+        return lm.noised(clean_BT, hidden_BMT, attention_mask_BT, rows_BMT, clean_rows_BT)
+    hidden_RT, rows_RT = hidden_BMT.flatten(0, 1), rows_BMT.flatten(0, 1)
     clean_RT = clean_BT.repeat_interleave(copies, 0)
     padding_RT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(copies, 0)
     if lm.autoregressive:
@@ -95,7 +95,7 @@ def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor
     return torch.where(maskable_BT, runs(Layout.of(document_BT), lm.attention, lm.block_size), -1)
 
 
-def weighted_cross_entropy(log_prob_BVT: Tensor, views: Views) -> Tensor:
+def weighted_cross_entropy(log_prob_BMT: Tensor, views: Views) -> Tensor:
     """-sum(weight * log p), to be divided by the maskable tokens of the whole batch: the negative ELBO where the views' weights
     say so (Sahoo et al. 2024, MDLM)."""
-    return -(views.weight_BVT * log_prob_BVT).sum()
+    return -(views.weight_BMT * log_prob_BMT).sum()

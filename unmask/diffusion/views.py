@@ -7,7 +7,7 @@ Maskable tokens are divided into groups that are noised together: the whole comp
 attention block in a block-causal one. A bound is then the sum over groups of the bound of each group given the clean
 groups before it.
 
-Shapes: B batch, V views, T tokens. L is the number of maskable tokens in a group, k how many of them are hidden.
+Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are hidden.
 """
 
 from __future__ import annotations
@@ -30,45 +30,45 @@ class Views:
     """Noised copies of a batch.
 
     Attributes:
-        hidden_BVT: True where the model sees the mask token.
-        scored_BVT: True where the log-probability of the real token is asked for.
-        weight_BVT: float32, 0 where not scored.
+        hidden_BMT: True where the model sees the mask token.
+        target_BMT: True where the log-probability of the real token is asked for.
+        weight_BMT: float32, 0 where not scored.
         causal: whether the last view hides nothing and is read by the same weights as a causal model: each token is scored
             from those before it.
     """
 
-    hidden_BVT: Tensor
-    scored_BVT: Tensor
-    weight_BVT: Tensor
+    hidden_BMT: Tensor
+    target_BMT: Tensor
+    weight_BMT: Tensor
     causal: bool = False
 
     @property
     def count(self) -> int:
-        return self.hidden_BVT.shape[1]
+        return self.hidden_BMT.shape[1]
 
     def equals(self, other: Views) -> bool:
         """Whether both hide, score and weigh the same."""
-        names = ("hidden_BVT", "scored_BVT", "weight_BVT")
+        names = ("hidden_BMT", "target_BMT", "weight_BMT")
         return self.causal == other.causal and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
 
-    def piece(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
+    def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
         """Some views of some sequences; of views that go together with no causal one."""
-        return Views(self.hidden_BVT[rows, views], self.scored_BVT[rows, views], self.weight_BVT[rows, views])
+        return Views(self.hidden_BMT[rows, views], self.target_BMT[rows, views], self.weight_BMT[rows, views])
 
-    def beside_causal(self, scored_BT: Tensor, weight: float) -> Views:
+    def beside_causal(self, target_BT: Tensor, weight: float) -> Views:
         """These views and a causal one."""
-        scored_B1T = scored_BT[:, None]
+        target_B1T = target_BT[:, None]
         return Views(
-            torch.cat([self.hidden_BVT, torch.zeros_like(scored_B1T)], 1),
-            torch.cat([self.scored_BVT, scored_B1T], 1),
-            torch.cat([self.weight_BVT, weight * scored_B1T.float()], 1),
+            torch.cat([self.hidden_BMT, torch.zeros_like(target_B1T)], 1),
+            torch.cat([self.target_BMT, target_B1T], 1),
+            torch.cat([self.weight_BMT, weight * target_B1T.float()], 1),
             causal=True,
         )
 
     def apart(self) -> tuple[Views, Views]:
         """The noised views, and the causal one."""
         every = slice(None)
-        return self.piece(every, slice(-1)), replace(self.piece(every, slice(-1, None)), causal=True)
+        return self.select(every, slice(-1)), replace(self.select(every, slice(-1, None)), causal=True)
 
 
 @dataclass(frozen=True)
@@ -89,14 +89,14 @@ class Draw:
     order_B: Tensor | None = None
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
-        """[B, V, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
-        view_1V1 = torch.arange(views, device=position_BT.device)[None, :, None]
+        """[B, M, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
+        view_1M1 = torch.arange(views, device=position_BT.device)[None, :, None]
         return uniform(
-            self.seed, self.key_B[:, None, None], step=self.iteration, position=position_BT[:, None, :], stream=stream, view=view_1V1
+            self.seed, self.key_B[:, None, None], step=self.iteration, position=position_BT[:, None, :], stream=stream, view=view_1M1
         )
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
-        """[B, V] float64 in [0, 1): a number for each view of a sequence."""
+        """[B, M] float64 in [0, 1): a number for each view of a sequence."""
         return self.uniform(torch.zeros_like(self.key_B[:, None]), views, stream).squeeze(2)
 
 
@@ -109,9 +109,9 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) 
         noise: alpha(t), the times, and the weights.
         views: number of views.
     """
-    time_BVT = noise.time(stratified(draw, group_BT, views))
-    hidden_BVT = (draw.uniform(columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BVT)) & (group_BT >= 0)[:, None]
-    return _weighted(hidden_BVT, noise.weight(time_BVT) / views)
+    time_BMT = noise.time(stratified(draw, group_BT, views))
+    hidden_BMT = (draw.uniform(columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
+    return _weighted(hidden_BMT, noise.weight(time_BMT) / views)
 
 
 def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
@@ -121,12 +121,12 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     this rate, and the change of variables: -alpha'(t) / alpha(t) for the ELBO.
     """
     noise = noise.paired()
-    time_BVT = noise.time(stratified(draw, group_BT, 1))
-    rate_BVT, weight_BVT = noise.schedule.mask_rate(time_BVT), noise.weight(time_BVT)
-    first_BVT = draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BVT
-    hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
-    other_BVT = weight_BVT if noise.weighting in ("uniform", "cart") else weight_BVT * rate_BVT / (1 - rate_BVT)
-    return _weighted(hidden_BVT, torch.cat([weight_BVT, other_BVT], 1) / 2)
+    time_BMT = noise.time(stratified(draw, group_BT, 1))
+    rate_BMT, weight_BMT = noise.schedule.mask_rate(time_BMT), noise.weight(time_BMT)
+    first_BMT = draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BMT
+    hidden_BMT = torch.cat([first_BMT, ~first_BMT], 1) & (group_BT >= 0)[:, None]
+    other_BMT = weight_BMT if noise.weighting in ("uniform", "cart") else weight_BMT * rate_BMT / (1 - rate_BMT)
+    return _weighted(hidden_BMT, torch.cat([weight_BMT, other_BMT], 1) / 2)
 
 
 def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float) -> Views:
@@ -141,24 +141,24 @@ def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float)
         document_BT: packed documents are numbered.
         p: how fast the influence of a token falls with its distance.
     """
-    hidden_BVT, length = views.hidden_BVT, run_BT.shape[1]
-    near_BVT = torch.zeros_like(views.weight_BVT)
+    hidden_BMT, length = views.hidden_BMT, run_BT.shape[1]
+    near_BMT = torch.zeros_like(views.weight_BMT)
     reach = min(length - 1, math.ceil(math.log(CART_CUT) / math.log1p(-p)))
     for distance in range(1, reach + 1):
         share = p / 2 * (1 - p) ** (distance - 1)
         same_BT = document_BT[:, distance:] == document_BT[:, :-distance]
         together_BT = same_BT & (run_BT[:, distance:] == run_BT[:, :-distance])
-        before_BVT, after_BVT = ~hidden_BVT[..., :-distance], ~hidden_BVT[..., distance:]
-        near_BVT[..., distance:] += share * (same_BT[:, None] & (before_BVT | ~together_BT[:, None]))
-        near_BVT[..., :-distance] += share * (together_BT[:, None] & after_BVT)
-    return replace(views, weight_BVT=views.weight_BVT * near_BVT)
+        before_BMT, after_BMT = ~hidden_BMT[..., :-distance], ~hidden_BMT[..., distance:]
+        near_BMT[..., distance:] += share * (same_BT[:, None] & (before_BMT | ~together_BT[:, None]))
+        near_BMT[..., :-distance] += share * (together_BT[:, None] & after_BMT)
+    return replace(views, weight_BMT=views.weight_BMT * near_BMT)
 
 
 def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each weighs L/k."""
     size_B1T = group_sizes(group_BT)[:, None]
-    count_BVT = 1 + (stratified(draw, group_BT, views) * size_B1T).long()
-    return _weighted(hide(group_BT, draw, count_BVT), size_B1T / count_BVT / views)
+    count_BMT = 1 + (stratified(draw, group_BT, views) * size_B1T).long()
+    return _weighted(hide(group_BT, draw, count_BMT), size_B1T / count_BMT / views)
 
 
 def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
@@ -170,21 +170,21 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     size_B1T = group_sizes(group_BT)[:, None]
     count_B1T = 1 + (stratified(draw, group_BT, 1) * size_B1T).long()
     first_B1T = hide(group_BT, draw, count_B1T)
-    hidden_BVT = torch.cat([first_B1T, ~first_B1T], 1) & (group_BT >= 0)[:, None]
+    hidden_BMT = torch.cat([first_B1T, ~first_B1T], 1) & (group_BT >= 0)[:, None]
     whole_B1T = count_B1T == size_B1T
     weight_B1T = torch.where(whole_B1T, 1.0, size_B1T / count_B1T / 2)
     other_B1T = size_B1T / (size_B1T - count_B1T).clamp_min(1) / 2
-    return _weighted(hidden_BVT, torch.cat([weight_B1T, other_B1T], 1))
+    return _weighted(hidden_BMT, torch.cat([weight_B1T, other_B1T], 1))
 
 
 def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over the pairs (ESPO, Ou et al.
     2025). A view of k tokens weighs (L + 1)/k, halved; the first views of all pairs come before the second ones."""
     size_B1T = group_sizes(group_BT)[:, None]
-    count_BVT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
-    first_BVT = hide(group_BT, draw, count_BVT)
-    hidden_BVT = torch.cat([first_BVT, ~first_BVT], 1) & (group_BT >= 0)[:, None]
-    return _weighted(hidden_BVT, (size_B1T + 1) / torch.cat([count_BVT, size_B1T - count_BVT], 1).clamp_min(1) / (2 * pairs))
+    count_BMT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
+    first_BMT = hide(group_BT, draw, count_BMT)
+    hidden_BMT = torch.cat([first_BMT, ~first_BMT], 1) & (group_BT >= 0)[:, None]
+    return _weighted(hidden_BMT, (size_B1T + 1) / torch.cat([count_BMT, size_B1T - count_BMT], 1).clamp_min(1) / (2 * pairs))
 
 
 def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
@@ -200,15 +200,15 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
     rest = views - 1
     pairs = rest // 2
-    order_BVT = _ranks(group_BT, draw.uniform(columns(group_BT), pairs + rest % 2, Stream.MASK))
-    time_BVT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
-    count_BVT = 1 + (time_BVT * (size_B1T - 1)).long()
-    hidden_BVT = order_BVT < count_BVT
-    weight_BVT = (size_B1T - 1) / rest / count_BVT
-    complement_BVT = (size_B1T - 1) / rest / (size_B1T - count_BVT[:, :pairs]).clamp_min(1)
+    order_BMT = _ranks(group_BT, draw.uniform(columns(group_BT), pairs + rest % 2, Stream.MASK))
+    time_BMT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
+    count_BMT = 1 + (time_BMT * (size_B1T - 1)).long()
+    hidden_BMT = order_BMT < count_BMT
+    weight_BMT = (size_B1T - 1) / rest / count_BMT
+    complement_BMT = (size_B1T - 1) / rest / (size_B1T - count_BMT[:, :pairs]).clamp_min(1)
     possible_B1T = valid_B1T & (size_B1T > 1)
-    partial_BVT = torch.cat([hidden_BVT, ~hidden_BVT[:, :pairs]], 1) & possible_B1T
-    return _weighted(torch.cat([valid_B1T, partial_BVT], 1), torch.cat([1 / size_B1T, weight_BVT, complement_BVT], 1))
+    partial_BMT = torch.cat([hidden_BMT, ~hidden_BMT[:, :pairs]], 1) & possible_B1T
+    return _weighted(torch.cat([valid_B1T, partial_BMT], 1), torch.cat([1 / size_B1T, weight_BMT, complement_BMT], 1))
 
 
 def exact_views(group_BT: Tensor, width: int) -> Views:
@@ -220,10 +220,10 @@ def exact_views(group_BT: Tensor, width: int) -> Views:
     Args:
         group_BT: as in the other plans; no group has more than `width` tokens.
     """
-    subset_1V1 = torch.arange(2**width - 1, device=group_BT.device)[None, :, None]
-    shown_BVT = subset_1V1 >> place_in_group(group_BT)[:, None] & 1 == 1
-    own_BVT = subset_1V1 < 2 ** group_sizes(group_BT)[:, None] - 1
-    return _weighted(~shown_BVT & own_BVT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device))
+    subset_1M1 = torch.arange(2**width - 1, device=group_BT.device)[None, :, None]
+    shown_BMT = subset_1M1 >> place_in_group(group_BT)[:, None] & 1 == 1
+    own_BMT = subset_1M1 < 2 ** group_sizes(group_BT)[:, None] - 1
+    return _weighted(~shown_BMT & own_BMT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device))
 
 
 def all_masked_views(
@@ -233,18 +233,18 @@ def all_masked_views(
 
     With a `prompt_rate` the prompt's tokens are hidden too, independently with this probability, but never scored.
     """
-    hidden_BVT = completion_BT[:, None].clone()
+    hidden_BMT = completion_BT[:, None].clone()
     if prompt_rate > 0:
         assert prompt_BT is not None and draw is not None
-        hidden_BVT |= (draw.uniform(columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
-    scored_BVT = completion_BT[:, None]
-    return Views(hidden_BVT, scored_BVT, scored_BVT.float())
+        hidden_BMT |= (draw.uniform(columns(prompt_BT), 1, Stream.PROMPT) < prompt_rate) & prompt_BT[:, None]
+    target_BMT = completion_BT[:, None]
+    return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
-def hide(group_BT: Tensor, draw: Draw, count_BVT: Tensor) -> Tensor:
-    """So many tokens of each group, chosen at random [B, V, T]."""
-    rank_BVT = _ranks(group_BT, draw.uniform(columns(group_BT), count_BVT.shape[1], Stream.MASK))
-    return (rank_BVT < count_BVT) & (group_BT >= 0)[:, None]
+def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor) -> Tensor:
+    """So many tokens of each group, chosen at random [B, M, T]."""
+    rank_BMT = _ranks(group_BT, draw.uniform(columns(group_BT), count_BMT.shape[1], Stream.MASK))
+    return (rank_BMT < count_BMT) & (group_BT >= 0)[:, None]
 
 
 def columns(like_BT: Tensor) -> Tensor:
@@ -253,19 +253,19 @@ def columns(like_BT: Tensor) -> Tensor:
 
 
 def stratified(draw: Draw, group_BT: Tensor, views: int) -> Tensor:
-    """One uniform per group and view, view v in [v/V, (v+1)/V)."""
-    view_1V1 = torch.arange(views, device=group_BT.device)[None, :, None]
+    """One uniform per group and view, view m in [m/M, (m+1)/M)."""
+    view_1M1 = torch.arange(views, device=group_BT.device)[None, :, None]
     if draw.order_B is None:
-        within_BVT = draw.uniform(group_BT.clamp_min(0), views, Stream.TIME)
+        within_BMT = draw.uniform(group_BT.clamp_min(0), views, Stream.TIME)
     else:  # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at random
-        shift_1V1 = uniform(draw.seed, torch.zeros_like(view_1V1), stream=Stream.TIME, view=view_1V1)
+        shift_1M1 = uniform(draw.seed, torch.zeros_like(view_1M1), stream=Stream.TIME, view=view_1M1)
         place_BT = draw.order_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(3)
-        within_BVT = (shift_1V1 + place_BT[:, None]) % 1.0
-    return (view_1V1 + within_BVT) / max(views, 1)
+        within_BMT = (shift_1M1 + place_BT[:, None]) % 1.0
+    return (view_1M1 + within_BMT) / max(views, 1)
 
 
-def _weighted(hidden_BVT: Tensor, weight_BVT: Tensor) -> Views:
-    return Views(hidden_BVT, hidden_BVT, torch.where(hidden_BVT, weight_BVT, 0).float())
+def _weighted(hidden_BMT: Tensor, weight_BMT: Tensor) -> Views:
+    return Views(hidden_BMT, hidden_BMT, torch.where(hidden_BMT, weight_BMT, 0).float())
 
 
 def group_sizes(group_BT: Tensor) -> Tensor:
@@ -281,10 +281,10 @@ def place_in_group(group_BT: Tensor) -> Tensor:
     return _ranks(group_BT, (columns(group_BT).double() / group_BT.shape[1])[:, None])[:, 0]
 
 
-def _ranks(group_BT: Tensor, noise_BVT: Tensor) -> Tensor:
+def _ranks(group_BT: Tensor, noise_BMT: Tensor) -> Tensor:
     """The rank of every token's noise within its group, from 0."""
-    key_BVT = group_BT[:, None] + noise_BVT
-    rank_BVT = key_BVT.argsort(-1).argsort(-1)
+    key_BMT = group_BT[:, None] + noise_BMT
+    rank_BMT = key_BMT.argsort(-1).argsort(-1)
     sorted_BT = group_BT.sort(-1).values
     start_BT = torch.searchsorted(sorted_BT, group_BT.contiguous())
-    return rank_BVT - start_BT[:, None]
+    return rank_BMT - start_BT[:, None]

@@ -67,7 +67,7 @@ def log_likelihood(
         for start in range(0, len(pairs), rows):
             chosen = by_length[start : start + rows]
             out_B[chosen] = _score(lm, [pairs[i] for i in chosen], estimator, samples, seed).double().cpu()
-    return out_B.to(lm.score_dtype)
+    return out_B.to(lm.log_prob_dtype)
 
 
 def likelihood_of_file(

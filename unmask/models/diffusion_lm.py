@@ -127,7 +127,7 @@ class DiffusionLM:
         return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
 
     @property
-    def score_dtype(self) -> torch.dtype:
+    def log_prob_dtype(self) -> torch.dtype:
         """Of logits and scores: float32, or float64 for a float64 model (proofs and golden tests)."""
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
 
@@ -254,9 +254,9 @@ class DiffusionLM:
     def noised(
         self,
         clean_BT: Tensor,
-        hidden_BVT: Tensor,
+        hidden_BMT: Tensor,
         attention_mask_BT: Tensor | None,
-        rows_BVT: Tensor,
+        rows_BMT: Tensor,
         clean_rows_BT: Tensor | None = None,
     ) -> ForwardInputs:
         """`[x_t ; ... ; x_0]`: V noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
@@ -266,17 +266,17 @@ class DiffusionLM:
 
         Args:
             clean_BT: the clean tokens.
-            hidden_BVT: what each copy hides.
+            hidden_BMT: what each copy hides.
             attention_mask_BT: as for `logits`.
-            rows_BVT: the rows of the copies to compute, in row-major order.
+            rows_BMT: the rows of the copies to compute, in row-major order.
             clean_rows_BT: with a causal context, tokens to predict as the causal model does, from the clean ones before them;
                 their rows come last.
         """
-        copies, length = hidden_BVT.shape[1:]
-        noisy_BVT = torch.where(hidden_BVT, self.mask_token_id, clean_BT[:, None])
+        copies, length = hidden_BMT.shape[1:]
+        noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
         layout, mask = self._layout(clean_BT, attention_mask_BT, copies)
         width = (copies + 1) * length
-        batch_N, copy_N, column_N = rows_BVT.nonzero(as_tuple=True)
+        batch_N, copy_N, column_N = rows_BMT.nonzero(as_tuple=True)
         column_N = copy_N * length + column_N
         if self.logit_shift:
             position_N = layout.position_BT.expand(len(clean_BT), -1)[batch_N, column_N]
@@ -290,9 +290,9 @@ class DiffusionLM:
             index_N = torch.cat([index_N, batch_M * width + copies * length + (column_M - 1).clamp_min(0)])
         share_BT = None
         if self._time is not None:
-            hidden_BT = torch.cat([hidden_BVT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
+            hidden_BT = torch.cat([hidden_BMT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
             share_BT = self.hidden_share(hidden_BT, layout)
-        return ForwardInputs(torch.cat([noisy_BVT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
+        return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         """One forward pass, unaligned: logits [B, T, V], or [N, V] at the rows asked for. A cache is appended to."""
@@ -300,7 +300,7 @@ class DiffusionLM:
             out = self._run(inputs, cache)
         count = None if inputs.index_N is None else len(inputs.index_N)
         assert count is None or out.shape[:2] == (1, count), "the output head is not the one that the rows were asked of"
-        logits = (out if count is None else out[0]).to(self.score_dtype)
+        logits = (out if count is None else out[0]).to(self.log_prob_dtype)
         logits[..., self.mask_token_id] = -torch.inf
         return logits
 

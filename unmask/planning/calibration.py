@@ -1,6 +1,6 @@
 """What a training step takes on this machine: measured, or calibrated on a model of few layers.
 
-Shapes: B batch, V views, T tokens.
+Shapes: B batch, M views, T tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from unmask.config.run import LoraSettings
-from unmask.diffusion.log_probs import score, weighted_cross_entropy
+from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Views
 from unmask.models.adapters import with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
@@ -72,19 +72,19 @@ class Step:
 
     def _views(self, generator: torch.Generator) -> Views:
         shape = (self.work.batch, 1, self.work.sequence_length)
-        hidden_BVT = torch.rand(shape, generator=generator).argsort(-1) < self.work.sequence_length // 2
+        hidden_BMT = torch.rand(shape, generator=generator).argsort(-1) < self.work.sequence_length // 2
         if self.lm.autoregressive:
-            hidden_BVT = torch.ones(shape, dtype=torch.bool)
+            hidden_BMT = torch.ones(shape, dtype=torch.bool)
         if self.work.copies == 2:
-            hidden_BVT = torch.cat([hidden_BVT, ~hidden_BVT], 1)
-        hidden_BVT = hidden_BVT.to(self.lm.device)
-        return Views(hidden_BVT, hidden_BVT, hidden_BVT.float())
+            hidden_BMT = torch.cat([hidden_BMT, ~hidden_BMT], 1)
+        hidden_BMT = hidden_BMT.to(self.lm.device)
+        return Views(hidden_BMT, hidden_BMT, hidden_BMT.float())
 
     def forward(self) -> Tensor:
         mixed = self.work.precision == "mixed"
         with torch.autocast(self.lm.device.type, torch.bfloat16) if mixed else contextlib.nullcontext():
-            log_prob_BVT = score(self.lm, self.ids_BT, self.documents_BT, self.views)
-            return weighted_cross_entropy(log_prob_BVT, self.views) / self.ids_BT.numel()
+            log_prob_BMT = view_log_probs(self.lm, self.ids_BT, self.documents_BT, self.views)
+            return weighted_cross_entropy(log_prob_BMT, self.views) / self.ids_BT.numel()
 
     def update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)

@@ -1,6 +1,6 @@
 """What a reference gives to every response of a data set: scored once, before training, and kept on disk.
 
-Shapes: E plans of views, I sample ids, B rows, R responses in a row, N responses (of all rows the first, then of all the second), V views,
+Shapes: E plans of views, I sample ids, B rows, R responses in a row, N responses (of all rows the first, then of all the second), M views,
 T tokens.
 """
 
@@ -62,10 +62,10 @@ NO_SCORES = ScoreTable(torch.zeros(0, 0, 1), torch.zeros(0, 0, dtype=torch.long)
 
 def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:
     """A hash [B] of every row and of what the views hide of it, int64, on the CPU; padding does not change it."""
-    parts = (part.cpu() for part in (batch["input_ids"], views.hidden_BVT, batch["documents"] > 0))
+    parts = (part.cpu() for part in (batch["input_ids"], views.hidden_BMT, batch["documents"] > 0))
     found = []
-    for ids_T, hidden_VT, real_T in zip(*parts, strict=True):
-        read = ids_T[real_T].numpy().tobytes() + hidden_VT[:, real_T].numpy().tobytes()
+    for ids_T, hidden_MT, real_T in zip(*parts, strict=True):
+        read = ids_T[real_T].numpy().tobytes() + hidden_MT[:, real_T].numpy().tobytes()
         found.append(int.from_bytes(hashlib.blake2b(read, digest_size=8).digest(), "little", signed=True))
     return torch.tensor(found)
 

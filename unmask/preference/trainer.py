@@ -1,7 +1,7 @@
 """Preference optimisation of diffusion models: DPO on variance-reduced ELBO estimates (VRPO, Zhu et al. 2025, LLaDA 1.5).
 
 Shapes: B rows (pairs, each of which holds its chosen and its rejected response as two documents; of KTO single responses), N responses (of
-pairs: P chosen, then their P rejected), V views, T tokens, R redraws.
+pairs: P chosen, then their P rejected), M views, T tokens, R redraws.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from unmask.preference.reference_log_probs import (
     write_scores,
 )
 from unmask.preference.win_rate import Judge, check_prompts, find_judge, wins
-from unmask.training.config import StageConfig, canvas, steps_per_epoch, total_steps
+from unmask.training.config import TrainingConfig, canvas, steps_per_epoch, total_steps
 from unmask.training.distributed import failing_together
 from unmask.training.pair_config import room
-from unmask.training.per_view_backward import PerViewBackward, Piece
+from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.trainer import Batch, DiffusionTrainer
 
@@ -126,7 +126,7 @@ class DPOTrainer(DiffusionTrainer):
             rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
         return report.of(beside_others(rows, fits.max_length, where))
 
-    def planned_steps(self, args: StageConfig) -> int:
+    def planned_steps(self, args: TrainingConfig) -> int:
         return total_steps(args, range(self.rows_given))
 
     def planned_seconds(self, args: DPOConfig) -> float:
@@ -165,30 +165,30 @@ class DPOTrainer(DiffusionTrainer):
         """How many tokens every response [N] has."""
         return self.of_responses(batch, batch["maskable"])
 
-    def bounds(self, batch: Batch, log_prob_BVT: Tensor) -> Tensor:
+    def bounds(self, batch: Batch, log_prob_BMT: Tensor) -> Tensor:
         """The log-likelihood of every response [N], or the estimate of its lower bound, in nats."""
         if not self.exact or self.lm.autoregressive:
-            return self.of_responses(batch, (self.views_of(batch).weight_BVT * log_prob_BVT).sum(1))
+            return self.of_responses(batch, (self.views_of(batch).weight_BMT * log_prob_BMT).sum(1))
         group_BT, numbers = noise_groups(self.lm, batch["maskable"], batch["documents"]), range(1, self.responses + 1)
-        return torch.cat([any_order(group_BT.where(batch["documents"] == number, -1), log_prob_BVT) for number in numbers])
+        return torch.cat([any_order(group_BT.where(batch["documents"] == number, -1), log_prob_BMT) for number in numbers])
 
     @torch.no_grad()
     def score_responses(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         """The bounds [N] that a model gives to the responses of a batch, on its views."""
         with evaluating(lm), self.accelerator.autocast(), self.phases("scoring"):
-            return self.bounds(batch, self.per_view.score(lm, batch))
+            return self.bounds(batch, self.per_view.log_probs(lm, batch))
 
     # The loss.
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
-        return self.loss_on(batch, self.per_view.score(lm, batch))
+        return self.loss_on(batch, self.per_view.log_probs(lm, batch))
 
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         loss = self.per_view.step(model, inputs, num_items_in_batch)
         return super().training_step(model, inputs, num_items_in_batch) if loss is None else self.record_loss(loss)
 
-    def loss_on(self, batch: Batch, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
-        bound_N = self.bounds(batch, log_prob_BVT)
+    def loss_on(self, batch: Batch, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
+        bound_N = self.bounds(batch, log_prob_BMT)
         gain_N = self.gains(batch, bound_N, self.reference_of(batch))
         if "desirable" in batch:
             return self._unpaired_loss(batch, bound_N, gain_N)
@@ -227,7 +227,7 @@ class DPOTrainer(DiffusionTrainer):
     def baseline(self, batches: Iterable[Any]) -> Tensor:
         """KTO's estimate of the divergence from the reference, over all processes: the mean gain of responses to other prompts, at least
         0. Of a diffusion model bounds stand for likelihoods, on the same masks for both."""
-        total: Any = torch.zeros(2, dtype=self.lm.score_dtype, device=self.accelerator.device)
+        total: Any = torch.zeros(2, dtype=self.lm.log_prob_dtype, device=self.accelerator.device)
         with self.lockstep():
             for other in (batch["mismatched"] for batch in batches):
                 gain_N = self.gains(other, self.score_responses(self.lm, other), self.reference_of(other))
@@ -256,10 +256,10 @@ class DPOTrainer(DiffusionTrainer):
 
     def _reference_of(self, batch: Any) -> Tensor:
         if self.reference is not None:
-            with self.reference.scoring() as lm:
+            with self.reference.model_in_use() as lm:
                 return self.score_responses(lm, batch)
         if not self.args.needs_reference:
-            return torch.zeros(self.responses * len(batch["sample_id"]), dtype=self.lm.score_dtype, device=batch["sample_id"].device)
+            return torch.zeros(self.responses * len(batch["sample_id"]), dtype=self.lm.log_prob_dtype, device=batch["sample_id"].device)
         table = self.stored.get("eval" if self.means.evaluating else "train", NO_SCORES)
         return table.look_up(self.draw(batch).iteration, batch["sample_id"], digests(batch, self.views_of(batch)))
 
@@ -293,7 +293,7 @@ class DPOTrainer(DiffusionTrainer):
         path = self.args.reference_model
         if path is None and not self.sharded:
             return contextlib.nullcontext(self.lm)
-        return make_reference(self.lm, self.accelerator, moves=self.sharded, path=path).scoring()
+        return make_reference(self.lm, self.accelerator, moves=self.sharded, path=path).model_in_use()
 
     def _stored(
         self, name: str, lm: DiffusionLM, known: Mapping[str, str], items: Sequence[Row], numbers: range, progress: Any
@@ -315,7 +315,7 @@ class DPOTrainer(DiffusionTrainer):
                 progress.update(0.0, reference_scored=share)
 
         if (table := read_scores(path, wanted, len(numbers), replace=args.stale_reference == "replace")) is None:
-            shape: dict[str, Any] = {"batch": args.train_batch_size, "responses": self.responses, "dtype": self.lm.score_dtype}
+            shape: dict[str, Any] = {"batch": args.train_batch_size, "responses": self.responses, "dtype": self.lm.log_prob_dtype}
             table = score_rows(rows, len(numbers), score, self.accelerator, told=told, **shape)
             if args.should_save:
                 write_scores(path, table, wanted)

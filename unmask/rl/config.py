@@ -16,7 +16,7 @@ from unmask.planning.blueprint import Blueprint
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence
 from unmask.rl.methods import METHODS, Method, get_method
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
-from unmask.training.config import FOLLOWS_A_METRIC, Conflict, StageConfig
+from unmask.training.config import FOLLOWS_A_METRIC, Conflict, TrainingConfig
 from unmask.training.config_fields import beside, check_settings, setting
 from unmask.training.hardware_checks import sharded_by
 
@@ -32,7 +32,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 
 
 @dataclass(kw_only=True)
-class GRPOConfig(StageConfig):
+class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
     max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, beside the model's context", low=2)

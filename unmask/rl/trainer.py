@@ -1,6 +1,6 @@
 """Reinforcement learning with group-relative advantages: sample, reward, plan views, score, compare.
 
-Shapes: B completions, V views, T positions, F reward functions. A rollout batch is the completions of one optimizer step.
+Shapes: B completions, M views, T positions, F reward functions. A rollout batch is the completions of one optimizer step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from unmask.rl.rollout_collector import RolloutCollector, completion_key, prompt
 from unmask.rl.rollouts import GroupSampler, PromptRow, PromptRows, make_rollout, prompt_rows
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.training.checkpoints import steps_done
-from unmask.training.per_view_backward import PerViewBackward, Piece
+from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.trainer import DiffusionTrainer
 
@@ -125,7 +125,7 @@ class GRPOTrainer(DiffusionTrainer):
     # The loss.
 
     def micro_loss(self, lm: DiffusionLM, batch: Any) -> Tensor:
-        return self.loss_on(batch, self.per_view.score(lm, batch))
+        return self.loss_on(batch, self.per_view.log_probs(lm, batch))
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         loss = self.per_view.step(model, inputs, num_items_in_batch)
@@ -137,35 +137,35 @@ class GRPOTrainer(DiffusionTrainer):
     def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor | None]:
         return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.documents_BT
 
-    def loss_on(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Tensor:
-        if piece is None or piece[1].start == 0:
-            self.phases.count(trained=int(batch.learnt_BT[piece[0] if piece else slice(None)].sum()))
-        loss = self.method.loss(self.scores_of(batch, log_prob_BVT, piece), self.args)
+    def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
+        if chunk is None or chunk[1].start == 0:
+            self.phases.count(trained=int(batch.learnt_BT[chunk[0] if chunk else slice(None)].sum()))
+        loss = self.method.loss(self.scores_of(batch, log_prob_BMT, chunk), self.args)
         for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
             if len(values) > 0:
                 self.record(name, values.mean(), len(values))
         return loss.total
 
-    def scores_of(self, batch: Update, log_prob_BVT: Tensor, piece: Piece | None = None) -> Scores:
-        """What the method's loss reads, of all views or of a piece."""
-        rows, at = piece or (slice(None), slice(None))
+    def scores_of(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Scores:
+        """What the method's loss reads, of all views or of a chunk."""
+        rows, at = chunk or (slice(None), slice(None))
         rollout, views = batch.rollout, batch.views
         share_BT = shares(batch.learnt_BT, self.aggregation, self._parts(batch), self.args.max_completion_length)[rows]
-        if piece is not None:
-            rollout, views = rollout.rows(rows), views.piece(rows, at)
-            share_BT = share_BT * views.scored_BVT.any(1)
-        old_BVT = log_prob_BVT.detach() if batch.old_BVT is None else batch.old_BVT[rows, at]
-        reference_BVT = None if batch.reference_BVT is None else batch.reference_BVT[rows, at]
+        if chunk is not None:
+            rollout, views = rollout.rows(rows), views.select(rows, at)
+            share_BT = share_BT * views.target_BMT.any(1)
+        old_BMT = log_prob_BMT.detach() if batch.old_BMT is None else batch.old_BMT[rows, at]
+        reference_BMT = None if batch.reference_BMT is None else batch.reference_BMT[rows, at]
         if self.args.beta and self.args.kl_to == "old":
-            reference_BVT = old_BVT
-        scores = Scores(log_prob_BVT, old_BVT, reference_BVT, rollout, views, batch.advantage_BT[rows], share_BT)
+            reference_BMT = old_BMT
+        scores = Scores(log_prob_BMT, old_BMT, reference_BMT, rollout, views, batch.advantage_BT[rows], share_BT)
         return scores if rollout.sampled_BT is None else replace(scores, importance_BT=self._importance(scores, rollout))
 
     def _importance(self, scores: Scores, rollout: Rollout) -> Tensor:
         """How much likelier the policy makes each token than the server that drew it, up to `importance_cap` (truncated importance
         sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
         assert rollout.sampled_BT is not None
-        gap_BT = torch.where(rollout.completion_BT, scores.of_tokens(scores.old_BVT) - rollout.sampled_BT, 0)
+        gap_BT = torch.where(rollout.completion_BT, scores.of_tokens(scores.old_BMT) - rollout.sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
         tokens = float(rollout.completion_BT.sum())
         self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
@@ -347,11 +347,11 @@ class GRPOTrainer(DiffusionTrainer):
                     update = replace(updates[-1])
                 else:
                     update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
-                if iteration > 0 and update.old_BVT is None:
-                    update.old_BVT = self.per_view.score(self.lm, update)
-                if self.reference is not None and update.reference_BVT is None:
-                    with self.reference.scoring() as lm:
-                        update.reference_BVT = self.per_view.score(lm, update)
+                if iteration > 0 and update.old_BMT is None:
+                    update.old_BMT = self.per_view.log_probs(self.lm, update)
+                if self.reference is not None and update.reference_BMT is None:
+                    with self.reference.model_in_use() as lm:
+                        update.reference_BMT = self.per_view.log_probs(lm, update)
                 updates.append(update)
         return updates
 

@@ -1,6 +1,6 @@
 """The updates that are still to be made on a rollout: what they hold, and how a checkpoint keeps them.
 
-Shapes: B completions, V views, T positions.
+Shapes: B completions, M views, T positions.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class Update:
     Attributes:
         advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
         learnt_BT: the tokens that count.
-        old_BVT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
-        reference_BVT: those of the reference, if the policy is held to one.
+        old_BMT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
+        reference_BMT: those of the reference, if the policy is held to one.
     """
 
     rollout: Rollout
     views: Views
     advantage_BT: Tensor
     learnt_BT: Tensor
-    old_BVT: Tensor | None
-    reference_BVT: Tensor | None
+    old_BMT: Tensor | None
+    reference_BMT: Tensor | None
 
 
 STORED: list[Any] = [Update, (Update, "unmask.training.grpo.Update"), Rollout, (Rollout, "unmask.methods.base.Rollout"), Views]
@@ -69,6 +69,10 @@ def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[l
         raise OSError(f"{path.name} is missing or torn")
     with torch.serialization.safe_globals(STORED):
         made: dict[str, Any] = torch.load(path, map_location=device)
+    for updates in made["updates"]:
+        for update in updates:
+            _rename_fields(update)
+            _rename_fields(update.views)
     for name in OF_A_ROLLOUT:
         if made.get(name, now := getattr(args, name)) != now:
             raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
@@ -79,6 +83,12 @@ def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[l
             what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
             raise ValueError(what)
     return made["updates"]
+
+
+def _rename_fields(record: Update | Views) -> None:
+    """Give the fields of a record from an earlier version the names that they have now."""
+    for name in [name for name in vars(record) if "V" in name]:
+        vars(record)[name.replace("scored", "target").replace("V", "M")] = vars(record).pop(name)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ class SFTTrainer(DiffusionTrainer):
             views = self.args.plan(self.lm, group_BT, batch["documents"], draw, views=self.args.views)
         if self.args.aggregation == "token":
             return views
-        return replace(views, weight_BVT=views.weight_BVT / _answer_sizes(batch)[:, None])
+        return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
     def count_items(self, batch: Batch) -> Tensor:
         """The tokens that are learnt, or with `aggregation: sequence` the answers."""

@@ -53,7 +53,7 @@ FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 
 @dataclass(kw_only=True)
-class StageConfig(TrainingArguments):
+class TrainingConfig(TrainingArguments):
     """What all stages share beyond `transformers.TrainingArguments`, whose every field is accepted by its own name."""
 
     output_dir: str | None = field(default=None, metadata={"help": "Where checkpoints and the trained model go."})
@@ -229,7 +229,7 @@ class StageConfig(TrainingArguments):
         return bool(args.accelerator_config.dispatch_batches)
 
 
-def row_length(lm: DiffusionLM, args: StageConfig) -> int:
+def row_length(lm: DiffusionLM, args: TrainingConfig) -> int:
     """Tokens in a row at most: `max_length`, or the model's context where that is shorter."""
     return min(args.max_length, lm.context_length or args.max_length)
 
@@ -239,7 +239,7 @@ def canvas(lm: DiffusionLM, args: Any) -> int | None:
     return None if lm.autoregressive else args.canvas_length
 
 
-def check_rows(args: StageConfig, train_rows: Any, eval_rows: Any) -> None:
+def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
     """That the rows make at least one step, and that there are some to evaluate on where that is asked for.
 
     Raises:
@@ -253,7 +253,7 @@ def check_rows(args: StageConfig, train_rows: Any, eval_rows: Any) -> None:
 
 
 @contextmanager
-def naming_metric(args: StageConfig, metrics: Iterable[str]) -> Iterator[None]:
+def naming_metric(args: TrainingConfig, metrics: Iterable[str]) -> Iterator[None]:
     """An error about the metric of the best model then says which there are.
 
     Raises:

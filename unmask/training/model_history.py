@@ -11,7 +11,7 @@ from transformers import TrainerState, TrainingArguments
 from unmask.artifacts import package_version
 
 if TYPE_CHECKING:
-    from unmask.training.config import StageConfig
+    from unmask.training.config import TrainingConfig
 
 PACKAGES = ("unmask", "torch", "transformers")
 SHAPING = {
@@ -26,7 +26,7 @@ WITHOUT_EFFECT = {
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
 
 
-def stage_entry(args: StageConfig, told: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
+def stage_entry(args: TrainingConfig, told: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
     """One entry of a model's history.
 
     Args:
@@ -51,7 +51,7 @@ def stage_entry(args: StageConfig, told: dict[str, Any], state: TrainerState, *,
     }
 
 
-def chosen_settings(args: StageConfig) -> dict[str, Any]:
+def chosen_settings(args: TrainingConfig) -> dict[str, Any]:
     """The learning rate, and what else shapes the result and is not as by default."""
     left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - SHAPING | WITHOUT_EFFECT
     told = [field for field in dataclasses.fields(args) if field.name not in left_out]

@@ -11,11 +11,11 @@ from unmask.diffusion.views import Draw, Views, cart_weights, complementary_pair
 from unmask.errors import ConfigError
 from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.config import StageConfig
+from unmask.training.config import TrainingConfig
 
 
 @dataclass(kw_only=True)
-class NoisingConfig(StageConfig):
+class NoisingConfig(TrainingConfig):
     """A config of a trainer that hides tokens at random."""
 
     schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine or geometric."})

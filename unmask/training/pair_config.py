@@ -8,12 +8,12 @@ from typing import Literal
 from unmask.data.pairs import Room
 from unmask.data.report import DataReport
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.config import StageConfig, canvas, row_length
+from unmask.training.config import TrainingConfig, canvas, row_length
 from unmask.training.config_fields import check_settings, setting
 
 
 @dataclass(kw_only=True)
-class PairConfig(StageConfig):
+class PairConfig(TrainingConfig):
     """Settings of the stages that train on answers to prompts."""
 
     canvas_length: int | None = setting(

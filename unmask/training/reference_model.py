@@ -47,7 +47,7 @@ class Reference:
             self.lm.model.eval().requires_grad_(False).to(device)
 
     @contextmanager
-    def scoring(self) -> Iterator[DiffusionLM]:
+    def model_in_use(self) -> Iterator[DiffusionLM]:
         """Inside, what is given is the reference."""
         with self.policy.model.disable_adapter() if self.is_base else nullcontext():
             yield self.lm

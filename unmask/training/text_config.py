@@ -12,11 +12,11 @@ from unmask.data.rows import Column, Row, iter_text_rows
 from unmask.data.token_cache import StreamedRows, cached_rows
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.config import StageConfig, row_length, rows_per_step
+from unmask.training.config import TrainingConfig, row_length, rows_per_step
 
 
 @dataclass(kw_only=True)
-class TextConfig(StageConfig):
+class TextConfig(TrainingConfig):
     """Settings of the stages that train on plain text."""
 
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})

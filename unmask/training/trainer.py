@@ -1,6 +1,6 @@
 """The shared trainer: transformers.Trainer over a DiffusionLM, with one loss to override.
 
-Shapes: B batch, V views, T tokens.
+Shapes: B batch, M views, T tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.trainer_utils import TrainOutput
 
 from unmask.data.report import DataReport, Rows, shown
 from unmask.data.rows import Collator, check_dataset, documents_apart
-from unmask.diffusion.log_probs import score, weighted_cross_entropy
+from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
@@ -28,7 +28,7 @@ from unmask.models.generation_config import accept_generation_config
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
-from unmask.training.config import StageConfig, check_rows, naming_metric
+from unmask.training.config import TrainingConfig, check_rows, naming_metric
 from unmask.training.distributed import lockstep, visits, without_repeats
 from unmask.training.hardware_checks import Subject, check_switches, compile_in_place, refuse_uncalled
 from unmask.training.memory import memory_metrics
@@ -72,7 +72,7 @@ class DiffusionTrainer(Trainer):
     def __init__(
         self,
         model: DiffusionLM | PreTrainedModel | str | Path,
-        args: StageConfig,
+        args: TrainingConfig,
         train_dataset: Iterable[Any] | None = None,
         eval_dataset: Sequence[Any] | None = None,
         *,
@@ -145,12 +145,12 @@ class DiffusionTrainer(Trainer):
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """The weighted cross-entropy of views, summed; its plain mean is logged, that of a causal view by itself."""
-        log_prob_BVT = score(lm, batch["input_ids"], documents_apart(batch), views, chunk=self.args.score_chunk)
+        log_prob_BMT = view_log_probs(lm, batch["input_ids"], documents_apart(batch), views, chunk=self.args.score_chunk)
         noised = views.count - views.causal
         for name, at in (("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))):
-            count = views.scored_BVT[:, at].sum()
-            self.record(name, -log_prob_BVT[:, at].detach().sum() / count.clamp_min(1), float(count))
-        return weighted_cross_entropy(log_prob_BVT, views)
+            count = views.target_BMT[:, at].sum()
+            self.record(name, -log_prob_BMT[:, at].detach().sum() / count.clamp_min(1), float(count))
+        return weighted_cross_entropy(log_prob_BMT, views)
 
     def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
         """Average a metric into the next log line."""
@@ -191,11 +191,11 @@ class DiffusionTrainer(Trainer):
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
 
-    def planned_steps(self, args: StageConfig) -> int:
+    def planned_steps(self, args: TrainingConfig) -> int:
         """The optimizer steps of a run on these rows with other arguments, those of the whole run."""
         return self.set_initial_training_values(args, self.get_train_dataloader())[-1]
 
-    def planned_seconds(self, args: StageConfig) -> float:
+    def planned_seconds(self, args: TrainingConfig) -> float:
         """What such a run takes before its first step."""
         return 0.0
 
@@ -208,14 +208,14 @@ class DiffusionTrainer(Trainer):
         """Drop what was logged after this step, which will be logged again."""
         self.metrics.rewind(step)
 
-    def told_settings(self) -> dict[str, Any]:
+    def reported_settings(self) -> dict[str, Any]:
         """What the model's history says of the settings."""
         return chosen_settings(self.args)
 
     def _remember(self) -> None:
         """Put what this stage did into the model's history, after the earlier stages."""
         if self.state.global_step > 0:  # else the evaluation of a model that is not trained yet
-            entry = stage_entry(self.args, self.told_settings(), self.state, rows=self._rows)
+            entry = stage_entry(self.args, self.reported_settings(), self.state, rows=self._rows)
             setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
 
     def get_performance_stats(self) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class DiffusionTrainer(Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, None, None]:
-        rows, loss = without_repeats(inputs, self.accelerator), torch.zeros((), dtype=self.lm.score_dtype, device=self.args.device)
+        rows, loss = without_repeats(inputs, self.accelerator), torch.zeros((), dtype=self.lm.log_prob_dtype, device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             if len(rows["sample_id"]) > 0:
                 loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)

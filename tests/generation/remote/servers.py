@@ -31,4 +31,4 @@ def served(lm: DiffusionLM, port: int = 0, api_key: str | None = None) -> Iterat
 def copied(lm: DiffusionLM, path: Path) -> DiffusionLM:
     """The same model once more, as a server loads it."""
     lm.save(path)
-    return unmask.load(path, dtype=str(lm.score_dtype).removeprefix("torch."))
+    return unmask.load(path, dtype=str(lm.log_prob_dtype).removeprefix("torch."))

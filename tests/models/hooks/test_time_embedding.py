@@ -12,7 +12,7 @@ from tests.generation.tiny_models import stock
 from tests.models.configurations import CONFIGURATIONS, VOCABULARY, WINDOW, random_ids, tiny_lm
 from unmask import log_likelihood
 from unmask.config.run import SamplerConfig
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Draw, Views, exact_count_views
 from unmask.errors import ModelError
 from unmask.generation import naive, sampler
@@ -239,14 +239,14 @@ def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, c
     maskable = (documents > 0) & (torch.arange(8) > 0)
     views = exact_count_views(torch.where(maskable, 0, -1), Draw(0, torch.arange(3)), views=2)
     lm.model.register_forward_hook(lambda *_: passes.append(1))
-    scores = score(lm, ids, documents, views.beside_causal(maskable, 0.1), chunk=chunk)
+    scores = view_log_probs(lm, ids, documents, views.beside_causal(maskable, 0.1), chunk=chunk)
     assert len(passes) == {None: 1, 1: 6, 3: 3}[chunk]
-    noised = score(lm, ids, documents, views)
+    noised = view_log_probs(lm, ids, documents, views)
     nothing = torch.zeros_like(maskable)[:, None]
-    causal = score(lm.as_causal(), ids, documents, Views(nothing, maskable[:, None], maskable[:, None].float()))
+    causal = view_log_probs(lm.as_causal(), ids, documents, Views(nothing, maskable[:, None], maskable[:, None].float()))
     torch.testing.assert_close(scores, torch.cat([noised, causal], 1), rtol=0, atol=1e-12)
     assert (causal[maskable[:, None]] < 0).all()
     other = toy.toy(attention=("block_causal", 3, shift))  # without the context it is the same in two passes
-    two = score(other, ids, documents, views.beside_causal(maskable, 0.1))
+    two = view_log_probs(other, ids, documents, views.beside_causal(maskable, 0.1))
     torch.testing.assert_close(two[:, 2:], causal, rtol=0, atol=1e-12)
     assert (two[:, :2] - noised).abs().max() > 1e-3

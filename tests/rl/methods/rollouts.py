@@ -1,6 +1,6 @@
 """Rollouts of tiny models, and scores of chance on them, for the tests of methods.
 
-Shapes: B completions, V views, T positions.
+Shapes: B completions, M views, T positions.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def padded(lm, rollout: Rollout, views: Views, count: int = 3) -> tuple[Rollout,
     moved = {name: F.pad(part_BT, (count, 0), value=fills.get(name, 0)) for name, part_BT in tensors(rollout).items()}
     moved = replace(rollout, **moved, one_document=False)
     group_BT = noise_groups(lm, moved.completion_BT | moved.beyond_BT, moved.documents_BT)
-    return replace(moved, group_BT=group_BT), Views(*(F.pad(part_BVT, (count, 0)) for part_BVT in masks(views)))
+    return replace(moved, group_BT=group_BT), Views(*(F.pad(part_BMT, (count, 0)) for part_BMT in masks(views)))
 
 
 def keys(rollout: Rollout) -> torch.Tensor:
@@ -96,12 +96,12 @@ def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -
 
 
 def masks(views: Views) -> tuple[torch.Tensor, ...]:
-    return views.hidden_BVT, views.scored_BVT, views.weight_BVT
+    return views.hidden_BMT, views.target_BMT, views.weight_BMT
 
 
 def states(views: Views, row: int, own_T: torch.Tensor) -> list[tuple[list, ...]]:
     """What the views of a row hide, score and weigh, but for those that score nothing."""
-    parts = [part_BVT[row][:, own_T] for part_BVT in masks(views)]
+    parts = [part_BMT[row][:, own_T] for part_BMT in masks(views)]
     return [tuple(part_T.tolist() for part_T in view) for view in zip(*parts, strict=True) if view[1].any()]
 
 
@@ -110,18 +110,18 @@ def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spr
     random = torch.Generator().manual_seed(seed)
 
     def around(center, width):
-        chance_BVT = 2 * torch.rand(views.scored_BVT.shape, generator=random, dtype=torch.float64) - 1
-        return torch.where(views.scored_BVT, center + width * chance_BVT, 0)
+        chance_BMT = 2 * torch.rand(views.target_BMT.shape, generator=random, dtype=torch.float64) - 1
+        return torch.where(views.target_BMT, center + width * chance_BMT, 0)
 
-    policy_BVT = around(-2.0, 1.0)
-    old_BVT, reference_BVT = (around(policy_BVT, spread) for _ in range(2))
+    policy_BMT = around(-2.0, 1.0)
+    old_BMT, reference_BMT = (around(policy_BMT, spread) for _ in range(2))
     kept_B1 = (keys(rollout) != 2)[:, None]
     advantage_B1 = torch.tensor([1.5, -1.0, 3.0, 0.5, -2.0, -0.5], dtype=torch.float64)[: len(kept_B1), None]
     learnt_BT = learnable(rollout, views) & kept_B1
     part_BT = parts_of(rollout, views, args.aggregation)
     share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
-    held_to = (old_BVT if args.kl_to == "old" else reference_BVT) if args.beta else None
-    scores = Scores(policy_BVT.requires_grad_(), old_BVT, held_to, rollout, views, advantage_B1, share_BT)
+    held_to = (old_BMT if args.kl_to == "old" else reference_BMT) if args.beta else None
+    scores = Scores(policy_BMT.requires_grad_(), old_BMT, held_to, rollout, views, advantage_B1, share_BT)
     return scores, count_items(learnt_BT, args.aggregation, part_BT)
 
 
@@ -141,9 +141,9 @@ class Completion:
     advantage: float
     views: int
 
-    def value(self, log_prob_VT, token):
+    def value(self, log_prob_MT, token):
         """The weighted log-probability of a token."""
-        return sum(self.weight[view, token] * log_prob_VT[view, token] for view in range(self.views))
+        return sum(self.weight[view, token] * log_prob_MT[view, token] for view in range(self.views))
 
 
 def completions(scores: Scores) -> list[Completion]:
@@ -154,11 +154,11 @@ def completions(scores: Scores) -> list[Completion]:
             continue
         made.append(
             Completion(
-                scores.policy_BVT[row],
-                scores.old_BVT[row],
-                None if scores.reference_BVT is None else scores.reference_BVT[row],
-                scores.views.weight_BVT[row].double(),
-                [view_T.nonzero().flatten().tolist() for view_T in scores.views.scored_BVT[row]],
+                scores.policy_BMT[row],
+                scores.old_BMT[row],
+                None if scores.reference_BMT is None else scores.reference_BMT[row],
+                scores.views.weight_BMT[row].double(),
+                [view_T.nonzero().flatten().tolist() for view_T in scores.views.target_BMT[row]],
                 scores.rollout.completion_BT[row].nonzero().flatten().tolist(),
                 scores.rollout.steps_BT[row].tolist(),
                 scores.rollout.group_BT[row].tolist(),
@@ -188,7 +188,7 @@ def assert_loss(name, by_hand, spread=0.7, **settings):
             scores, items = made_up(rollout, views, args, seed, spread)
             loss = get_method(name).loss(scores, args).total / items
             expected = by_hand(completions(scores), args)
-            gradients = [torch.autograd.grad(value, scores.policy_BVT)[0] for value in (loss, expected)]
+            gradients = [torch.autograd.grad(value, scores.policy_BMT)[0] for value in (loss, expected)]
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)
             torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
             assert (gradients[0] != 0).any()

@@ -1,6 +1,6 @@
 """What holds for every method, and for the rollouts they read; losses by tokens, against slow code.
 
-Shapes: B completions, V views, T positions.
+Shapes: B completions, M views, T positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.rl.methods.rollouts import (
     usual,
 )
 from unmask.config.yaml import parse_yaml
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, Method, get_method, register
@@ -62,17 +62,17 @@ def test_planning_leaves_the_global_generators_alone_and_repeats(name):
 def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention, block_size):
     _, rollout = usual(attention, block_size)
     views = plan(name, rollout)
-    hidden_BVT, scored_BVT, weight_BVT = masks(views)
-    assert weight_BVT.dtype == torch.float32 and torch.equal(weight_BVT > 0, scored_BVT)
-    assert not (scored_BVT & ~hidden_BVT).any()
-    assert not (scored_BVT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]).any()
+    hidden_BMT, target_BMT, weight_BMT = masks(views)
+    assert weight_BMT.dtype == torch.float32 and torch.equal(weight_BMT > 0, target_BMT)
+    assert not (target_BMT & ~hidden_BMT).any()
+    assert not (target_BMT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]).any()
     clean_BT = rollout.documents_BT == 0 if name in ("diffu-grpo", "wd1", "spg") else (rollout.documents_BT == 0) | rollout.prompt_BT
-    assert not (hidden_BVT & clean_BT[:, None]).any()
+    assert not (hidden_BMT & clean_BT[:, None]).any()
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     together_BTT = rollout.group_BT[:, None] == rollout.group_BT[:, :, None]
-    needed_BVT = (scored_BVT[:, :, None] & together_BTT[:, None]).any(3) & never_BT[:, None]
-    assert (hidden_BVT | ~needed_BVT).all()  # as when the text was sampled; other blocks are not seen
-    assert needed_BVT.any() == (attention == "bidirectional")
+    needed_BMT = (target_BMT[:, :, None] & together_BTT[:, None]).any(3) & never_BT[:, None]
+    assert (hidden_BMT | ~needed_BMT).all()  # as when the text was sampled; other blocks are not seen
+    assert needed_BMT.any() == (attention == "bidirectional")
 
 
 @every_method
@@ -108,13 +108,15 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
     if name in REPLAYS:  # others draw by position
         assert all(torch.equal(*parts) for parts in zip(masks(plan(name, moved)), masks(moved_views), strict=True))
     with torch.no_grad():
-        here, there = (score(lm, part.ids_BT, part.documents_BT, v, chunk=12) for part, v in ((rollout, views), (moved, moved_views)))
+        here, there = (
+            view_log_probs(lm, part.ids_BT, part.documents_BT, v, chunk=12) for part, v in ((rollout, views), (moved, moved_views))
+        )
     torch.testing.assert_close(there[..., 3:], here, rtol=0, atol=1e-10)
     losses = []
-    for part, its_views, log_prob_BVT in ((rollout, views, here), (moved, moved_views, there)):
+    for part, its_views, log_prob_BMT in ((rollout, views, here), (moved, moved_views, there)):
         scores, _ = made_up(part, its_views, args)
-        others = {"old_BVT": 0.9 * log_prob_BVT, "reference_BVT": 1.1 * log_prob_BVT}
-        losses.append(get_method(name).loss(replace(scores, policy_BVT=log_prob_BVT, **others), args).total)
+        others = {"old_BMT": 0.9 * log_prob_BMT, "reference_BMT": 1.1 * log_prob_BMT}
+        losses.append(get_method(name).loss(replace(scores, policy_BMT=log_prob_BMT, **others), args).total)
     torch.testing.assert_close(*losses, rtol=0, atol=1e-8)
 
 
@@ -126,17 +128,17 @@ def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     args, views = config(name), plan(name, rollout, end=end)
     scores, _ = made_up(rollout, views, args)
     assert tail_BT.any()
-    changed = replace(scores, policy_BVT=torch.where(tail_BT[:, None], -7.0, scores.policy_BVT))
+    changed = replace(scores, policy_BMT=torch.where(tail_BT[:, None], -7.0, scores.policy_BMT))
     before, after = (get_method(name).loss(part, args).total for part in (scores, changed))
     assert (before != after) == (end == "learnt")
     assert (scores.share_BT[tail_BT] > 0).any() == (end == "learnt")
     if end == "learnt" or name in REPLAYS:  # these show what the sampler saw
         return
     noised = plan(name, rollout.whole())  # as if it were the completion's
-    assert end == "hidden" or torch.equal(views.hidden_BVT, noised.hidden_BVT)
+    assert end == "hidden" or torch.equal(views.hidden_BMT, noised.hidden_BMT)
     other_BT = torch.where(tail_BT, 4, rollout.ids_BT)
     with torch.no_grad():
-        here, there = (score(lm, ids_BT, rollout.documents_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
+        here, there = (view_log_probs(lm, ids_BT, rollout.documents_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
     assert not torch.equal(rollout.ids_BT, other_BT)
     assert torch.equal(here, there) == (end == "hidden" or not get_method(name).partial)
 
@@ -146,7 +148,7 @@ def test_what_was_never_revealed_stays_hidden():
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     assert never_BT.any()
     for views in (plan("coupled-grpo", rollout), plan("coupled-grpo", rollout, end="shown"), plan("coupled-grpo", rollout.whole())):
-        assert views.hidden_BVT.transpose(1, 2)[never_BT].all() and not views.scored_BVT.transpose(1, 2)[never_BT].any()
+        assert views.hidden_BMT.transpose(1, 2)[never_BT].all() and not views.target_BMT.transpose(1, 2)[never_BT].any()
 
 
 # The table of methods in the design: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight that only d1's

@@ -18,7 +18,7 @@ from unmask.rl.methods import get_method
 def test_the_second_and_third_view_are_complements_within_the_completion():
     for pattern in (("bidirectional",), ("block_causal", 3)):
         _, rollout = usual(*pattern)
-        all_BT, first_BT, second_BT = plan("coupled-grpo", rollout).scored_BVT.unbind(1)
+        all_BT, first_BT, second_BT = plan("coupled-grpo", rollout).target_BMT.unbind(1)
         assert torch.equal(all_BT, rollout.completion_BT)
         assert torch.equal(first_BT ^ second_BT, rollout.completion_BT) and not (first_BT & second_BT).any()
 
@@ -26,15 +26,15 @@ def test_the_second_and_third_view_are_complements_within_the_completion():
 def test_the_share_is_uniform_and_the_views_weigh_its_inverse():
     count, length = 1000, 400
     views = plan("coupled-grpo", whole(torch.zeros(count, length, dtype=torch.long)))
-    all_B, first_B, second_B = views.weight_BVT.amax(2).unbind(1)
-    assert (all_B == 0.5).all() and torch.equal(views.weight_BVT > 0, views.scored_BVT)
+    all_B, first_B, second_B = views.weight_BMT.amax(2).unbind(1)
+    assert (all_B == 0.5).all() and torch.equal(views.weight_BMT > 0, views.target_BMT)
     rate_B = 0.5 / first_B
     torch.testing.assert_close(second_B, 0.5 / (1 - rate_B))
     assert rate_B.min() > 0.2 and rate_B.max() < 0.8 and rate_B.min() < 0.21 and rate_B.max() > 0.79
     assert abs(rate_B.mean() - 0.5) < 5 * 0.6 / 12**0.5 / count**0.5
-    hidden_B = views.scored_BVT[:, 1].float().mean(1)
+    hidden_B = views.target_BMT[:, 1].float().mean(1)
     assert ((hidden_B - rate_B).abs() < 5 * 0.5 / length**0.5).all()
-    chance_BT = views.scored_BVT[:, 1, :8].float() - rate_B[:, None]
+    chance_BT = views.target_BMT[:, 1, :8].float() - rate_B[:, None]
     assert torch.corrcoef(chance_BT.T).fill_diagonal_(0).abs().max() < 5 / count**0.5  # tokens independently
 
 
@@ -49,8 +49,8 @@ def test_the_mean_over_all_masks_of_a_tokens_value_does_not_depend_on_its_chance
     noise_NT[:, PROMPT:] = torch.where(sets, 0.0, 1 - 2.0**-53)
     draw = Listed(torch.full((len(sets),), time, dtype=torch.float64), noise_NT)
     views = get_method("coupled-grpo").plan(whole(groups.expand(len(sets), -1)), draw, None)
-    number_BV = (views.hidden_BVT[..., positions] * 2 ** torch.arange(LENGTH)).sum(-1)
-    value_NL = (views.weight_BVT[..., positions].double() * table[number_BV]).sum(1)
+    number_BM = (views.hidden_BMT[..., positions] * 2 ** torch.arange(LENGTH)).sum(-1)
+    value_NL = (views.weight_BMT[..., positions].double() * table[number_BM]).sum(1)
     size_N1 = sets.sum(1, keepdim=True)
     mean_L = (rate**size_N1 * (1 - rate) ** (LENGTH - size_N1) * value_NL).sum(0)
 

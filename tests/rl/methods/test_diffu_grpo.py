@@ -7,7 +7,7 @@ import torch
 
 from tests.generation.tiny_models import every_pattern
 from tests.rl.methods.rollouts import PROMPTS, one, plan, rollout_of, stopping, usual
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.rl.methods import Rollout
 
 
@@ -18,8 +18,8 @@ def test_the_completion_is_hidden_and_scored(name, attention, block_size, rate):
     _, rollout = usual(attention, block_size)
     assert rollout.beyond_BT.any()
     views = plan(name, rollout, prompt_mask_rate=rate)
-    (hidden_BT,), (scored_BT,) = views.hidden_BVT.unbind(1), views.scored_BVT.unbind(1)
-    assert torch.equal(scored_BT, rollout.completion_BT) and torch.equal(views.weight_BVT, views.scored_BVT.float())
+    (hidden_BT,), (scored_BT,) = views.hidden_BMT.unbind(1), views.target_BMT.unbind(1)
+    assert torch.equal(scored_BT, rollout.completion_BT) and torch.equal(views.weight_BMT, views.target_BMT.float())
     real_BT = rollout.documents_BT > 0
     assert torch.equal(hidden_BT & ~rollout.prompt_BT, real_BT & ~rollout.prompt_BT)
     hidden = int((hidden_BT & rollout.prompt_BT).sum())
@@ -35,7 +35,7 @@ def prompts_only(count: int, length: int) -> Rollout:
 
 def hidden(rollout, rate, key_B=None, **more) -> torch.Tensor:
     """What diffu-GRPO hides [B, T]."""
-    return plan("diffu-grpo", rollout, key_B, prompt_mask_rate=rate, num_iterations=2, **more).hidden_BVT.squeeze(1)
+    return plan("diffu-grpo", rollout, key_B, prompt_mask_rate=rate, num_iterations=2, **more).hidden_BMT.squeeze(1)
 
 
 def test_prompt_tokens_are_hidden_as_often_as_asked():
@@ -64,6 +64,6 @@ def test_a_causal_model_is_scored_as_it_is():
     lm = stopping()
     generation, rollout = rollout_of(lm)
     with torch.no_grad():
-        log_prob_BT = score(lm, rollout.ids_BT, rollout.documents_BT, plan("diffu-grpo", rollout, prompt_mask_rate=0.5))[:, 0]
+        log_prob_BT = view_log_probs(lm, rollout.ids_BT, rollout.documents_BT, plan("diffu-grpo", rollout, prompt_mask_rate=0.5))[:, 0]
     for log_prob_T, completion_T, sampled in zip(log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True):
         assert log_prob_T[completion_T].tolist() == pytest.approx(sampled, abs=1e-10)

@@ -24,7 +24,7 @@ from unmask.rl.methods.base import token_loss
 from unmask.rl.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
 from unmask.rl.trainer import GRPOTrainer
 
-PARTS = ("hidden_BVT", "scored_BVT", "weight_BVT")
+PARTS = ("hidden_BMT", "target_BMT", "weight_BMT")
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
 
@@ -51,9 +51,9 @@ def test_only_the_completion_is_scored_where_it_is_hidden_and_all_behind_it_is_h
     assert rollout.beyond_BT.any()
     settings = config(masking=name, method="coupled-grpo")
     views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
-    assert views.scored_BVT.any((1, 2)).all() and (views.weight_BVT > 0).equal(views.scored_BVT)
-    assert not (views.scored_BVT & ~rollout.completion_BT[:, None]).any()
-    assert torch.equal(views.hidden_BVT, views.scored_BVT | rollout.beyond_BT[:, None])
+    assert views.target_BMT.any((1, 2)).all() and (views.weight_BMT > 0).equal(views.target_BMT)
+    assert not (views.target_BMT & ~rollout.completion_BT[:, None]).any()
+    assert torch.equal(views.hidden_BMT, views.target_BMT | rollout.beyond_BT[:, None])
 
 
 @every_strategy
@@ -68,8 +68,8 @@ def test_plans_follow_from_the_completion_and_its_key_alone(name):
     for row in range(len(key_B)):  # by itself, by a strategy that has seen nothing yet
         at = slice(row, row + 1)
         alone = find_masking(settings).plan(rollout.rows(at), Draw(0, key_B[at]), settings, 0.5)
-        assert same(alone, views.piece(at))
-    others = {str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BVT.tolist()) for iteration in range(3)}
+        assert same(alone, views.select(at))
+    others = {str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BMT.tolist()) for iteration in range(3)}
     assert len(others) == 3
 
 
@@ -90,17 +90,17 @@ def test_tokens_weigh_what_the_loss_takes_them_to_weigh(attention, block_size):
         views = Diffusion().plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
         assert views.count == 3
         if get_method(method).weighs == "token":
-            torch.testing.assert_close(views.weight_BVT.sum(1), views.scored_BVT.any(1).float())
+            torch.testing.assert_close(views.weight_BMT.sum(1), views.target_BMT.any(1).float())
             assert (
-                (views.weight_BVT.amax(1) == views.weight_BVT.where(views.scored_BVT, 1.0).amin(1))
-                .logical_or(~views.scored_BVT.any(1))
+                (views.weight_BMT.amax(1) == views.weight_BMT.where(views.target_BMT, 1.0).amin(1))
+                .logical_or(~views.target_BMT.any(1))
                 .all()
             )
         elif get_method(method).weighs == "mean":
-            torch.testing.assert_close(views.weight_BVT.sum(2), torch.ones(len(rollout.ids_BT), 3))
+            torch.testing.assert_close(views.weight_BMT.sum(2), torch.ones(len(rollout.ids_BT), 3))
         else:  # every view of k of L tokens adds up to L: to the completion, whatever is hidden of each group
-            length_BV = rollout.completion_BT.sum(1, keepdim=True).expand(-1, 3)
-            torch.testing.assert_close(views.weight_BVT.sum(2) * 3, length_BV.float())
+            length_BM = rollout.completion_BT.sum(1, keepdim=True).expand(-1, 3)
+            torch.testing.assert_close(views.weight_BMT.sum(2) * 3, length_BM.float())
 
 
 @every_pattern
@@ -111,14 +111,14 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
     group_BT = rollout.groups_of(rollout.completion_BT)
     views = find_masking(settings).plan(rollout, Draw(0, keys(rollout)), settings, progress)
     weighted = Adaptive(0.2, 1.0, adaptive_loss=True).plan(rollout, Draw(0, keys(rollout)), settings, progress)
-    assert torch.equal(views.scored_BVT, weighted.scored_BVT)
+    assert torch.equal(views.target_BMT, weighted.target_BMT)
     for row, group_T in enumerate(group_BT):
         for group in group_T.unique()[group_T.unique() >= 0]:
             size = int((group_T == group).sum())
             count = max(1, round((0.2 + 0.8 * progress) * size))
-            assert views.scored_BVT[row, :, group_T == group].sum(1).tolist() == [count] * 3
-            scored_VT = weighted.scored_BVT[row] & (group_T == group)
-            assert weighted.weight_BVT[row][scored_VT].tolist() == pytest.approx([size / count / 3] * 3 * count)
+            assert views.target_BMT[row, :, group_T == group].sum(1).tolist() == [count] * 3
+            target_MT = weighted.target_BMT[row] & (group_T == group)
+            assert weighted.weight_BMT[row][target_MT].tolist() == pytest.approx([size / count / 3] * 3 * count)
 
 
 @pytest.mark.parametrize("method", REPLACEABLE)
@@ -147,13 +147,13 @@ def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_o
     plain, weighted = (config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True))
     draw = Draw(0, keys(rollout), 1)
     views, own = (find_masking(settings).plan(rollout, draw, settings, 0.5) for settings in (weighted, plain))
-    assert views.hidden_BVT.equal(own.hidden_BVT) and views.scored_BVT.equal(own.scored_BVT)
-    assert views.weight_BVT.dtype == torch.float32 and not views.weight_BVT[~views.scored_BVT].any()
+    assert views.hidden_BMT.equal(own.hidden_BMT) and views.target_BMT.equal(own.target_BMT)
+    assert views.weight_BMT.dtype == torch.float32 and not views.weight_BMT[~views.target_BMT].any()
     group_BT = rollout.groups_of(rollout.completion_BT)
-    for row, view, position in views.scored_BVT.nonzero().tolist():
+    for row, view, position in views.target_BMT.nonzero().tolist():
         there_T = group_BT[row] == group_BT[row, position]
-        rate = float(views.scored_BVT[row, view, there_T].sum() / there_T.sum())
-        assert float(views.weight_BVT[row, view, position]) == pytest.approx(1 / rate / views.count)
+        rate = float(views.target_BMT[row, view, there_T].sum() / there_T.sum())
+        assert float(views.weight_BMT[row, view, position]) == pytest.approx(1 / rate / views.count)
 
 
 class EverySet(MaskingStrategy):
@@ -165,10 +165,10 @@ class EverySet(MaskingStrategy):
         sets = []
         for count in range(1, len(position) + 1):
             sets += list(combinations(position, count)) * (times // math.comb(len(position), count))
-        hidden_VT = torch.zeros(len(sets), rollout.ids_BT.shape[1], dtype=torch.bool)
+        hidden_MT = torch.zeros(len(sets), rollout.ids_BT.shape[1], dtype=torch.bool)
         for view, chosen in enumerate(sets):
-            hidden_VT[view, list(chosen)] = True
-        return weighed(rollout, hidden_VT.expand(len(rollout.ids_BT), -1, -1), config)
+            hidden_MT[view, list(chosen)] = True
+        return weighed(rollout, hidden_MT.expand(len(rollout.ids_BT), -1, -1), config)
 
 
 def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
@@ -188,8 +188,8 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
     for adaptive_loss in (False, True):
         views = Optimized(EverySet(), adaptive_loss=adaptive_loss).plan(rollout, Draw(0, keys(rollout)), config(method="wd1"), 0.5)
         sums[adaptive_loss] = sum(
-            float(views.weight_BVT[0, view, one]) * log_probs[one, tuple(views.scored_BVT[0, view].nonzero().flatten().tolist())]
-            for _, view, one in views.scored_BVT.nonzero().tolist()
+            float(views.weight_BMT[0, view, one]) * log_probs[one, tuple(views.target_BMT[0, view].nonzero().flatten().tolist())]
+            for _, view, one in views.target_BMT.nonzero().tolist()
         )
     assert sums[True] == pytest.approx(elbo, rel=1e-5)
     assert sums[False] != pytest.approx(elbo, rel=1e-2)
@@ -339,13 +339,13 @@ class Wrong(MaskingStrategy):
     ("change", "message"),
     [
         (lambda views, rollout: None, "NoneType is no plan of views"),
-        (lambda views, rollout: replace(views, weight_BVT=views.weight_BVT[:, :1]), r"tensors of .*\[4, 1, 7\], for 4 rows of 7 tokens"),
-        (lambda views, rollout: views.piece(slice(1, None)), r"\[3, 2, 7\], for 4 rows"),
-        (lambda views, rollout: views.piece(slice(None), slice(0)), r"\[4, 0, 7\], for 4 rows"),
-        (lambda views, rollout: replace(views, hidden_BVT=views.hidden_BVT[:, 0]), r"\[4, 7\]"),
-        (lambda views, rollout: replace(views, scored_BVT=views.scored_BVT.long()), r"torch.int64 \[4, 2, 7\]"),
-        (lambda views, rollout: replace(views, weight_BVT=views.scored_BVT), r"torch.bool \[4, 2, 7\], for"),
-        (lambda views, rollout: replace(views, hidden_BVT=views.hidden_BVT & ~views.scored_BVT), "scored that the model is shown"),
+        (lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]), r"tensors of .*\[4, 1, 7\], for 4 rows of 7 tokens"),
+        (lambda views, rollout: views.select(slice(1, None)), r"\[3, 2, 7\], for 4 rows"),
+        (lambda views, rollout: views.select(slice(None), slice(0)), r"\[4, 0, 7\], for 4 rows"),
+        (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT[:, 0]), r"\[4, 7\]"),
+        (lambda views, rollout: replace(views, target_BMT=views.target_BMT.long()), r"torch.int64 \[4, 2, 7\]"),
+        (lambda views, rollout: replace(views, weight_BMT=views.target_BMT), r"torch.bool \[4, 2, 7\], for"),
+        (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT), "scored that the model is shown"),
         (lambda views, rollout: weighed(rollout, (rollout.documents_BT > 0)[:, None], GRPOConfig()), "that are not the completion's"),
     ],
 )
@@ -402,8 +402,8 @@ def test_a_ratio_of_tokens_that_weigh_by_their_mask_rate_is_bounded(by):
     assert settings.log_ratio_clamp == 20.0 and config(method="uni-grpo", masking="optimized").log_ratio_clamp is None
     rollout = sampled("bidirectional", None)
     views = Optimized(adaptive_loss=True).plan(rollout, Draw(1, keys(rollout)), settings, 0.0)
-    assert views.weight_BVT.max() * abs(by) > 88
+    assert views.weight_BMT.max() * abs(by) > 88
     scores, _ = made_up(rollout, views, settings)
-    policy_BVT = torch.where(views.scored_BVT, scores.policy_BVT.detach() + by, 0).float().requires_grad_()
-    total = token_loss(replace(scores, policy_BVT=policy_BVT), settings).total
-    assert total < 1e20 and torch.autograd.grad(total, policy_BVT)[0].abs().max() < 1e20
+    policy_BMT = torch.where(views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()
+    total = token_loss(replace(scores, policy_BMT=policy_BMT), settings).total
+    assert total < 1e20 and torch.autograd.grad(total, policy_BMT)[0].abs().max() < 1e20

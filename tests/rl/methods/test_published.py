@@ -2,7 +2,7 @@
 
 The model is that of tests/published.py. The policy that sampled has H + 0.2 cos, the reference H + 0.2 sin.
 
-Shapes: B completions, V views, T positions, D hidden width, K vocabulary.
+Shapes: B completions, M views, T positions, D hidden width, K vocabulary.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class Injected:
 
     order_B = None
 
-    def __init__(self, hidden_BVT: Tensor, rate: float, samples: int):
-        self.hidden_BVT, self.rate, self.samples = hidden_BVT, rate, samples
+    def __init__(self, hidden_BMT: Tensor, rate: float, samples: int):
+        self.hidden_BMT, self.rate, self.samples = hidden_BMT, rate, samples
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         assert stream == Stream.TIME
@@ -68,19 +68,19 @@ class Injected:
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         if stream == Stream.TIME:  # ESPO's counts, each from the middle of its stretch
             size = LENGTH - PROMPT + 1
-            count_BV = self.hidden_BVT[:, : self.samples, PROMPT:].sum(2)
-            time_BV = (count_BV + 0.5) / size * self.samples - torch.arange(self.samples)
-            return time_BV[:, :, None].expand(-1, -1, LENGTH).double()
-        partial_BVT = self.hidden_BVT[:, 1:2] if self.hidden_BVT.shape[1] == 3 else self.hidden_BVT[:, :views]
-        return torch.where(partial_BVT, 0.1, 0.9).double()
+            count_BM = self.hidden_BMT[:, : self.samples, PROMPT:].sum(2)
+            time_BM = (count_BM + 0.5) / size * self.samples - torch.arange(self.samples)
+            return time_BM[:, :, None].expand(-1, -1, LENGTH).double()
+        partial_BMT = self.hidden_BMT[:, 1:2] if self.hidden_BMT.shape[1] == 3 else self.hidden_BMT[:, :views]
+        return torch.where(partial_BMT, 0.1, 0.9).double()
 
 
-def views_of(name: str, rollout: Rollout, hidden_BVT: Tensor, args: Any, rate: float) -> Views:
+def views_of(name: str, rollout: Rollout, hidden_BMT: Tensor, args: Any, rate: float) -> Views:
     """The method's own plan; of SPG, which draws blocks by permutations, the published masks as they are."""
     if name == "spg":
-        scored_BVT = hidden_BVT & rollout.completion_BT[:, None]
-        return Views(hidden_BVT, scored_BVT, scored_BVT / scored_BVT.sum(2, keepdim=True))
-    draw: Any = Injected(hidden_BVT, rate, args.samples)
+        target_BMT = hidden_BMT & rollout.completion_BT[:, None]
+        return Views(hidden_BMT, target_BMT, target_BMT / target_BMT.sum(2, keepdim=True))
+    draw: Any = Injected(hidden_BMT, rate, args.samples)
     return plan_views(lambda rollout: get_method(name).plan(rollout, draw, args), rollout, args.beyond_eos)
 
 
@@ -92,21 +92,21 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
         settings = {}
     args = config(name, **settings | CASES[case])
     args.max_completion_length = LENGTH - PROMPT
-    rollout, hidden_BVT = made(record), torch.tensor(record["hidden"]).bool().transpose(0, 1)
+    rollout, hidden_BMT = made(record), torch.tensor(record["hidden"]).bool().transpose(0, 1)
     rollout = rollout.whole() if args.beyond_eos == "learnt" else rollout
-    views = views_of(name, rollout, hidden_BVT, args, record.get("rate", 0.5))
-    assert torch.equal(views.hidden_BVT, hidden_BVT)  # the published masks, by our plan
+    views = views_of(name, rollout, hidden_BMT, args, record.get("rate", 0.5))
+    assert torch.equal(views.hidden_BMT, hidden_BMT)  # the published masks, by our plan
 
     advantage_B = advantages(REWARD_B, torch.zeros(BATCH, dtype=torch.long), args.advantage)
     if name != "wd1":  # whose published advantage is weighed in its loss
         torch.testing.assert_close(advantage_B, torch.tensor(record["advantage"]))
     head_DK = HEAD_DK.clone().requires_grad_()
-    old_BVT = scored(IDS_BT, OLD_DK, views)
-    reference_BVT = (old_BVT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
+    old_BMT = scored(IDS_BT, OLD_DK, views)
+    reference_BMT = (old_BMT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
     learnt_BT, part_BT = learnable(rollout, views), parts_of(rollout, views, args.aggregation)
     share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
     scores = Scores(
-        scored(IDS_BT, head_DK, views), old_BVT, reference_BVT, rollout, views, advantage_B[:, None].double(), share_BT.double()
+        scored(IDS_BT, head_DK, views), old_BMT, reference_BMT, rollout, views, advantage_B[:, None].double(), share_BT.double()
     )
     loss = get_method(name).loss(scores, args).total / count_items(learnt_BT, args.aggregation, part_BT)
     loss = loss * BATCH if name == "wd1" else loss  # published as a sum over the group

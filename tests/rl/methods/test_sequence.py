@@ -1,6 +1,6 @@
 """UniGRPO, ESPO, GDPO and BGPO: estimates of whole sequences' likelihoods, and losses of their changes.
 
-Shapes: B completions, V views, T positions; L tokens of a group, k of them hidden.
+Shapes: B completions, M views, T positions; L tokens of a group, k of them hidden.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def scores_by_count(tables):
 
 
 def quadrature_by_hand(tables, nodes):
-    node_V, weight_V = ((np.polynomial.legendre.leggauss(nodes)[part] + shift) / 2 for part, shift in ((0, 1), (1, 0)))
+    node_M, weight_M = ((np.polynomial.legendre.leggauss(nodes)[part] + shift) / 2 for part, shift in ((0, 1), (1, 0)))
     total = 0.0
     for by_count in scores_by_count(tables):
-        counts = [int(np.ceil(node * len(by_count))) for node in node_V]
-        total += sum(weight * by_count[count - 1] for weight, count in zip(weight_V, counts, strict=True))
+        counts = [int(np.ceil(node * len(by_count))) for node in node_M]
+        total += sum(weight * by_count[count - 1] for weight, count in zip(weight_M, counts, strict=True))
     return total
 
 
@@ -77,17 +77,17 @@ def test_two_nodes_are_exact_for_two_tokens():
     """Each count then has its own node, of half the weight."""
     group_BT = torch.tensor([[-1, 0, 0, -1, 1, 1, 2]]).expand(5, -1)
     views = plan("gdpo", whole(group_BT), samples=2)
-    assert (views.hidden_BVT[:, :, 1:3].sum(2) == torch.tensor([1, 2])).all() and (views.hidden_BVT[:, :, 6].all())
+    assert (views.hidden_BMT[:, :, 1:3].sum(2) == torch.tensor([1, 2])).all() and (views.hidden_BMT[:, :, 6].all())
     weights = [[1.0, 0.5] if count == 2 else [0.5, 0.5] for count in (2, 1)]
-    assert weights[1] == views.weight_BVT[0, :, 6].tolist() and weights[0] == views.weight_BVT[0].amax(1)[:2].tolist()
+    assert weights[1] == views.weight_BMT[0, :, 6].tolist() and weights[0] == views.weight_BMT[0].amax(1)[:2].tolist()
 
 
 # What each plan hides.
 
 
 def counted(views, rollout, group=0):
-    """How many tokens of a group each view hides [B, V]."""
-    return (views.scored_BVT & (rollout.group_BT == group)[:, None]).sum(2)
+    """How many tokens of a group each view hides [B, M]."""
+    return (views.target_BMT & (rollout.group_BT == group)[:, None]).sum(2)
 
 
 @pytest.mark.parametrize("iterations", [1, 2, 5, 12])
@@ -95,7 +95,7 @@ def test_uni_grpo_spreads_its_times_evenly_over_the_inner_iterations(iterations)
     size, count = 1000, 20
     rollout = whole(torch.zeros(count, size, dtype=torch.long))
     views = [plan("uni-grpo", rollout, iteration=iteration, num_iterations=iterations) for iteration in range(iterations)]
-    assert all(view.count == 1 and torch.equal(view.weight_BVT, view.scored_BVT.float()) for view in views)
+    assert all(view.count == 1 and torch.equal(view.weight_BMT, view.target_BMT.float()) for view in views)
     time_BI = torch.cat([counted(view, rollout) for view in views], 1) / size
     assert time_BI.min() > 0 and time_BI.max() <= 1
     sorted_BI = time_BI.sort(1).values
@@ -108,7 +108,7 @@ def test_uni_grpo_spreads_its_times_evenly_over_the_inner_iterations(iterations)
 
 def test_uni_grpo_hides_something_of_every_group():
     _, rollout = usual("block_causal", 3)
-    hidden_BT = plan("uni-grpo", rollout).scored_BVT[:, 0]
+    hidden_BT = plan("uni-grpo", rollout).target_BMT[:, 0]
     for row, token in rollout.completion_BT.nonzero().tolist():
         assert (hidden_BT[row] & (rollout.group_BT[row] == rollout.group_BT[row, token])).any()
 
@@ -119,19 +119,19 @@ def test_espo_scores_the_whole_canvas_once_in_each_pair_where_it_is_learnt(sampl
     assert rollout.beyond_BT.any() and torch.equal(rollout.revealed_BT, (rollout.documents_BT > 0) & ~rollout.prompt_BT)
     rollout = rollout.whole()
     views = plan("espo", rollout, samples=samples)
-    assert views.count == 2 * samples and torch.equal(views.hidden_BVT, views.scored_BVT)
+    assert views.count == 2 * samples and torch.equal(views.hidden_BMT, views.target_BMT)
     for first, second in zip(range(samples), range(samples, 2 * samples), strict=True):
-        pair_BT = views.scored_BVT[:, first].int() + views.scored_BVT[:, second]
+        pair_BT = views.target_BMT[:, first].int() + views.target_BMT[:, second]
         assert torch.equal(pair_BT, rollout.revealed_BT.int())
-    count_BV = counted(views, rollout)
-    expected_BVT = (LENGTH + 1) / count_BV[:, :, None] / (2 * samples)
-    torch.testing.assert_close(views.weight_BVT, torch.where(views.scored_BVT, expected_BVT, 0))
+    count_BM = counted(views, rollout)
+    expected_BMT = (LENGTH + 1) / count_BM[:, :, None] / (2 * samples)
+    torch.testing.assert_close(views.weight_BMT, torch.where(views.target_BMT, expected_BMT, 0))
 
 
 def test_espos_counts_are_spread_over_its_pairs():
     rollout = whole(torch.zeros(300, LENGTH, dtype=torch.long))
-    count_BV = counted(plan("espo", rollout, samples=3), rollout)[:, :3]
-    for stratum, count_B in enumerate(count_BV.unbind(1)):
+    count_BM = counted(plan("espo", rollout, samples=3), rollout)[:, :3]
+    for stratum, count_B in enumerate(count_BM.unbind(1)):
         assert set(count_B.tolist()) == set(range(3 * stratum, 3 * stratum + 3))  # of 0..8
 
 
@@ -139,26 +139,26 @@ def test_espos_counts_are_spread_over_its_pairs():
 def test_views_of_exact_counts_weigh_what_they_promise(name):
     _, rollout = usual("block_causal", 3)
     views = plan(name, rollout, samples=5)
-    _, weight_V = np.polynomial.legendre.leggauss(5)
-    share_V = torch.from_numpy(weight_V) / 2 if name == "gdpo" else torch.full((5,), 0.2, dtype=torch.float64)
+    _, weight_M = np.polynomial.legendre.leggauss(5)
+    share_M = torch.from_numpy(weight_M) / 2 if name == "gdpo" else torch.full((5,), 0.2, dtype=torch.float64)
     size_BT = group_sizes(rollout.groups_of(rollout.completion_BT))
-    for row, view, token in views.scored_BVT.nonzero().tolist():
-        together_T = (rollout.group_BT[row] == rollout.group_BT[row, token]) & views.scored_BVT[row, view]
-        expected = share_V[view] * size_BT[row, token] / together_T.sum()
-        assert views.weight_BVT[row, view, token].item() == pytest.approx(expected.item(), rel=1e-6)
+    for row, view, token in views.target_BMT.nonzero().tolist():
+        together_T = (rollout.group_BT[row] == rollout.group_BT[row, token]) & views.target_BMT[row, view]
+        expected = share_M[view] * size_BT[row, token] / together_T.sum()
+        assert views.weight_BMT[row, view, token].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 # Losses.
 
 
-def bound(completion, log_prob_VT, weigh):
+def bound(completion, log_prob_MT, weigh):
     """The sum over views and groups of `weigh(view, size, hidden)` times the score."""
     total = 0.0
     for view, hidden in enumerate(completion.hidden):
         for group in {completion.groups[token] for token in hidden}:
             together = [token for token in hidden if completion.groups[token] == group]
             size = sum(completion.groups[token] == group for token in completion.tokens)
-            total = total + weigh(view, size, len(together)) * sum(log_prob_VT[view, token] for token in together)
+            total = total + weigh(view, size, len(together)) * sum(log_prob_MT[view, token] for token in together)
     return total
 
 
@@ -185,10 +185,10 @@ def espo(batch, args):
 
 
 def gdpo(batch, args):
-    _, weight_V = np.polynomial.legendre.leggauss(3)
+    _, weight_M = np.polynomial.legendre.leggauss(3)
 
     def loss(c):
-        new, old, reference = (bound(c, part, lambda v, size, k: weight_V[v] / 2 * size / k) for part in (c.policy, c.old, c.reference))
+        new, old, reference = (bound(c, part, lambda v, size, k: weight_M[v] / 2 * size / k) for part in (c.policy, c.old, c.reference))
         if args.ratio == "product":
             return (clipped((new - old).exp(), c.advantage, 0.5, 0.5) + 0.04 * k3(reference, new)) / len(c.tokens)
         length = len(c.tokens)
@@ -228,8 +228,8 @@ def test_both_ratios_of_gdpo_have_the_same_gradient_at_the_first_update():
     for ratio in ("sequence", "product"):
         args = config("gdpo", ratio=ratio)
         scores, _ = made_up(rollout, plan("gdpo", rollout), args)
-        same = replace(scores, old_BVT=scores.policy_BVT.detach())
-        gradients.append(torch.autograd.grad(get_method("gdpo").loss(same, args).total, scores.policy_BVT)[0])
+        same = replace(scores, old_BMT=scores.policy_BMT.detach())
+        gradients.append(torch.autograd.grad(get_method("gdpo").loss(same, args).total, scores.policy_BMT)[0])
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
     assert (gradients[0] != 0).any()
 
@@ -239,9 +239,9 @@ def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
     _, rollout = usual("bidirectional")
     args = config("gdpo", ratio="product", beta=0.04, kl=kl)
     scores, _ = made_up(rollout, plan("gdpo", rollout), args, spread=500.0)
-    policy_BVT = scores.policy_BVT.detach().float().requires_grad_()
-    total = get_method("gdpo").loss(replace(scores, policy_BVT=policy_BVT), args).total
-    assert total.isfinite() and torch.autograd.grad(total, policy_BVT)[0].isfinite().all()
+    policy_BMT = scores.policy_BMT.detach().float().requires_grad_()
+    total = get_method("gdpo").loss(replace(scores, policy_BMT=policy_BMT), args).total
+    assert total.isfinite() and torch.autograd.grad(total, policy_BMT)[0].isfinite().all()
 
 
 def far_apart(name, by, **settings):
@@ -249,11 +249,11 @@ def far_apart(name, by, **settings):
     _, rollout = usual("bidirectional")
     args = config(name, **settings)
     scores, _ = made_up(rollout, plan(name, rollout, **settings), args)
-    policy_BVT = torch.where(scores.views.scored_BVT, scores.policy_BVT.detach() + by, 0).float().requires_grad_()
-    parts = {part: getattr(scores, part) for part in ("old_BVT", "reference_BVT", "advantage_BT")}
+    policy_BMT = torch.where(scores.views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()
+    parts = {part: getattr(scores, part) for part in ("old_BMT", "reference_BMT", "advantage_BT")}
     single = {part: None if value is None else value.float() for part, value in parts.items()}
-    total = get_method(name).loss(replace(scores, policy_BVT=policy_BVT, **single), args).total
-    return total, torch.autograd.grad(total, policy_BVT)[0]
+    total = get_method(name).loss(replace(scores, policy_BMT=policy_BMT, **single), args).total
+    return total, torch.autograd.grad(total, policy_BMT)[0]
 
 
 @pytest.mark.parametrize("by", [-30.0, 30.0])
@@ -290,7 +290,7 @@ def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():
     _, rollout = rollout_of(stopping("bidirectional"))
     args = config("bgpo", dual_clip=None)
     scores, _ = made_up(rollout, plan("bgpo", rollout), args, spread=2.0)
-    gap_BT = scores.of_tokens(scores.policy_BVT - scores.old_BVT)
+    gap_BT = scores.of_tokens(scores.policy_BMT - scores.old_BMT)
     exact = -(scores.share_B1 * scores.advantage_B1 * (gap_BT.sum(1, keepdim=True) / scores.length_B1).exp()).sum()
     assert get_method("bgpo").loss(scores, args).total > exact + 0.01
 
@@ -298,4 +298,4 @@ def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():
 def test_the_prompt_is_never_hidden():
     group_BT = torch.tensor([[-1] * PROMPT + [0] * 6]).expand(3, -1)
     for name in ("uni-grpo", "espo", "gdpo", "bgpo"):
-        assert not plan(name, whole(group_BT)).hidden_BVT[..., :PROMPT].any()
+        assert not plan(name, whole(group_BT)).hidden_BMT[..., :PROMPT].any()

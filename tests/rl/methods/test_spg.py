@@ -1,6 +1,6 @@
 """SPG's views lie in blocks, and its two bounds sandwich what they should.
 
-Shapes: B completions, V views, T positions, S sets of hidden tokens, L tokens.
+Shapes: B completions, M views, T positions, S sets of hidden tokens, L tokens.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def test_a_view_is_clean_before_its_block_and_hidden_behind(attention, block_siz
         length = int(rollout.completion_BT[row].sum())
         blocks = [block_T[at] for at in rollout.completion_BT[row].nonzero().flatten().tolist()]
         chosen = []
-        for scored_T, weight_T in zip(views.scored_BVT[row], views.weight_BVT[row], strict=True):
+        for scored_T, weight_T in zip(views.target_BMT[row], views.weight_BMT[row], strict=True):
             hidden = [bool(scored_T[at]) for at in rollout.completion_BT[row].nonzero().flatten().tolist()]
             assert 0 < sum(hidden) <= length
             chosen.append(blocks[hidden.index(True)])
@@ -48,16 +48,16 @@ def test_blocks_and_numbers_of_hidden_tokens_are_uniform():
     count = 4000
     rollout = whole(torch.zeros(count, 12, dtype=torch.long))
     rollout = replace(rollout, block_BT=(torch.arange(12) // 4).expand(count, -1))
-    scored_BVT = plan("spg", rollout, prompt_mask_rate=0.0).scored_BVT
-    size_BVK = scored_BVT.unflatten(2, (3, 4)).sum(3)
-    chosen_BV = (size_BVK > 0).int().argmax(2)
-    number_BV = size_BVK.gather(2, chosen_BV[:, :, None]).squeeze(2)
+    target_BMT = plan("spg", rollout, prompt_mask_rate=0.0).target_BMT
+    size_BMK = target_BMT.unflatten(2, (3, 4)).sum(3)
+    chosen_BM = (size_BMK > 0).int().argmax(2)
+    number_BM = size_BMK.gather(2, chosen_BM[:, :, None]).squeeze(2)
     for view in (0, 1):
         tally_KN = torch.zeros(3, 4)
-        tally_KN.index_put_((chosen_BV[:, view], number_BV[:, view] - 1), torch.ones(count), accumulate=True)
+        tally_KN.index_put_((chosen_BM[:, view], number_BM[:, view] - 1), torch.ones(count), accumulate=True)
         expected = count / 12
         assert ((tally_KN - expected).abs() < 5 * expected**0.5).all()
-    within_B4 = scored_BVT[:, 0].unflatten(1, (3, 4))[torch.arange(count), chosen_BV[:, 0]]
+    within_B4 = target_BMT[:, 0].unflatten(1, (3, 4))[torch.arange(count), chosen_BM[:, 0]]
     assert (within_B4.float().mean(0) - 0.625).abs().max() < 5 * 0.5 / count**0.5  # which of them is chance
 
 
@@ -67,15 +67,15 @@ def test_the_prompt_and_finished_blocks_are_hidden_in_part_and_what_is_the_compl
     block_BT = torch.where(group_BT >= 0, (torch.arange(prompt + 12) - prompt) // 4, -1)
     rollout = replace(whole(group_BT), block_BT=block_BT)
     clean, noised = (plan("spg", rollout, samples=1, prompt_mask_rate=rate) for rate in (0.0, 0.15))
-    chosen_B1 = torch.where(clean.scored_BVT[:, 0], block_BT, 9).amin(1, keepdim=True)
+    chosen_B1 = torch.where(clean.target_BMT[:, 0], block_BT, 9).amin(1, keepdim=True)
     before_BT = block_BT < chosen_B1
-    more_BT = (noised.hidden_BVT & ~clean.hidden_BVT)[:, 0]
-    assert not (more_BT & ~before_BT).any() and not (clean.hidden_BVT & ~noised.hidden_BVT).any()
+    more_BT = (noised.hidden_BMT & ~clean.hidden_BMT)[:, 0]
+    assert not (more_BT & ~before_BT).any() and not (clean.hidden_BMT & ~noised.hidden_BMT).any()
     for place in (slice(prompt), slice(prompt, None)):
         drawn = more_BT[:, place][before_BT[:, place]].float()
         assert (drawn.mean() - 0.15).abs() < 5 * (0.15 * 0.85 / len(drawn)) ** 0.5
-    assert torch.equal(noised.scored_BVT, noised.hidden_BVT & rollout.completion_BT[:, None])
-    torch.testing.assert_close(noised.weight_BVT.sum(2), torch.ones(count, 1))
+    assert torch.equal(noised.target_BMT, noised.hidden_BMT & rollout.completion_BT[:, None])
+    torch.testing.assert_close(noised.weight_BMT.sum(2), torch.ones(count, 1))
 
 
 # Bounds, over all masks.
@@ -92,9 +92,9 @@ def all_masks(length):
 def upper_of(table_SL, beta):
     """The upper bound of a whole completion, over all masks."""
     length = table_SL.shape[1]
-    scored_VL = all_masks(length)
-    log_prob_VL = table_SL[(scored_VL * 2 ** torch.arange(length)).sum(1)]
-    return length * upper_bound(log_prob_VL[None], scored_VL[None], torch.tensor([[length]]), beta).item()
+    target_ML = all_masks(length)
+    log_prob_ML = table_SL[(target_ML * 2 ** torch.arange(length)).sum(1)]
+    return length * upper_bound(log_prob_ML[None], target_ML[None], torch.tensor([[length]]), beta).item()
 
 
 @pytest.fixture(scope="module")
@@ -171,15 +171,15 @@ def test_the_sign_of_the_advantage_decides_which_bound_is_used():
 
 
 def test_tokens_that_no_view_hides_are_left_out_of_the_upper_bound():
-    scored_BVT = torch.tensor([[[True, False, False, True], [True, False, False, False]]])
-    log_prob_BVT = torch.where(scored_BVT, -torch.arange(1.0, 9.0).view(1, 2, 4), 0).double().requires_grad_()
-    made = upper_bound(log_prob_BVT, scored_BVT, torch.tensor([[4]]), 2.0)
+    target_BMT = torch.tensor([[[True, False, False, True], [True, False, False, False]]])
+    log_prob_BMT = torch.where(target_BMT, -torch.arange(1.0, 9.0).view(1, 2, 4), 0).double().requires_grad_()
+    made = upper_bound(log_prob_BMT, target_BMT, torch.tensor([[4]]), 2.0)
     first = math.log((math.exp(-2) / 0.5 + math.exp(-10) / 0.25) / 2) / 2
     last = math.log(math.exp(-8) / 0.5 / 2) / 2
     assert made.item() == pytest.approx((first + last) / 2)
     made.backward()
-    assert log_prob_BVT.grad.isfinite().all() and torch.equal(log_prob_BVT.grad != 0, scored_BVT)
-    nothing = upper_bound(log_prob_BVT.detach(), torch.zeros_like(scored_BVT), torch.tensor([[LENGTH]]), 1.5)
+    assert log_prob_BMT.grad.isfinite().all() and torch.equal(log_prob_BMT.grad != 0, target_BMT)
+    nothing = upper_bound(log_prob_BMT.detach(), torch.zeros_like(target_BMT), torch.tensor([[LENGTH]]), 1.5)
     assert nothing.item() == 0
 
 
@@ -188,8 +188,8 @@ def test_views_that_hide_what_stands_behind_the_end_too_count_with_the_mean_over
     args = config("spg", masking="diffusion", samples=8, beyond_eos="shown")
     views = plan_views(lambda canvas: Diffusion().plan(canvas, Draw(0, keys(rollout)), args, 0.0), rollout, "shown")
     scores, _ = made_up(rollout, views, args)
-    assert not views.scored_BVT.any(2).all()  # some hide nothing of a completion
+    assert not views.target_BMT.any(2).all()  # some hide nothing of a completion
     for row, bound in enumerate(lower_bound(scores).flatten().tolist()):
-        parts = zip(scores.policy_BVT[row], views.scored_BVT[row], strict=True)
+        parts = zip(scores.policy_BMT[row], views.target_BMT[row], strict=True)
         means = [log_prob_T[scored_T].mean().item() for log_prob_T, scored_T in parts if scored_T.any()]
         assert bound == pytest.approx(sum(means) / len(means))

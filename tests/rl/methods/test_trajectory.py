@@ -1,6 +1,6 @@
 """Trajectory replay scores every token once, in the state in which it was drawn or shortly before: the policy of the sampler.
 
-Shapes: B completions, V views, T positions, N listed choices.
+Shapes: B completions, M views, T positions, N listed choices.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.generation.tiny_models import every_pattern
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one, plan, rollout_of, states, stopping, usual
-from unmask.diffusion.log_probs import score
+from unmask.diffusion.log_probs import view_log_probs
 from unmask.rl.losses import shares
 from unmask.rl.methods import Scores, get_method
 from unmask.rl.methods.base import learnable
@@ -25,8 +25,8 @@ from unmask.rl.methods.base import learnable
 def scores_of(lm, rollout, views, chunk=None):
     """The log-probability of every token [B, T]."""
     with torch.no_grad():
-        log_prob_BVT = score(lm, rollout.ids_BT, rollout.documents_BT, views, chunk=chunk)
-    return (views.weight_BVT * log_prob_BVT).sum(1)
+        log_prob_BMT = view_log_probs(lm, rollout.ids_BT, rollout.documents_BT, views, chunk=chunk)
+    return (views.weight_BMT * log_prob_BMT).sum(1)
 
 
 def assert_the_samplers(generation, rollout, log_prob_BT):
@@ -58,7 +58,7 @@ def replayed(rollout, row, order):
 
 def sets(views, row):
     """What the views of a row hide and score, but for those that score nothing."""
-    pairs = zip(views.hidden_BVT[row], views.scored_BVT[row], strict=True)
+    pairs = zip(views.hidden_BMT[row], views.target_BMT[row], strict=True)
     return [tuple(set(part_T.nonzero().flatten().tolist()) for part_T in pair) for pair in pairs if pair[1].any()]
 
 
@@ -92,10 +92,10 @@ SINGLE = [("cj-grpo", {}), ("dipo", {}), ("just-grpo", {}), ("agrpo", {"samples"
 def test_each_completion_token_is_scored_once_and_stays_revealed(name, more, attention, block_size):
     _, rollout = usual(attention, block_size)
     views = plan(name, rollout, **more)
-    assert torch.equal(views.scored_BVT.sum(1), rollout.completion_BT.long())
-    assert torch.equal(views.weight_BVT, views.scored_BVT.float())
+    assert torch.equal(views.target_BMT.sum(1), rollout.completion_BT.long())
+    assert torch.equal(views.weight_BMT, views.target_BMT.float())
     if name != "agrpo":  # whose views are in any order
-        assert not (views.hidden_BVT[:, 1:] & ~views.hidden_BVT[:, :-1]).any()
+        assert not (views.hidden_BMT[:, 1:] & ~views.hidden_BMT[:, :-1]).any()
 
 
 @every_pattern
@@ -216,9 +216,9 @@ def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
 
     def value_and_gradient(views, part):
         args = config("agrpo", samples=samples)
-        log_prob_BVT = torch.where(views.scored_BVT, token_T, 0)
+        log_prob_BMT = torch.where(views.target_BMT, token_T, 0)
         share_BT = shares(learnable(part, views), args.aggregation, part.steps_BT.clamp_min(0), LENGTH)
-        scores = Scores(log_prob_BVT, log_prob_BVT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), share_BT)
+        scores = Scores(log_prob_BMT, log_prob_BMT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), share_BT)
         total = get_method("agrpo").loss(scores, args).total / len(part.ids_BT)
         return total, torch.autograd.grad(total, token_T)[0]
 
@@ -234,11 +234,11 @@ def test_steps_are_chosen_by_chance_and_without_repeats():
     repeated = rollout.rows(torch.tensor([row] * many))
     views = plan("agrpo", repeated, keys(repeated), samples=count)
     steps = int(rollout.completion_BT[row].sum())
-    assert steps > 4 and torch.equal(views.scored_BVT.sum((1, 2)), torch.full((many,), count))
-    assert views.scored_BVT.sum(1).max() == 1
-    share_T = views.scored_BVT.any(1).float().mean(0)[rollout.completion_BT[row]]
+    assert steps > 4 and torch.equal(views.target_BMT.sum((1, 2)), torch.full((many,), count))
+    assert views.target_BMT.sum(1).max() == 1
+    share_T = views.target_BMT.any(1).float().mean(0)[rollout.completion_BT[row]]
     assert ((share_T - count / steps).abs() < 5 * 0.5 / many**0.5).all()
-    torch.testing.assert_close(views.weight_BVT.amax(2), torch.full((many, count), steps / count))
+    torch.testing.assert_close(views.weight_BMT.amax(2), torch.full((many, count), steps / count))
 
 
 def test_a_completion_of_few_steps_keeps_them_all():
@@ -247,14 +247,14 @@ def test_a_completion_of_few_steps_keeps_them_all():
     for row in range(len(PROMPTS)):
         steps = len(rollout.steps_BT[row][rollout.completion_BT[row]].unique())
         assert len(sets(views, row)) == min(5, steps)
-        assert views.weight_BVT[row].max().item() == pytest.approx(max(1, steps / 5))
+        assert views.weight_BMT[row].max().item() == pytest.approx(max(1, steps / 5))
 
 
 def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
     """As the sampler saw them: a later token of the completion was drawn beside them."""
     _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False, policy="random")
     views = plan("cj-grpo", rollout)
-    shown_BVT = rollout.beyond_BT[:, None] & ~views.hidden_BVT & views.scored_BVT.any(2, keepdim=True)
-    assert shown_BVT.any() and not (views.scored_BVT & rollout.beyond_BT[:, None]).any()
+    shown_BMT = rollout.beyond_BT[:, None] & ~views.hidden_BMT & views.target_BMT.any(2, keepdim=True)
+    assert shown_BMT.any() and not (views.target_BMT & rollout.beyond_BT[:, None]).any()
     fewer = replace(rollout, steps_BT=torch.where(rollout.beyond_BT, -1, rollout.steps_BT))
-    assert not (rollout.beyond_BT[:, None] & ~plan("cj-grpo", fewer).hidden_BVT).any()
+    assert not (rollout.beyond_BT[:, None] & ~plan("cj-grpo", fewer).hidden_BMT).any()

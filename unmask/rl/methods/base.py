@@ -1,6 +1,6 @@
 """What a reinforcement-learning method is: which views score a rollout, and how their scores become a loss.
 
-Shapes: B completions, V views, T positions of the canvas (prompt, completion and what is hidden behind its end).
+Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden behind its end).
 `value`s are log-probabilities as a method compares them: of tokens [B, T], or of sequences [B, 1].
 """
 
@@ -63,10 +63,10 @@ class Rollout:
         """The rollout whose completions are all that was revealed, what is behind their ends too."""
         return replace(self, completion_BT=self.revealed_BT)
 
-    def hiding(self, scored_BVT: Tensor, weight_BVT: Tensor) -> Views:
+    def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
         """Views that hide what they score, and behind the end what none of them scores, as when the text was sampled."""
-        rest_BT = self.beyond_BT & ~scored_BVT.any(1)
-        return Views(scored_BVT | rest_BT[:, None], scored_BVT, weight_BVT.float())
+        rest_BT = self.beyond_BT & ~target_BMT.any(1)
+        return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
 
     def groups_of(self, chosen_BT: Tensor) -> Tensor:
         """The groups [B, T] of some tokens; -1 elsewhere."""
@@ -75,34 +75,34 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Scores:
-    """All that a loss reads: log-probabilities [B, V, T] on the same views, 0 where not scored, and what they are worth.
+    """All that a loss reads: log-probabilities [B, M, T] on the same views, 0 where not scored, and what they are worth.
 
     Attributes:
-        policy_BVT: of the model that is trained, with gradients.
-        old_BVT: of the model that sampled.
-        reference_BVT: of the model that the policy is held to; None: it is held to none.
+        policy_BMT: of the model that is trained, with gradients.
+        old_BMT: of the model that sampled.
+        reference_BMT: of the model that the policy is held to; None: it is held to none.
         rollout, views: what was sampled; what is hidden, scored, and weighs what.
         advantage_BT: of each token, or of each completion [B, 1].
         share_BT: how much each token counts in the loss; 0 where it teaches nothing.
         importance_BT: the weight that corrects for another sampler; None: 1.
     """
 
-    policy_BVT: Tensor
-    old_BVT: Tensor
-    reference_BVT: Tensor | None
+    policy_BMT: Tensor
+    old_BMT: Tensor
+    reference_BMT: Tensor | None
     rollout: Rollout
     views: Views
     advantage_BT: Tensor
     share_BT: Tensor
     importance_BT: Tensor | None = None
 
-    def of_tokens(self, log_prob_BVT: Tensor) -> Tensor:
+    def of_tokens(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views [B, T]."""
-        return (self.views.weight_BVT * log_prob_BVT).sum(1)
+        return (self.views.weight_BMT * log_prob_BMT).sum(1)
 
-    def of_sequences(self, log_prob_BVT: Tensor) -> Tensor:
+    def of_sequences(self, log_prob_BMT: Tensor) -> Tensor:
         """The weighted sum over views and tokens [B, 1]."""
-        return self.of_tokens(log_prob_BVT).sum(1, keepdim=True)
+        return self.of_tokens(log_prob_BMT).sum(1, keepdim=True)
 
     @property
     def share_B1(self) -> Tensor:
@@ -131,12 +131,12 @@ class Loss(NamedTuple):
 
 def learnable(rollout: Rollout, views: Views) -> Tensor:
     """The tokens [B, T] that a loss is about: of the completion, and what is scored behind its end."""
-    return rollout.completion_BT | views.scored_BVT.any(1)
+    return rollout.completion_BT | views.target_BMT.any(1)
 
 
 def parts_of(rollout: Rollout, views: Views, kind: str) -> Tensor:
     """The part [B, T] of its completion that a token counts in (`shares`): the view that scores it, else the step that revealed it."""
-    return views.scored_BVT.int().argmax(1) if kind.startswith("view") else rollout.steps_BT.clamp_min(0)
+    return views.target_BMT.int().argmax(1) if kind.startswith("view") else rollout.steps_BT.clamp_min(0)
 
 
 def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
@@ -145,7 +145,7 @@ def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: s
     if beyond_eos != "shown":
         return plan(rollout)
     views, own_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
-    return replace(views, scored_BVT=views.scored_BVT & own_B1T, weight_BVT=views.weight_BVT * own_B1T)
+    return replace(views, target_BMT=views.target_BMT & own_B1T, weight_BMT=views.weight_BMT * own_B1T)
 
 
 def check_views(views: Views, rollout: Rollout, where: str) -> None:
@@ -158,7 +158,7 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
     remedy = "Return Views of hidden and scored (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
     if not isinstance(views, Views):
         raise TrainingError(f"{type(views).__name__} is no plan of views", where=where, remedy=remedy)
-    parts = (views.hidden_BVT, views.scored_BVT, views.weight_BVT)
+    parts = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
     kinds = [part.dtype if part.dtype == torch.bool else part.is_floating_point() for part in parts]
     shapes = [tuple(part.shape) for part in parts]
     count = shapes[0][1] if len(shapes[0]) == 3 else 0
@@ -166,9 +166,9 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
         told = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
         raise TrainingError(f"tensors of {told}, for {batch} rows of {length} tokens", where=where, remedy=remedy)
     noised = slice(-1 if views.causal else None)
-    if (views.scored_BVT & ~views.hidden_BVT)[:, noised].any():
+    if (views.target_BMT & ~views.hidden_BMT)[:, noised].any():
         raise TrainingError("tokens are scored that the model is shown", where=where, remedy="Hide what is scored")
-    if (views.scored_BVT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
+    if (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
         raise TrainingError("tokens are scored that are not the completion's", where=where, remedy="Score what completion_BT says")
 
 
@@ -186,12 +186,12 @@ def token_loss(scores: Scores, config: Any, kl_weight: Tensor | float = 1.0) -> 
     With `config.ratio` "sequence" all tokens of a completion have the geometric mean of their ratios (GSPO, Zheng et al. 2025), with
     "product" the ratio of the whole.
     """
-    policy_BT, old_BT = scores.of_tokens(scores.policy_BVT), scores.of_tokens(scores.old_BVT)
+    policy_BT, old_BT = scores.of_tokens(scores.policy_BMT), scores.of_tokens(scores.old_BMT)
     gap_BT = policy_BT - old_BT
     if config.ratio != "token":
-        scored_B1 = scores.views.scored_BVT.any(1).sum(1, keepdim=True) if config.ratio == "sequence" else torch.ones_like(gap_BT[:, :1])
+        scored_B1 = scores.views.target_BMT.any(1).sum(1, keepdim=True) if config.ratio == "sequence" else torch.ones_like(gap_BT[:, :1])
         gap_BT = (gap_BT.sum(1, keepdim=True) / scored_B1.clamp_min(1)).expand_as(gap_BT)
-    reference_BT = None if scores.reference_BVT is None else scores.of_tokens(scores.reference_BVT) - policy_BT
+    reference_BT = None if scores.reference_BMT is None else scores.of_tokens(scores.reference_BMT) - policy_BT
     return surrogate(gap_BT, reference_BT, scores.advantage_BT, scores.share_BT, config, scores.importance_BT, kl_weight)
 
 
@@ -235,13 +235,13 @@ def of_elements(loss: Tensor, share: Tensor, ratio: Tensor | None = None, clippe
 
 def policy_gradient(scores: Scores, config: Any) -> Loss:
     """-advantage times the log-probability of every token, without a ratio: the sampler is, or is taken for, the policy itself."""
-    policy_BT = scores.of_tokens(scores.policy_BVT)
+    policy_BT = scores.of_tokens(scores.policy_BMT)
     loss_BT = -scores.advantage_BT * policy_BT
     if scores.importance_BT is not None:
         loss_BT = scores.importance_BT * loss_BT
-    if scores.reference_BVT is None:
+    if scores.reference_BMT is None:
         return of_elements(loss_BT, scores.share_BT)
-    kl_BT = scores.of_tokens(divergence(scores.reference_BVT - scores.policy_BVT, config.kl))  # weights may be far from 1
+    kl_BT = scores.of_tokens(divergence(scores.reference_BMT - scores.policy_BMT, config.kl))  # weights may be far from 1
     return of_elements(loss_BT + config.beta * kl_BT, scores.share_BT, kl=kl_BT)
 
 

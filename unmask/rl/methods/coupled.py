@@ -21,9 +21,9 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     completion_B1T = rollout.completion_BT[:, None]
     rate_B11 = LOW + (HIGH - LOW) * draw.per_sequence(1, Stream.TIME)[:, :, None]
     chosen_B1T = draw.uniform(columns(rollout.ids_BT), 1, Stream.MASK) < rate_B11
-    scored_BVT = torch.cat([completion_B1T, completion_B1T & chosen_B1T, completion_B1T & ~chosen_B1T], 1)
-    weight_BV1 = torch.cat([torch.ones_like(rate_B11), 1 / rate_B11, 1 / (1 - rate_B11)], 1) / 2
-    return rollout.hiding(scored_BVT, torch.where(scored_BVT, weight_BV1, 0))
+    target_BMT = torch.cat([completion_B1T, completion_B1T & chosen_B1T, completion_B1T & ~chosen_B1T], 1)
+    weight_BM1 = torch.cat([torch.ones_like(rate_B11), 1 / rate_B11, 1 / (1 - rate_B11)], 1) / 2
+    return rollout.hiding(target_BMT, torch.where(target_BMT, weight_BM1, 0))
 
 
 COUPLED_GRPO = Method("coupled-grpo", plan, defaults={"advantage": "leave-one-out", "beta": 0.01})

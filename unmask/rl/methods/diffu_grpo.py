@@ -15,7 +15,7 @@ from unmask.rl.methods.base import GRADIENT, Method, Rollout, policy_gradient
 def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """The completion hidden and scored; prompt tokens hidden with probability `config.prompt_mask_rate`."""
     views = all_masked_views(rollout.completion_BT, rollout.prompt_BT, draw, prompt_rate=config.prompt_mask_rate)
-    return replace(views, hidden_BVT=views.hidden_BVT | rollout.beyond_BT[:, None])
+    return replace(views, hidden_BMT=views.hidden_BMT | rollout.beyond_BT[:, None])
 
 
 DIFFU_GRPO = Method("diffu-grpo", plan, plan_uses=("prompt_mask_rate",), partial=False)

@@ -4,10 +4,10 @@ One of your own is a class with `plan`, for `GRPOTrainer(..., masking=Growing())
 
     class Growing(MaskingStrategy):
         def plan(self, rollout, draw, config, progress):
-            hidden_BVT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
-            return weighed(rollout, hidden_BVT & rollout.completion_BT[:, None], config)
+            hidden_BMT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
+            return weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
 
-Shapes: B completions, V views, T positions, N patterns; L tokens of a group, k of them hidden.
+Shapes: B completions, M views, T positions, N patterns; L tokens of a group, k of them hidden.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MaskingStrategy:
         return {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
 
 
-def weighed(rollout: Rollout, scored_BVT: Tensor, config: Any, weighing: Weighing | None = None) -> Views:
+def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, weighing: Weighing | None = None) -> Views:
     """Views that hide some of the completion and all that is behind its end, with the weights that the method's loss is made for.
 
     token: one over the number of views that hide the token, so that its value is its mean log-probability over these; one that no view
@@ -66,23 +66,23 @@ def weighed(rollout: Rollout, scored_BVT: Tensor, config: Any, weighing: Weighin
     estimates the ELBO where k ~ U{1..L}.
 
     Args:
-        scored_BVT: what is hidden of the completion [B, V, T].
+        target_BMT: what is hidden of the completion [B, M, T].
         weighing: another than the method's.
     """
     weighing = weighing or get_method(config.method).weighs
     if weighing == "bound":
-        weight_BVT = weights_by_rate(rollout, scored_BVT)
+        weight_BMT = weights_by_rate(rollout, target_BMT)
     else:
-        weight_BVT = scored_BVT / scored_BVT.sum(1 if weighing == "token" else 2, keepdim=True).clamp_min(1)
-    return rollout.hiding(scored_BVT, weight_BVT)
+        weight_BMT = target_BMT / target_BMT.sum(1 if weighing == "token" else 2, keepdim=True).clamp_min(1)
+    return rollout.hiding(target_BMT, weight_BMT)
 
 
-def weights_by_rate(rollout: Rollout, scored_BVT: Tensor) -> Tensor:
-    """L/k over the number of views for each hidden token [B, V, T]: one over the mask rate of its group in that view."""
+def weights_by_rate(rollout: Rollout, target_BMT: Tensor) -> Tensor:
+    """L/k over the number of views for each hidden token [B, M, T]: one over the mask rate of its group in that view."""
     group_BT = rollout.groups_of(rollout.completion_BT)
-    hidden_RT = torch.where(scored_BVT, group_BT[:, None], -1).flatten(0, 1)
-    count_BVT = group_sizes(hidden_RT).view_as(scored_BVT)
-    return scored_BVT * group_sizes(group_BT)[:, None] / count_BVT / scored_BVT.shape[1]
+    hidden_RT = torch.where(target_BMT, group_BT[:, None], -1).flatten(0, 1)
+    count_BMT = group_sizes(hidden_RT).view_as(target_BMT)
+    return target_BMT * group_sizes(group_BT)[:, None] / count_BMT / target_BMT.shape[1]
 
 
 class Diffusion(MaskingStrategy):
@@ -93,7 +93,7 @@ class Diffusion(MaskingStrategy):
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=config.samples)
-        return weighed(rollout, views.scored_BVT, config)
+        return weighed(rollout, views.target_BMT, config)
 
 
 class Adaptive(MaskingStrategy):
@@ -116,8 +116,8 @@ class Adaptive(MaskingStrategy):
         group_BT = rollout.groups_of(rollout.completion_BT)
         rate = self.start + (self.end - self.start) * progress
         count_B1T = (rate * group_sizes(group_BT)[:, None]).round().long().clamp_min(1)
-        hidden_BVT = hide(group_BT, draw, count_B1T.expand(-1, config.samples, -1))
-        return weighed(rollout, hidden_BVT, config, "bound" if self.adaptive_loss else None)
+        hidden_BMT = hide(group_BT, draw, count_B1T.expand(-1, config.samples, -1))
+        return weighed(rollout, hidden_BMT, config, "bound" if self.adaptive_loss else None)
 
 
 class Block(MaskingStrategy):
@@ -148,8 +148,8 @@ class Known(Draw):
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         length = position_BT.shape[1]
         width = 1 << (length - 1).bit_length()  # the next power of two: few tables serve all lengths
-        known_NVT = self.numbers(self.seed, self.iteration, stream, views, width, position_BT.device)
-        return known_NVT[self.key_B, :, :length].gather(2, position_BT[:, None].expand(-1, views, -1))
+        known_NMT = self.numbers(self.seed, self.iteration, stream, views, width, position_BT.device)
+        return known_NMT[self.key_B, :, :length].gather(2, position_BT[:, None].expand(-1, views, -1))
 
 
 class Optimized(MaskingStrategy):
@@ -181,7 +181,7 @@ class Optimized(MaskingStrategy):
             views = get_method(config.method).plan(rollout, known, config)
         else:
             views = self.inner.plan(rollout, known, config, progress)
-        return replace(views, weight_BVT=weights_by_rate(rollout, views.scored_BVT)) if self.adaptive_loss else views
+        return replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT)) if self.adaptive_loss else views
 
     def get_cache_stats(self) -> dict[str, float]:
         info = self.numbers.cache_info()
@@ -190,7 +190,7 @@ class Optimized(MaskingStrategy):
 
 
 def drawn(patterns: int, seed: int, iteration: int, stream: Stream, views: int, length: int, device: torch.device) -> Tensor:
-    """What `Draw.uniform` says of the keys below `patterns` at all positions [N, V, T]."""
+    """What `Draw.uniform` says of the keys below `patterns` at all positions [N, M, T]."""
     draw = Draw(seed, torch.arange(patterns, device=device), iteration)
     return draw.uniform(torch.arange(length, device=device).expand(patterns, -1), views, stream)
 

@@ -6,7 +6,7 @@ that the views of a loss can be gone through one by one.
 In a model by blocks every block has its clean past beside it: its steps are counted by themselves, and one view holds the
 same step of every block.
 
-Shapes: B completions, V views, T positions, S steps.
+Shapes: B completions, M views, T positions, S steps.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def replay(rollout: Rollout, order_BT: Tensor) -> Views:
     """
     never_B1T = ((order_BT < 0) & rollout.beyond_BT)[:, None]
     last = torch.where(rollout.completion_BT, order_BT, 0).amax() if order_BT.numel() else 0
-    view_1V1 = torch.arange(int(last) + 1, device=order_BT.device)[None, :, None]
-    hidden_BVT = (order_BT[:, None] >= view_1V1) | never_B1T
-    scored_BVT = (order_BT[:, None] == view_1V1) & rollout.completion_BT[:, None]
-    return Views(hidden_BVT, scored_BVT, scored_BVT.float())
+    view_1M1 = torch.arange(int(last) + 1, device=order_BT.device)[None, :, None]
+    hidden_BMT = (order_BT[:, None] >= view_1M1) | never_B1T
+    target_BMT = (order_BT[:, None] == view_1M1) & rollout.completion_BT[:, None]
+    return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
 def every_step(rollout: Rollout, draw: Draw, config: Any) -> Views:
@@ -67,13 +67,13 @@ def shrunk_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
 def sampled_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
     """K = `config.samples` of each completion's S steps, without replacement, of weight S/K."""
     views = every_step(rollout, draw, config)
-    scoring_BV = views.scored_BVT.any(2)
-    chosen_BV = torch.where(scoring_BV, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, : config.samples]
-    chosen_BVT = chosen_BV[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
-    steps_B1 = scoring_BV.sum(1, keepdim=True)
+    scoring_BM = views.target_BMT.any(2)
+    chosen_BM = torch.where(scoring_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, : config.samples]
+    chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
+    steps_B1 = scoring_BM.sum(1, keepdim=True)
     weight_B11 = (steps_B1 / steps_B1.clamp(1, config.samples))[:, :, None]
-    hidden_BVT, scored_BVT = (mask_BVT.gather(1, chosen_BVT) for mask_BVT in (views.hidden_BVT, views.scored_BVT))
-    return Views(hidden_BVT, scored_BVT, scored_BVT * weight_B11)
+    hidden_BMT, target_BMT = (mask_BMT.gather(1, chosen_BMT) for mask_BMT in (views.hidden_BMT, views.target_BMT))
+    return Views(hidden_BMT, target_BMT, target_BMT * weight_B11)
 
 
 def left_to_right(rollout: Rollout, draw: Draw, config: Any) -> Views:
