@@ -21,6 +21,7 @@ from unmask.diffusion.views import Draw
 from unmask.errors import ConfigError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, get_method
+from unmask.rl.methods.base import fixed_settings, settings_of
 from unmask.rl.methods.masking import find_masking
 from unmask.tasks import get_rewards, get_task
 
@@ -96,7 +97,7 @@ def test_a_recipe_leaves_another_method_its_own_settings(name):
         for setting in ("epsilon", "epsilon_high", "beta", "kl", "reference_sync_steps", "prompt_mask_rate", "aggregation", "advantage"):
             expected = D1.get(setting, getattr(plain, setting)) if name == "diffu-grpo" else getattr(plain, setting)
             assert getattr(args, setting) == expected, setting
-        assert args.num_iterations == (1 if get_method(name).on_policy else 8)
+        assert args.num_iterations == (1 if "num_iterations" in fixed_settings(get_method(name)) else 8)
         assert (args.temperature, args.max_completion_length) == (0.3, 256)
 
 
@@ -136,19 +137,20 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 def test_the_table_has_every_setting_that_not_all_methods_read():
-    assert {name for method in METHODS.values() for name in (*method.uses, *method.plan_uses)} == OTHERS.keys() - {"kl", "kl_to"}
+    settings = [set(settings_of(method)) for method in METHODS.values()]
+    assert set.union(*settings) - set.intersection(*settings) == OTHERS.keys()
 
 
 def outcome(args: GRPOConfig) -> list[torch.Tensor]:
     """The views of a rollout, and losses of scores of chance."""
-    method = get_method(args.method)
+    method = args.build_method()
     _, rollout = usual("bidirectional", stop_at_eos=args.stop_at_eos)
-    views = method.plan(rollout, Draw(0, keys(rollout)), args)
+    views = method.plan(rollout, Draw(0, keys(rollout)))
     chance_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0))
     made = []
     for seed in range(3):
         scores, _ = made_up(rollout, views, args, seed)
-        made.append(method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2)), args).total)
+        made.append(method.loss(replace(scores, importance_BT=2 * chance_BT.clamp_max(args.importance_cap / 2))).total)
     return [*masks(views), *made]
 
 

@@ -1,4 +1,4 @@
-"""Advantages compare a completion with its group alone; surrogates, divergences and shares are their formulas.
+"""Advantages compare a completion with its group alone; surrogates, divergences and token_weights are their formulas.
 
 Shapes: B completions, T tokens, V categories.
 """
@@ -24,7 +24,7 @@ from unmask.rl.losses import (
     divergence,
     kept_groups,
     overlong_penalty,
-    shares,
+    token_weights,
 )
 
 KINDS = get_args(AdvantageKind)
@@ -235,6 +235,6 @@ BY_HAND = {
 @pytest.mark.parametrize("kind", get_args(Aggregation))
 def test_each_token_has_its_share_and_each_batch_its_items(kind):
     expected, items = BY_HAND[kind]
-    share_BT = shares(LEARNT, kind, STEPS, LIMIT)
-    torch.testing.assert_close(share_BT, torch.tensor([*expected, [0] * 8], dtype=torch.float32))
+    weight_BT = token_weights(LEARNT, kind, STEPS, LIMIT)
+    torch.testing.assert_close(weight_BT, torch.tensor([*expected, [0] * 8], dtype=torch.float32))
     assert count_items(LEARNT, kind, STEPS) == items

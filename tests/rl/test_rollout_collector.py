@@ -139,11 +139,11 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
     assert uncorrected.rollout.sampled_BT is None
     with torch.no_grad():
         log_prob_BMT = trainer.per_view.log_probs(trainer.lm, update)
-    scores = trainer.scores_of(update, log_prob_BMT)
+    scores = trainer.loss_inputs(update, log_prob_BMT)
     where_BT = update.rollout.completion_BT
     expected = (log_prob_BMT[:, 0][where_BT] - torch.tensor([-0.5, -0.25, -1.0]).repeat(4)).exp().clamp_max(2.0)
     torch.testing.assert_close(scores.importance_BT[where_BT], expected)
-    loss = trainer.method.loss(scores, trainer.args)
+    loss = trainer.method.loss(scores)
     by_hand = -(expected * update.advantage_BT.expand_as(where_BT)[where_BT]).sum()
     torch.testing.assert_close(loss.total, by_hand)
 

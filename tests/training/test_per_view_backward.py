@@ -18,6 +18,7 @@ from tests.training.tiny_runs import moved, ranks, settings
 from unmask.errors import TrainingError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS
+from unmask.rl.methods.base import fixed_settings
 from unmask.rl.trainer import GRPOTrainer, Update
 
 CASES: list[tuple[str, dict[str, Any]]] = [(name, {"samples": 3} if name == "bgpo" else {}) for name in METHODS]
@@ -64,7 +65,7 @@ def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[to
 
 @pytest.mark.parametrize(("name", "more", "attention"), PASSES, ids=[f"{case_id(*case)} {kind[0]}" for *case, kind in PASSES])
 def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, attention, tmp_path):
-    trainer = trainer_of(tmp_path, name, attention, num_iterations=1 if METHODS[name].on_policy else 2, **more)
+    trainer = trainer_of(tmp_path, name, attention, num_iterations=1 if "num_iterations" in fixed_settings(METHODS[name]) else 2, **more)
     [updates] = experience(trainer, 4)
     seen: list[tuple[bool, int]] = []
     trainer.model.register_forward_pre_hook(

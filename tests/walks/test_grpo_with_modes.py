@@ -17,7 +17,7 @@ from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, tiny, u
 from unmask.config.yaml import parse_yaml
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError
-from unmask.rl.methods import METHODS, Method, register
+from unmask.rl.methods import METHODS, register
 from unmask.rl.methods.masking import STRATEGIES, MaskingStrategy, weighed
 from unmask.tasks import get_task
 
@@ -236,14 +236,16 @@ def test_what_plans_samples_and_compares_can_be_replaced(monkeypatch):
             sampled.append(step)
             return super().sample(rows, temperature=0.01, step=step)
 
-    standard = METHODS["diffu-grpo"]
+    monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
 
-    def loss(scores, config):
-        compared.append(scores)
-        return standard.loss(scores, config)
+    @register
+    class Mine(METHODS["diffu-grpo"]):
+        name = "mine"
 
-    monkeypatch.setitem(METHODS, "mine", Method("mine", standard.plan, plan_uses=standard.plan_uses, loss=loss, uses=standard.uses))
-    assert register(METHODS["mine"]).name == "mine"
+        def loss(self, inputs):
+            compared.append(inputs)
+            return super().loss(inputs)
+
     args = package.GRPOConfig(**settings(Path("own")), method="mine", num_generations=4, max_completion_length=4)
     trainer = Greedy(tiny(), [share_of_a], args, PAIRS, masking=EverySecond())
     trainer.train()

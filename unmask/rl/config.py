@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
@@ -14,21 +13,24 @@ from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_tra
 from unmask.errors import ConfigError, did_you_mean
 from unmask.planning.blueprint import Blueprint
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence
-from unmask.rl.methods import METHODS, Method, get_method
+from unmask.rl.methods.base import METHODS, Method, TokenMethod, fixed_settings, get_method, settings_of
+from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
+from unmask.rl.methods.spg import SPG
+from unmask.rl.methods.trajectory import StepMerge, TraceRL
 from unmask.training.config import FOLLOWS_A_METRIC, Conflict, TrainingConfig
 from unmask.training.config_fields import beside, check_settings, setting
 from unmask.training.hardware_checks import sharded_by
 
-BOUND_OF_WHOLES = 20.0
-"""Of the logarithm of a ratio of whole sequences, or of tokens of large weights, whose exponential would pass the numbers of float32."""
+LOG_RATIO_CLAMP = 20.0
+"""Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
 OF_CAUSAL_MODELS = "the recipe grpo-code-ocaml-causal is for causal models"
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
-    """A setting that a method has a default of."""
-    told = "none" if otherwise is None else str(otherwise).lower()
-    return setting(None, f"{help}; unset: the method's, or {told}", otherwise=otherwise, **checks)
+    """A setting whose default is the method's; `otherwise` that of most methods."""
+    shown = "none" if otherwise is None else str(otherwise).lower()
+    return setting(None, f"{help}; unset: the method's, or {shown}", otherwise=otherwise, **checks)
 
 
 @dataclass(kw_only=True)
@@ -42,32 +44,34 @@ class GRPOConfig(TrainingConfig):
     num_generations: int = setting(8, "Completions per prompt: the group", low=2)
     num_iterations: int = setting(1, "Updates per rollout batch (mu), each with masks of its own", low=1)
 
-    epsilon: float | None = of_method(0.5, "Clip range of the ratio below 1", low=0, high=1)
-    epsilon_high: float | None = of_method(None, "Clip range above 1 (none: epsilon)", low=0)
-    dual_clip: float | None = of_method(None, "Bound of the ratio where the advantage is negative", low=1)
+    epsilon: float | None = of_method(TokenMethod.epsilon, "Clip range of the ratio below 1", low=0, high=1)
+    epsilon_high: float | None = of_method(TokenMethod.epsilon_high, "Clip range above 1 (none: epsilon)", low=0)
+    dual_clip: float | None = of_method(TokenMethod.dual_clip, "Bound of the ratio where the advantage is negative", low=1)
     log_ratio_clamp: float | None = of_method(
-        None, "Bound of the logarithm of the ratio; of products, k3 of bounds, and with adaptive_loss: 20", low=1e-3
+        TokenMethod.log_ratio_clamp, "Bound of the logarithm of the ratio; of products, k3 of bounds, and with adaptive_loss: 20", low=1e-3
     )
     ratio: str | None = of_method(
-        "token",
+        TokenMethod.ratio,
         "What a ratio is of: token, sequence (their geometric mean, GSPO), or product (all tokens together)",
         choices=("token", "sequence", "product"),
     )
     aggregation: Aggregation | None = of_method(
-        "token",
+        Method.aggregation,
         "How tokens count: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
         choices=get_args(Aggregation),
     )
     advantage: AdvantageKind | None = of_method(
-        "r-mean", "r-mean, z-score, population-z-score, leave-one-out or softmax", choices=get_args(AdvantageKind)
+        Method.advantage, "r-mean, z-score, population-z-score, leave-one-out or softmax", choices=get_args(AdvantageKind)
     )
     softmax_temperature: float = setting(1.0, "Divides the rewards", low=1e-6, needs=["advantage=softmax"])
-    beta: float | None = of_method(0.0, "Weight of the KL divergence; 0: no reference is kept", low=0)
-    kl: Divergence | None = of_method("k3", "Estimate of the divergence: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
+    beta: float | None = of_method(TokenMethod.beta, "Weight of the KL divergence; 0: no reference is kept", low=0)
+    kl: Divergence | None = of_method(TokenMethod.kl, "Its estimate: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
     kl_to: str | None = of_method(
-        "reference", "What the policy is held to: the reference, or the old policy", choices=("reference", "old"), needs=["beta"]
+        TokenMethod.kl_to, "What the policy is held to: the reference, or the old policy", choices=("reference", "old"), needs=["beta"]
     )
-    kl_unbiased: bool = setting(False, "Whether the divergence counts by the ratio, as in TRL (docs/rl.md)", needs=["beta", "kl=k3"])
+    kl_unbiased: bool = setting(
+        TokenMethod.kl_unbiased, "Whether the ratio multiplies the divergence, as in TRL (docs/rl.md)", needs=["beta", "kl=k3"]
+    )
     reference_model: str | None = setting(
         None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=["beta", "kl_to=reference"]
     )
@@ -87,18 +91,21 @@ class GRPOConfig(TrainingConfig):
     adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
     samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (of espo: pairs of views)", low=1)
     prompt_mask_rate: float = setting(
-        0.15, "diffu-grpo, wd1, spg: share of the prompt's tokens that are hidden (spg: of finished blocks too)", low=0, high=1
+        DiffuGRPO.prompt_mask_rate,
+        "diffu-grpo, wd1, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
+        low=0,
+        high=1,
     )
-    segments: int = setting(4, "step-merge: views into which the steps are merged", low=1)
-    shrink: int = setting(1, "trace-rl: steps in a view", low=1)
-    eubo_beta: float = setting(1.5, "spg: exponent of the upper bound", low=1e-3)
-    eubo_share: float = setting(0.5, "spg: share of the upper bound in the mixture with the lower one", low=0, high=1)
+    segments: int = setting(StepMerge.segments, "step-merge: views into which the steps are merged", low=1)
+    shrink: int = setting(TraceRL.shrink, "trace-rl: steps in a view", low=1)
+    eubo_beta: float = setting(SPG.eubo_beta, "spg: exponent of the upper bound", low=1e-3)
+    eubo_share: float = setting(SPG.eubo_share, "spg: share of the upper bound in the mixture with the lower one", low=0, high=1)
 
-    difficulty: list[float] | None = of_method(None, "Only groups whose mean reward lies between these two teach (none: all)")
+    difficulty: list[float] | None = of_method(Method.difficulty, "Only groups whose mean reward lies between these two teach (none: all)")
     difficulty_reward: str | None = setting(
         None, "The reward function that `difficulty` reads; unset: the weighted sum of all", needs=["difficulty"]
     )
-    drop_equal_groups: bool | None = of_method(False, "Whether groups of equal rewards count for nothing, also in averages")
+    drop_equal_groups: bool | None = of_method(Method.drop_equal_groups, "Whether groups of equal rewards are left out, also of averages")
     dynamic_sampling: int = setting(0, "How often groups that teach nothing are replaced by those of other prompts (DAPO)", low=0)
     curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn")
     mask_truncated: bool = setting(False, "Whether completions that do not end teach nothing")
@@ -113,10 +120,10 @@ class GRPOConfig(TrainingConfig):
     max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
-    policy: str | None = of_method("confidence", "Unmasking policy of a rollout")
-    stop_at_eos: bool | None = of_method(True, "Whether decoding ends with the first end token, as the completion always does")
+    policy: str | None = of_method(Method.policy, "Unmasking policy of a rollout")
+    stop_at_eos: bool | None = of_method(Method.stop_at_eos, "Whether decoding stops at the first end token, where every completion ends")
     beyond_eos: str | None = of_method(
-        "hidden",
+        Method.beyond_eos,
         "What was sampled behind the end of a completion: hidden, shown (noised as the completion is), or learnt as its part (docs/rl.md)",
         choices=("hidden", "shown", "learnt"),
     )
@@ -128,7 +135,7 @@ class GRPOConfig(TrainingConfig):
         None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
     )
     importance_cap: float | None = setting(
-        2.0, "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction", low=1e-3
+        TokenMethod.importance_cap, "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction", low=1e-3
     )
     log_completions_steps: int = setting(0, "Show and keep sample completions every so many steps; 0: never", low=0)
     log_completions_rows: int = setting(8, "Completions in such a sample", low=1)
@@ -148,9 +155,9 @@ class GRPOConfig(TrainingConfig):
         for each in fields(self):
             if each.default is None and getattr(self, each.name) is None:
                 setattr(self, each.name, self._unless_given(each))
-        exponential = self.ratio == "product" or self.adaptive_loss or (method.weighs == "bound" and self.kl == "k3")
-        if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in method.uses:
-            self.log_ratio_clamp = BOUND_OF_WHOLES
+        exponential = self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
+        if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
+            self.log_ratio_clamp = LOG_RATIO_CLAMP
         check_settings(self, self._given)
         self._check(method)
         self.refuse_unread(find_masking(self), final=False)
@@ -159,20 +166,20 @@ class GRPOConfig(TrainingConfig):
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise ConfigError(error.what, where=where, remedy=error.remedy) from error
-        if self.corrected and "importance_cap" not in method.uses:
+        if self.corrected and "importance_cap" not in settings_of(method):
             what = f"the loss of {self.method} does not weigh tokens by how likely the server drew them"
             raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
         self._check_rollouts(sampler.model_copy(update={"trace": False}))
 
     def _unless_given(self, each: Field[Any]) -> Any:
-        """What a setting is by itself."""
+        """The default of a setting: its own, or else the method's."""
         if each.default is not None:
             return each.default
-        return get_method(self.method).defaults.get(each.name, each.metadata.get("otherwise"))
+        return settings_of(get_method(self.method)).get(each.name, each.metadata.get("otherwise"))
 
     def _given(self, each: Field[Any]) -> bool:
-        """Whether a setting is there, and other than by itself: what was filled in can be read again."""
+        """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
         return getattr(self, each.name) not in (None, self._unless_given(each))
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
@@ -190,34 +197,33 @@ class GRPOConfig(TrainingConfig):
         if exact and self.beyond_eos != "hidden":
             what = "a causal model predicts nothing from what stands behind the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
-        own = strategy is None or strategy.uses is None  # the views are the method's
-        if final and self.beyond_eos == "shown" and own and not method.partial:
+        own_plan = strategy is None or strategy.uses is None
+        if final and self.beyond_eos == "shown" and own_plan and not method.partial:
             what = f"{self.method} hides what stands behind the end, or has it as it was sampled"
             raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
-        planning = method.plan_uses if strategy is None or strategy.uses is None else strategy.uses
-        used = {*method.uses, *(() if exact else planning)}
+        read = set(settings_of(method, plan=own_plan and not exact))
+        if strategy is not None and strategy.uses is not None:
+            read.update(strategy.uses)
         if not final and strategy is None and not method.separable:
-            used.add("samples")
+            read.add("samples")
         for each in fields(self):
-            readers = [name for name, other in METHODS.items() if each.name in (*other.uses, *other.plan_uses)]
-            if readers and each.name not in used and self._given(each):
+            readers = [name for name, other in METHODS.items() if each.name in settings_of(other)]
+            if readers and each.name not in read and self._given(each):
                 by = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
                 by += " does not read it" + (" of a causal model, whose likelihood is exact" if exact else "")
                 raise ConfigError(by, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
 
-    def _check(self, method: Method) -> None:
-        if method.on_policy and self.num_iterations > 1:
-            what = f"{self.method} learns from a rollout once, and has no ratio for a second time"
-            raise ConfigError(what, where="num_iterations", remedy="Use 1, or another method")
+    def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
             raise ConfigError(
                 "prompts come in groups, and all in turn", where="train_sampling_strategy", remedy="Leave it out, or set curriculum"
             )
         for each in fields(self):
-            if each.name in method.fixed and self._given(each):
-                what = f"the views of {self.method} rely on {self._unless_given(each) or 'its being unset'}"
+            if each.name in fixed_settings(method) and self._given(each):
+                value = self._unless_given(each)
+                what = f"{self.method} needs {'it unset' if value is None else value}"
                 raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
-        if method.weighs == "bound" and "ratio" in method.uses and self.ratio == "token":
+        if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
             remedy = "Use sequence, or product"
             raise ConfigError(f"{self.method} compares whole sequences, whose bounds have no tokens", where="ratio", remedy=remedy)
         if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
@@ -305,13 +311,11 @@ class GRPOConfig(TrainingConfig):
     def workload(self, blueprint: Blueprint, run: RunConfig) -> None:
         """None: a step also generates."""
 
-    def settled(self, attention: str) -> Self:
-        """The same, with what the method leaves to the model's attention."""
-        settled = copy.copy(self)
-        for name, value in get_method(self.method).by_attention.get(attention, {}).items():
-            if getattr(self, name) is None:
-                setattr(settled, name, value)
-        return settled
+    def build_method(self, attention: str = "bidirectional") -> Method:
+        """The method with these settings, for a model of this attention."""
+        method = get_method(self.method)
+        known = settings_of(method).keys() - fixed_settings(method)
+        return method(**{name: getattr(self, name) for name in known if hasattr(self, name)}).for_attention(attention)
 
     @property
     def corrected(self) -> bool:
@@ -357,13 +361,15 @@ class GRPOConfig(TrainingConfig):
 
 
 def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-    """The `training` section of a recipe, where this method is asked for: of one for another method without what is that method's, so
-    that this one has its own."""
+    """The `training` section of a recipe, for this method: from a recipe for another method the settings in which methods differ are
+    dropped, so that this one has its own defaults."""
     if method is None or recipe.get("method", method) == method:
         return dict(recipe)
-    own = {name for other in METHODS.values() for name in (*other.defaults, *other.uses, *other.plan_uses)}
-    own |= {"method", *get_method(method).fixed} | ({"num_iterations"} if get_method(method).on_policy else set())
+    defaults = [settings_of(other) for other in METHODS.values()]
+    names = {name for values in defaults for name in values}
+    dropped = {name for name in names if any(name not in each or each[name] != defaults[0][name] for each in defaults)}
+    dropped |= {"method"} | fixed_settings(get_method(method))
     for each in fields(GRPOConfig):  # what needs a setting is declared behind it
-        if any(needed.partition("=")[0] in own for needed in each.metadata.get("needs", ())):
-            own.add(each.name)
-    return {name: value for name, value in recipe.items() if name not in own}
+        if any(needed.partition("=")[0] in dropped for needed in each.metadata.get("needs", ())):
+            dropped.add(each.name)
+    return {name: value for name, value in recipe.items() if name not in dropped}

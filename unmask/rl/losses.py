@@ -1,7 +1,7 @@
 """Policy-gradient losses of the GRPO family: pure functions of log-probabilities.
 
-Shapes: B completions, T tokens, G groups; `...` any shape of what is compared: tokens [B, T], sequences [B, 1].
-Completions of one prompt share a group number.
+Shapes: B completions, T tokens, G groups, U averaging units (steps or views); tensors without a suffix have any shape: of tokens
+[B, T] or of sequences [B, 1]. Completions of one prompt share a group number.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Aggregation = Literal["token", "sequence", "step", "view", "view-constant", "con
 
 
 LARGEST = 80.0
-"""A logarithm whose exponential float32 still holds."""
+"""A logarithm whose exponential does not overflow float32."""
 
 
 class Surrogate(NamedTuple):
-    """A loss and what to log beside it, all of one shape."""
+    """A loss, its ratios, and which of them were clipped, all of one shape."""
 
     loss: Tensor
     ratio: Tensor
@@ -29,10 +29,10 @@ class Surrogate(NamedTuple):
 
 
 def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0) -> Tensor:
-    """How much better each completion is than its group; NaN rewards (unscored) count for nothing and get 0.
+    """How much better each completion is than its group [B]; NaN rewards (unscored) are left out and get 0.
 
     r-mean: reward less the group's mean (Dr. GRPO, Liu et al. 2025). z-score: divided by the group's deviation too
-    (GRPO, Shao et al. 2024), population-z-score: by that of a whole population (TraceRL, Wang et al. 2025). leave-one-out:
+    (GRPO, Shao et al. 2024), population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out:
     against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature, less
     that of its negative (wd1, Tang et al. 2025, eq. 9).
     """
@@ -50,14 +50,14 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
         centred_B = centred_B / (deviation_B + 1e-4)
     elif kind == "population-z-score":
         deviation_B = (total(centred_B**2) / count_B.clamp_min(1)).sqrt()
-        rounding_B = 1e-9 * (total(value_B**2) / count_B.clamp_min(1)).sqrt()  # of the mean of equal rewards
+        rounding_B = 1e-9 * (total(value_B**2) / count_B.clamp_min(1)).sqrt()  # the rounding error of the mean of equal rewards
         centred_B = torch.where(deviation_B > rounding_B, centred_B / deviation_B, 0)
     elif kind == "leave-one-out":
         centred_B = centred_B * count_B / (count_B - 1).clamp_min(1)
     elif kind == "softmax":
         limits = torch.finfo(torch.float64)
         weights = []
-        for sign in (1, -1):  # each less its own largest, so that at any temperature something is left of it
+        for sign in (1, -1):  # subtract the maximum, so that no exponential overflows at any temperature
             signed_B = torch.where(scored_B, sign * centred_B / temperature, -torch.inf)
             largest_G = torch.full_like(groups, limits.min, dtype=torch.float64).scatter_reduce(0, index_B, signed_B, "amax")
             weight_B = (signed_B - largest_G[index_B]).exp()
@@ -69,8 +69,8 @@ def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean"
 
 
 def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, spread: bool) -> Tensor:
-    """Which completions [B] belong to groups worth learning from: mean reward in [low, high], and with `spread` not all rewards equal
-    (DAPO, Yu et al. 2025). Unscored completions do not count; a group of none but these is not kept."""
+    """Which completions [B] belong to groups to learn from: mean reward in [low, high], and with `spread` not all rewards equal (DAPO, Yu
+    et al. 2025). Unscored completions are left out; a group without scored ones is not kept."""
     kept_B = torch.zeros_like(group_B, dtype=torch.bool)
     for group in group_B.unique():
         member_B = group_B == group
@@ -81,20 +81,22 @@ def kept_groups(reward_B: Tensor, group_B: Tensor, low: float, high: float, *, s
 
 
 def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
-    """What is added to the reward of a long completion [B]: 0 up to `limit - buffer` tokens, from there down to -1 at `limit` (DAPO, Yu
-    et al. 2025, eq. 13). A completion of `limit` tokens that does not end counts as longer than the limit: give its length so."""
+    """What is added to the reward of a long completion [B]: 0 up to `limit - buffer` tokens, falling to -1 at `limit` (DAPO, Yu et al.
+    2025, eq. 13). For a completion of `limit` tokens without an end token, pass a length above the limit."""
     return -((length_B - (limit - buffer)) / max(buffer, 1)).clamp(0, 1)
 
 
-def clipped_surrogate(gap: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None) -> Surrogate:
-    """PPO's clipped surrogate (Schulman et al. 2017), of `gap`, the log-probability under the policy less that under the old policy.
+def clipped_surrogate(
+    log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
+) -> Surrogate:
+    """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy less that under the old policy.
 
-    At the first update, where they agree, the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio, as the loss grows
-    with it where the advantage is negative (Ye et al. 2020).
+    At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio where the
+    advantage is negative, since the loss grows with it there (Ye et al. 2020).
     """
-    # Where the loss is bounded, a ratio that overflows would still have 0 * inf for its gradient.
-    most = torch.where(advantage < 0, torch.inf if dual_clip is None else LARGEST, LARGEST)
-    ratio = gap.clamp(max=most).exp()
+    # Where the loss is bounded, a ratio that overflows would still have the gradient 0 * inf.
+    limit = torch.where(advantage < 0, torch.inf if dual_clip is None else LARGEST, LARGEST)
+    ratio = log_ratio.clamp(max=limit).exp()
     plain, bounded = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     value = torch.minimum(plain, bounded)
     clipped = bounded < plain
@@ -105,21 +107,21 @@ def clipped_surrogate(gap: Tensor, advantage: Tensor, *, clip_low: float, clip_h
     return Surrogate(-value, ratio.detach(), clipped.detach())
 
 
-def divergence(gap: Tensor, kind: Divergence) -> Tensor:
-    """An estimate of KL(policy || other) from a sample of the policy, of `gap`, the log-probability under the other less that under the
-    policy (Schulman 2020, "Approximating KL divergence").
+def divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
+    """An estimate of KL(policy || other) from a sample of the policy (Schulman 2020, "Approximating KL divergence"). `log_ratio` r is the
+    log-probability under the other model less that under the policy.
 
-    k1 = -gap, whose gradient by itself is 0 in the mean: it has the score function's added, so that its gradient is the KL's.
-    k2 = gap^2 / 2. k3 = exp(gap) - gap - 1.
+    k1 = -r, with the score function's gradient added: its own is 0 in expectation, the sum is the gradient of the KL. k2 = r^2 / 2.
+    k3 = exp(r) - r - 1.
     """
     if kind == "k1":
-        fixed = gap.detach()
-        return -fixed - (gap - fixed) * (1 - fixed)
-    return gap**2 / 2 if kind == "k2" else gap.exp() - gap - 1
+        constant = log_ratio.detach()
+        return -constant - (log_ratio - constant) * (1 - constant)
+    return log_ratio**2 / 2 if kind == "k2" else log_ratio.exp() - log_ratio - 1
 
 
-def shares(learnt_BT: Tensor, kind: Aggregation, part_BT: Tensor, limit: int) -> Tensor:
-    """How much each token counts in the batch's loss [B, T], before it is divided by `count_items`.
+def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: int) -> Tensor:
+    """The weight of each token in the batch's loss [B, T], before the division by `count_items`.
 
     token: all tokens alike (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over each completion's
     denoising steps of the mean over the step's tokens (CJ-GRPO). view: the mean over the views of all completions of the mean over the
@@ -127,29 +129,28 @@ def shares(learnt_BT: Tensor, kind: Aggregation, part_BT: Tensor, limit: int) ->
     sum over tokens (wd1).
 
     Args:
-        learnt_BT: the tokens that count at all.
-        part_BT: for `step` the number of the step that revealed a token, for `view` that of the view that scores it, below T; anything
-            where not learnt.
-        limit: the longest completion.
+        learnt_BT: the tokens that are learnt from.
+        unit_BT: for `step` the step that revealed a token, for `view` the view that scores it, below T; any number where not learnt.
+        limit: tokens of the longest possible completion.
     """
     learnt = learnt_BT.float()
     if kind == "sequence":
         return learnt / learnt.sum(1, keepdim=True).clamp_min(1)
     if kind in ("step", "view"):
-        tokens_BP = tokens_of_parts(learnt_BT, part_BT)
-        share_BT = learnt / tokens_BP.gather(1, torch.where(learnt_BT, part_BT, 0)).clamp_min(1)
-        return share_BT / (tokens_BP > 0).sum(1, keepdim=True).clamp_min(1) if kind == "step" else share_BT
+        tokens_BU = tokens_per_unit(learnt_BT, unit_BT)
+        weight_BT = learnt / tokens_BU.gather(1, torch.where(learnt_BT, unit_BT, 0)).clamp_min(1)
+        return weight_BT / (tokens_BU > 0).sum(1, keepdim=True).clamp_min(1) if kind == "step" else weight_BT
     return learnt / limit if kind in ("constant", "view-constant") else learnt
 
 
-def tokens_of_parts(learnt_BT: Tensor, part_BT: Tensor) -> Tensor:
-    """How many learnt tokens each step or view of a completion has [B, T]."""
+def tokens_per_unit(learnt_BT: Tensor, unit_BT: Tensor) -> Tensor:
+    """The number of learnt tokens of each step or view of a completion [B, U], U being T."""
     learnt = learnt_BT.float()
-    return torch.zeros_like(learnt).scatter_add_(1, torch.where(learnt_BT, part_BT, 0), learnt)
+    return torch.zeros_like(learnt).scatter_add_(1, torch.where(learnt_BT, unit_BT, 0), learnt)
 
 
-def count_items(learnt_BT: Tensor, kind: Aggregation, part_BT: Tensor) -> Tensor:
-    """What the sum of all losses is divided by: for `token` the tokens, for the kinds of `view` the views, else the completions."""
+def count_items(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor) -> Tensor:
+    """The divisor of the summed loss: for `token` the tokens, for `view` and `view-constant` the views, else the completions."""
     if kind in ("view", "view-constant"):
-        return (tokens_of_parts(learnt_BT, part_BT) > 0).sum()
+        return (tokens_per_unit(learnt_BT, unit_BT) > 0).sum()
     return learnt_BT.sum() if kind == "token" else learnt_BT.any(1).sum()

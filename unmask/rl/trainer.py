@@ -24,9 +24,8 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.rl.config import GRPOConfig
-from unmask.rl.losses import count_items, shares
-from unmask.rl.methods import Rollout, Scores, get_method
-from unmask.rl.methods.base import check_views, learnable, parts_of, plan_views
+from unmask.rl.losses import count_items, token_weights
+from unmask.rl.methods.base import LossInputs, Rollout, averaging_units, check_views, learnable, plan_views
 from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.rl.prompt_sampler import Judged
 from unmask.rl.reward_functions import RewardFunction, rewards_of
@@ -72,7 +71,6 @@ class GRPOTrainer(DiffusionTrainer):
         **rest: Any,
     ):
         args = args or GRPOConfig()
-        self.method = get_method(args.method)
         rewards = rewards_of(reward_funcs, args)
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
@@ -82,11 +80,10 @@ class GRPOTrainer(DiffusionTrainer):
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
-        self.args = args = args.settled(self.lm.attention)
-        assert args.aggregation is not None  # the config has filled it in
-        self.aggregation = args.aggregation
-        separable = self.method.separable and args.ratio == "token"
-        self.per_view = PerViewBackward(self, separable=separable, temperature=args.scored_at)
+        self.method = args.build_method(self.lm.attention)
+        assert self.method.aggregation is not None
+        self.aggregation = self.method.aggregation
+        self.per_view = PerViewBackward(self, separable=self.method.sums_over_views(), temperature=args.scored_at)
         self.reference = self._make_reference() if args.needs_reference else None
         self.collector = RolloutCollector(self, rewards)
         self.buffer: list[list[Update]] = []
@@ -140,32 +137,32 @@ class GRPOTrainer(DiffusionTrainer):
     def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
         if chunk is None or chunk[1].start == 0:
             self.phases.count(trained=int(batch.learnt_BT[chunk[0] if chunk else slice(None)].sum()))
-        loss = self.method.loss(self.scores_of(batch, log_prob_BMT, chunk), self.args)
+        loss = self.method.loss(self.loss_inputs(batch, log_prob_BMT, chunk))
         for name, values in (("clipped", loss.clipped.float()), ("kl", loss.kl), ("ratio", loss.ratio)):
             if len(values) > 0:
                 self.record(name, values.mean(), len(values))
         return loss.total
 
-    def scores_of(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Scores:
+    def loss_inputs(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> LossInputs:
         """What the method's loss reads, of all views or of a chunk."""
-        rows, at = chunk or (slice(None), slice(None))
+        rows, columns = chunk or (slice(None), slice(None))
         rollout, views = batch.rollout, batch.views
-        share_BT = shares(batch.learnt_BT, self.aggregation, self._parts(batch), self.args.max_completion_length)[rows]
+        weight_BT = token_weights(batch.learnt_BT, self.aggregation, self._units(batch), self.args.max_completion_length)[rows]
         if chunk is not None:
-            rollout, views = rollout.rows(rows), views.select(rows, at)
-            share_BT = share_BT * views.target_BMT.any(1)
-        old_BMT = log_prob_BMT.detach() if batch.old_BMT is None else batch.old_BMT[rows, at]
-        reference_BMT = None if batch.reference_BMT is None else batch.reference_BMT[rows, at]
+            rollout, views = rollout.rows(rows), views.select(rows, columns)
+            weight_BT = weight_BT * views.target_BMT.any(1)
+        old_BMT = log_prob_BMT.detach() if batch.old_BMT is None else batch.old_BMT[rows, columns]
+        reference_BMT = None if batch.reference_BMT is None else batch.reference_BMT[rows, columns]
         if self.args.beta and self.args.kl_to == "old":
             reference_BMT = old_BMT
-        scores = Scores(log_prob_BMT, old_BMT, reference_BMT, rollout, views, batch.advantage_BT[rows], share_BT)
-        return scores if rollout.sampled_BT is None else replace(scores, importance_BT=self._importance(scores, rollout))
+        inputs = LossInputs(log_prob_BMT, old_BMT, reference_BMT, rollout, views, batch.advantage_BT[rows], weight_BT)
+        return inputs if rollout.sampled_BT is None else replace(inputs, importance_BT=self._importance(inputs, rollout))
 
-    def _importance(self, scores: Scores, rollout: Rollout) -> Tensor:
+    def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
         """How much likelier the policy makes each token than the server that drew it, up to `importance_cap` (truncated importance
         sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
         assert rollout.sampled_BT is not None
-        gap_BT = torch.where(rollout.completion_BT, scores.of_tokens(scores.old_BMT) - rollout.sampled_BT, 0)
+        gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
         tokens = float(rollout.completion_BT.sum())
         self.record("server_gap", gap_BT.abs().sum() / tokens, tokens)
@@ -173,10 +170,10 @@ class GRPOTrainer(DiffusionTrainer):
         return weight_BT.detach()
 
     def count_items(self, batch: Any) -> Tensor:
-        return count_items(batch.learnt_BT, self.aggregation, self._parts(batch))
+        return count_items(batch.learnt_BT, self.aggregation, self._units(batch))
 
-    def _parts(self, batch: Update) -> Tensor:
-        return parts_of(batch.rollout, batch.views, self.aggregation)
+    def _units(self, batch: Update) -> Tensor:
+        return averaging_units(batch.rollout, batch.views, self.aggregation)
 
     def count_tokens(self, batch: Any) -> Tensor:
         return (batch.rollout.documents_BT > 0).sum()
@@ -316,7 +313,7 @@ class GRPOTrainer(DiffusionTrainer):
 
         def plan(rollout: Rollout) -> Views:
             if self.masking is None:
-                return self.method.plan(rollout, draw, self.args)
+                return self.method.plan(rollout, draw)
             return self.masking.plan(rollout, draw, self.args, progress)
 
         views = plan_views(plan, rollout, str(self.args.beyond_eos))

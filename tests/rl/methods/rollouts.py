@@ -17,9 +17,9 @@ from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, Views
 from unmask.generation import sampler
 from unmask.rl.config import GRPOConfig
-from unmask.rl.losses import count_items, shares
-from unmask.rl.methods import Rollout, Scores, get_method
-from unmask.rl.methods.base import learnable, parts_of, plan_views
+from unmask.rl.losses import count_items, token_weights
+from unmask.rl.methods import LossInputs, Rollout, get_method
+from unmask.rl.methods.base import averaging_units, learnable, plan_views, settings_of
 from unmask.rl.rollouts import cut_at_end, make_rollout
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5], [7, 4], [6, 6]]
@@ -81,18 +81,18 @@ def keys(rollout: Rollout) -> torch.Tensor:
 
 def held(name: str) -> dict[str, float]:
     """A divergence, for methods whose loss has one."""
-    return {"beta": 0.1} if "beta" in get_method(name).uses else {}
+    return {"beta": 0.1} if "beta" in settings_of(get_method(name)) else {}
 
 
 def config(name, **more):
     """The settings of a method, with its defaults as users get them."""
-    return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more).settled("bidirectional")
+    return GRPOConfig(output_dir="unused", method=name, use_cpu=True, max_completion_length=LENGTH, **more)
 
 
 def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -> Views:
     """A method's views, with what stands behind the end as `beyond_eos` says."""
     draw, args = Draw(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more)
-    return plan_views(lambda rollout: get_method(name).plan(rollout, draw, args), rollout, end)
+    return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, end)
 
 
 def masks(views: Views) -> tuple[torch.Tensor, ...]:
@@ -105,8 +105,8 @@ def states(views: Views, row: int, own_T: torch.Tensor) -> list[tuple[list, ...]
     return [tuple(part_T.tolist() for part_T in view) for view in zip(*parts, strict=True) if view[1].any()]
 
 
-def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spread: float = 0.7) -> tuple[Scores, torch.Tensor]:
-    """Scores of chance, and the items by which their loss is divided. All but the third completion count."""
+def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spread: float = 0.7) -> tuple[LossInputs, torch.Tensor]:
+    """LossInputs of chance, and the items by which their loss is divided. All but the third completion count."""
     random = torch.Generator().manual_seed(seed)
 
     def around(center, width):
@@ -118,11 +118,12 @@ def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spr
     kept_B1 = (keys(rollout) != 2)[:, None]
     advantage_B1 = torch.tensor([1.5, -1.0, 3.0, 0.5, -2.0, -0.5], dtype=torch.float64)[: len(kept_B1), None]
     learnt_BT = learnable(rollout, views) & kept_B1
-    part_BT = parts_of(rollout, views, args.aggregation)
-    share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
+    aggregation = args.build_method().aggregation
+    unit_BT = averaging_units(rollout, views, aggregation)
+    token_weight_BT = token_weights(learnt_BT, aggregation, unit_BT, args.max_completion_length)
     held_to = (old_BMT if args.kl_to == "old" else reference_BMT) if args.beta else None
-    scores = Scores(policy_BMT.requires_grad_(), old_BMT, held_to, rollout, views, advantage_B1, share_BT)
-    return scores, count_items(learnt_BT, args.aggregation, part_BT)
+    scores = LossInputs(policy_BMT.requires_grad_(), old_BMT, held_to, rollout, views, advantage_B1, token_weight_BT)
+    return scores, count_items(learnt_BT, aggregation, unit_BT)
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ class Completion:
         return sum(self.weight[view, token] * log_prob_MT[view, token] for view in range(self.views))
 
 
-def completions(scores: Scores) -> list[Completion]:
+def completions(scores: LossInputs) -> list[Completion]:
     """Those that count."""
     made = []
     for row in keys(scores.rollout).tolist():
@@ -186,7 +187,7 @@ def assert_loss(name, by_hand, spread=0.7, **settings):
         views = plan(name, rollout, **settings)
         for seed in range(2):
             scores, items = made_up(rollout, views, args, seed, spread)
-            loss = get_method(name).loss(scores, args).total / items
+            loss = args.build_method().loss(scores).total / items
             expected = by_hand(completions(scores), args)
             gradients = [torch.autograd.grad(value, scores.policy_BMT)[0] for value in (loss, expected)]
             torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-7)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -37,8 +37,8 @@ from unmask.config.yaml import parse_yaml
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError
 from unmask.rl.config import GRPOConfig
-from unmask.rl.methods import METHODS, Method, get_method, register
-from unmask.rl.methods.base import surrogate, token_loss
+from unmask.rl.methods import METHODS, TokenMethod, get_method, register
+from unmask.rl.methods.base import fixed_settings, settings_of
 
 every_method = pytest.mark.parametrize("name", METHODS)
 REPLAYS = ["cj-grpo", "step-merge", "trace-rl", "dipo", "agrpo", "just-grpo"]
@@ -93,7 +93,7 @@ def test_the_views_of_a_completion_are_its_own(name, attention, block_size):
 @every_method
 def test_only_replays_of_the_sampler_are_the_same_for_any_seed_key_and_iteration(name):
     _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False)
-    more = {} if get_method(name).on_policy else {"num_iterations": 2}
+    more = {} if "num_iterations" in fixed_settings(get_method(name)) else {"num_iterations": 2}
     draws = [{}, {"seed": 1}, {"key_B": keys(rollout) + 10}, {"iteration": 1}]
     plans = {str([part.tolist() for part in masks(plan(name, rollout, **draw, **more))]) for draw in draws}
     assert len(plans) == (1 if name in REPLAYS and name != "agrpo" else 4)
@@ -116,7 +116,7 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
     for part, its_views, log_prob_BMT in ((rollout, views, here), (moved, moved_views, there)):
         scores, _ = made_up(part, its_views, args)
         others = {"old_BMT": 0.9 * log_prob_BMT, "reference_BMT": 1.1 * log_prob_BMT}
-        losses.append(get_method(name).loss(replace(scores, policy_BMT=log_prob_BMT, **others), args).total)
+        losses.append(args.build_method().loss(replace(scores, policy_BMT=log_prob_BMT, **others)).total)
     torch.testing.assert_close(*losses, rtol=0, atol=1e-8)
 
 
@@ -129,9 +129,9 @@ def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     scores, _ = made_up(rollout, views, args)
     assert tail_BT.any()
     changed = replace(scores, policy_BMT=torch.where(tail_BT[:, None], -7.0, scores.policy_BMT))
-    before, after = (get_method(name).loss(part, args).total for part in (scores, changed))
+    before, after = (args.build_method().loss(part).total for part in (scores, changed))
     assert (before != after) == (end == "learnt")
-    assert (scores.share_BT[tail_BT] > 0).any() == (end == "learnt")
+    assert (scores.token_weight_BT[tail_BT] > 0).any() == (end == "learnt")
     if end == "learnt" or name in REPLAYS:  # these show what the sampler saw
         return
     noised = plan(name, rollout.whole())  # as if it were the completion's
@@ -190,9 +190,11 @@ SWITCHES = {
 
 def test_the_docs_have_every_setting_of_every_method():
     lines = (REPOSITORY / "docs" / "rl.md").read_text(encoding="utf-8").splitlines()
-    told = {name: dict(re.findall(r"`(\w+): ([^`]+)`", line)) for line in lines for name in METHODS if line.startswith(f"| `{name}` (")}
-    assert {name: {key: parse_yaml(value, name) for key, value in found.items()} for name, found in told.items()} == {
-        name: method.defaults for name, method in METHODS.items()
+    table = {name: dict(re.findall(r"`(\w+): ([^`]+)`", line)) for line in lines for name in METHODS if line.startswith(f"| `{name}` (")}
+    usual_values = {each.name: each.metadata.get("otherwise") for each in fields(GRPOConfig) if each.default is None}
+    assert {name: {key: parse_yaml(value, name) for key, value in found.items()} for name, found in table.items()} == {
+        name: {key: value for key, value in settings_of(method).items() if key in usual_values and value != usual_values[key]}
+        for name, method in METHODS.items()
     }
 
 
@@ -200,7 +202,7 @@ def test_the_docs_have_every_setting_of_every_method():
 def test_the_settings_of_a_method_are_those_of_the_table(name):
     advantage, clip, ratio, kl, aggregation = TABLE[name]
     args = config(name)
-    assert (args.advantage, args.aggregation) == (advantage, aggregation)
+    assert (args.advantage, args.build_method().aggregation) == (advantage, aggregation)
     if clip is not None:
         assert (args.epsilon, args.epsilon if args.epsilon_high is None else args.epsilon_high) == clip
     assert ratio is None or args.ratio == ratio
@@ -208,7 +210,7 @@ def test_the_settings_of_a_method_are_those_of_the_table(name):
     assert args.needs_reference == (name in ("coupled-grpo", "espo"))
     for setting, value in (SWITCHES | OTHERS.get(name, {})).items():
         assert getattr(args, setting) == value, setting
-    given = {"advantage": "r-mean", "difficulty": [0.1, 0.9]} | ({"epsilon": 0.125} if "epsilon" in get_method(name).uses else {})
+    given = {"advantage": "r-mean", "difficulty": [0.1, 0.9]} | ({"epsilon": 0.125} if "epsilon" in settings_of(get_method(name)) else {})
     assert {setting: getattr(config(name, **given), setting) for setting in given} == given  # what is given is taken
 
 
@@ -299,7 +301,7 @@ def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_b
     assert_loss("trace-rl", trace_rl(LENGTH), aggregation="view-constant")
     args = GRPOConfig(output_dir="unused", method="trace-rl", use_cpu=True)
     assert args.aggregation is None
-    by_blocks = args.settled("block_causal")
+    by_blocks = args.build_method("block_causal")
     assert (by_blocks.aggregation, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
     with pytest.raises(ConfigError, match=r"^aggregation: tokens of coupled-grpo are scored in several views"):
         config("coupled-grpo", aggregation="view")
@@ -337,10 +339,11 @@ def test_the_divergence_times_the_ratio_is_that_of_the_policy_whoever_sampled():
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     policy, old, reference = logits.log_softmax(1)
     exact = (policy.exp() * (policy - reference)).sum()
-    args = config("diffu-grpo", beta=1.0, kl_unbiased=True)
-    made = surrogate(policy - old.detach(), reference - policy, torch.zeros(6), old.detach().exp(), args).total  # the mean over samples
-    torch.testing.assert_close(made, exact)
-    torch.testing.assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (made, exact)))
+    method = TokenMethod(beta=1.0)
+    weight = old.detach().exp()  # the mean over samples
+    found = method.surrogate(policy - old.detach(), reference - policy, torch.zeros(6), weight, kl_unbiased=True).total
+    torch.testing.assert_close(found, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(value, logits, retain_graph=True)[0] for value in (found, exact)))
 
 
 def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence():
@@ -348,18 +351,18 @@ def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence(
     _, rollout = usual("bidirectional")
     scores, _ = made_up(rollout, plan("diffu-grpo", rollout), args)
     weight_BT = torch.rand(rollout.ids_BT.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    plain, held = (token_loss(scores, config("diffu-grpo", beta=beta)) for beta in (0.0, 0.5))
-    alone = [token_loss(replace(scores, share_BT=share_BT), config("diffu-grpo")).total for share_BT in one_by_one(scores)]
-    expected = (torch.stack(alone) * weight_BT[scores.share_BT > 0]).sum() + held.total - plain.total
-    torch.testing.assert_close(token_loss(replace(scores, importance_BT=weight_BT), args).total, expected)
+    plain, held = (TokenMethod(beta=beta).loss(scores) for beta in (0.0, 0.5))
+    alone = [TokenMethod().loss(replace(scores, token_weight_BT=token_weight_BT)).total for token_weight_BT in one_by_one(scores)]
+    expected = (torch.stack(alone) * weight_BT[scores.token_weight_BT > 0]).sum() + held.total - plain.total
+    torch.testing.assert_close(args.build_method().loss(replace(scores, importance_BT=weight_BT)).total, expected)
 
 
 def one_by_one(scores):
     """Shares of which one at a time is left."""
-    for place in (scores.share_BT > 0).nonzero():
-        share_BT = torch.zeros_like(scores.share_BT)
-        share_BT[tuple(place)] = scores.share_BT[tuple(place)]
-        yield share_BT
+    for place in (scores.token_weight_BT > 0).nonzero():
+        token_weight_BT = torch.zeros_like(scores.token_weight_BT)
+        token_weight_BT[tuple(place)] = scores.token_weight_BT[tuple(place)]
+        yield token_weight_BT
 
 
 @every_method
@@ -367,9 +370,9 @@ def test_what_is_logged_is_of_what_counts(name):
     _, rollout = usual("bidirectional")
     args = config(name)
     scores, _ = made_up(rollout, plan(name, rollout), args)
-    loss = get_method(name).loss(scores, args)
+    loss = args.build_method().loss(scores)
     assert loss.total.dim() == 0 and not (loss.kl.requires_grad or loss.ratio.requires_grad or loss.clipped.requires_grad)
-    sizes = {int((scores.share_BT > 0).sum()), 5, 5 * scores.views.count}  # tokens, completions, or these by view
+    sizes = {int((scores.token_weight_BT > 0).sum()), 5, 5 * scores.views.count}  # tokens, completions, or these by view
     assert len(loss.ratio) == len(loss.clipped) == len(loss.kl) and len(loss.ratio) in sizes
 
 
@@ -383,11 +386,31 @@ def test_unknown_methods_are_refused():
 
 
 def test_a_method_of_ones_own_is_named_by_a_config(monkeypatch):
-    monkeypatch.setattr("unmask.rl.methods.METHODS", dict(METHODS))
-    mine = register(Method("mine", get_method("diffu-grpo").plan, defaults={"epsilon": 0.125, "aggregation": "sum"}))
-    assert get_method("mine") is mine
+    monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
+
+    @register
+    class Mine(get_method("diffu-grpo")):
+        name = "mine"
+        epsilon: float = 0.125
+        aggregation: str = "sum"
+        depth: int = 3  # a setting that no config has
+
+    assert get_method("mine") is Mine
     args = config("mine", beta=0.5)
     assert (args.epsilon, args.aggregation, args.beta, args.advantage) == (0.125, "sum", 0.5, "r-mean")
+    method = args.build_method()
+    assert (method.epsilon, method.beta, method.depth, method.prompt_mask_rate) == (0.125, 0.5, 3, 0.15)
+
+
+def test_a_default_that_is_no_field_is_refused(monkeypatch):
+    """Without an annotation Python would leave the inherited default in place."""
+    monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
+    with pytest.raises(ConfigError, match=r"Mine.epsilon has no annotation. Write epsilon: TYPE = VALUE"):
+
+        @register
+        class Mine(TokenMethod):
+            name = "mine"
+            epsilon = 0.125
 
 
 @every_pattern

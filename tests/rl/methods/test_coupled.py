@@ -48,7 +48,7 @@ def test_the_mean_over_all_masks_of_a_tokens_value_does_not_depend_on_its_chance
     noise_NT = torch.zeros(len(sets), PROMPT + LENGTH, dtype=torch.float64)
     noise_NT[:, PROMPT:] = torch.where(sets, 0.0, 1 - 2.0**-53)
     draw = Listed(torch.full((len(sets),), time, dtype=torch.float64), noise_NT)
-    views = get_method("coupled-grpo").plan(whole(groups.expand(len(sets), -1)), draw, None)
+    views = get_method("coupled-grpo")().plan(whole(groups.expand(len(sets), -1)), draw)
     number_BM = (views.hidden_BMT[..., positions] * 2 ** torch.arange(LENGTH)).sum(-1)
     value_NL = (views.weight_BMT[..., positions].double() * table[number_BM]).sum(1)
     size_N1 = sets.sum(1, keepdim=True)

@@ -20,7 +20,7 @@ from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import METHODS, get_method, masking
-from unmask.rl.methods.base import token_loss
+from unmask.rl.methods.base import settings_of
 from unmask.rl.methods.masking import STRATEGIES, Adaptive, Diffusion, MaskingStrategy, Optimized, find_masking, weighed
 from unmask.rl.trainer import GRPOTrainer
 
@@ -31,7 +31,7 @@ REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
 
 def config(**more):
     """Settings with three views, where they are counted."""
-    counted = more.get("masking") not in ("coupled", "optimized") or "samples" in get_method(more["method"]).plan_uses
+    counted = more.get("masking") not in ("coupled", "optimized") or "samples" in settings_of(get_method(more["method"]))
     return GRPOConfig(**{"output_dir": "unused", "use_cpu": True} | ({"samples": 3} if counted else {}) | more)
 
 
@@ -79,7 +79,7 @@ def test_a_strategy_is_the_plan_of_the_method_that_it_is_named_after(name, metho
     rollout, settings = sampled(attention, block_size), config(masking=name, method=method)
     draw = Draw(3, keys(rollout), 1)  # below the number of patterns
     own = config(method=method, **({"prompt_mask_rate": 0.0} if method == "spg" else {}))  # strategies hide nothing of prompts
-    assert same(find_masking(settings).plan(rollout, draw, settings, 0.5), get_method(method).plan(rollout, draw, own))
+    assert same(find_masking(settings).plan(rollout, draw, settings, 0.5), own.build_method().plan(rollout, draw))
 
 
 @every_pattern
@@ -89,14 +89,14 @@ def test_tokens_weigh_what_the_loss_takes_them_to_weigh(attention, block_size):
         settings = config(method=method)
         views = Diffusion().plan(rollout, Draw(0, keys(rollout)), settings, 0.5)
         assert views.count == 3
-        if get_method(method).weighs == "token":
+        if get_method(method).estimator == "token":
             torch.testing.assert_close(views.weight_BMT.sum(1), views.target_BMT.any(1).float())
             assert (
                 (views.weight_BMT.amax(1) == views.weight_BMT.where(views.target_BMT, 1.0).amin(1))
                 .logical_or(~views.target_BMT.any(1))
                 .all()
             )
-        elif get_method(method).weighs == "mean":
+        elif get_method(method).estimator == "mean":
             torch.testing.assert_close(views.weight_BMT.sum(2), torch.ones(len(rollout.ids_BT), 3))
         else:  # every view of k of L tokens adds up to L: to the completion, whatever is hidden of each group
             length_BM = rollout.completion_BT.sum(1, keepdim=True).expand(-1, 3)
@@ -124,24 +124,24 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
 @pytest.mark.parametrize("method", REPLACEABLE)
 def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkeypatch):
     """Bit for bit, whatever was asked before: the table is nothing but memory."""
-    rate = {"prompt_mask_rate": 0.5} if "prompt_mask_rate" in get_method(method).plan_uses else {}
+    rate = {"prompt_mask_rate": 0.5} if "prompt_mask_rate" in settings_of(get_method(method)) else {}
     settings = config(method=method, num_iterations=2, **rate)
-    calls, drawn = [], masking.drawn
-    monkeypatch.setattr(masking, "drawn", lambda *place: calls.append(place) or drawn(*place))
+    calls, drawn = [], masking.drawn_patterns
+    monkeypatch.setattr(masking, "drawn_patterns", lambda *place: calls.append(place) or drawn(*place))
     strategy = Optimized(patterns=4)
     short, long = sampled(), rollout_of(stopping("bidirectional"), max_new_tokens=32)[1]
     for rollout in (short, long, short.rows(slice(2, 4)), long):
         key_B = torch.arange(len(rollout.ids_BT)) + 10**12
         for iteration in (0, 1):
             views = strategy.plan(rollout, Draw(7, key_B, iteration), settings, 0.5)
-            assert same(views, get_method(method).plan(rollout, Draw(7, key_B % 4, iteration), settings))
+            assert same(views, settings.build_method().plan(rollout, Draw(7, key_B % 4, iteration)))
     stats = strategy.get_cache_stats()
     assert len(set(calls)) == len(calls) == stats["misses"] == stats["size"] > 0
     assert stats["hits"] >= stats["misses"] and stats["rate"] == stats["hit_rate"] == stats["hits"] / (stats["hits"] + stats["misses"])
 
 
 @every_pattern
-@pytest.mark.parametrize("method", [name for name in REPLACEABLE if get_method(name).weighs == "token"])
+@pytest.mark.parametrize("method", [name for name in REPLACEABLE if get_method(name).estimator == "token"])
 def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_over_its_mask_rate(method, attention, block_size):
     rollout = sampled(attention, block_size)
     plain, weighted = (config(method=method, masking="optimized", adaptive_loss=given) for given in (False, True))
@@ -197,7 +197,7 @@ def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
 
 def test_adaptive_loss_is_refused_where_the_loss_weighs_by_the_rate_itself():
     for method in REPLACEABLE:
-        if get_method(method).weighs != "token":
+        if get_method(method).estimator != "token":
             with pytest.raises(ConfigError, match=rf"adaptive_loss: {method} weighs the tokens of a view.*Leave it out"):
                 config(method=method, masking="optimized", adaptive_loss=True)
 
@@ -234,8 +234,8 @@ def test_the_table_is_bounded(monkeypatch):
 @every_strategy
 def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name):
     for method in METHODS:
-        separable, weighs = get_method(method).separable, get_method(method).weighs
-        if not separable and weighs in STRATEGIES[name].serves:
+        separable, weighs = get_method(method).separable, get_method(method).estimator
+        if not separable and weighs in STRATEGIES[name].estimators:
             assert isinstance(find_masking(config(method=method, masking=name)), STRATEGIES[name])
             continue
         reason = f"the views of {method} are" if separable else f"{method} compares bounds .* Use one of diffusion, optimized"
@@ -263,7 +263,7 @@ def test_settings_without_a_meaning_are_refused(given, message):
 def test_a_setting_of_plans_is_refused_where_the_strategy_does_not_read_it(name):
     rollout = sampled()
     for method in REPLACEABLE:
-        if get_method(method).weighs not in STRATEGIES[name].serves:
+        if get_method(method).estimator not in STRATEGIES[name].estimators:
             continue
         given = {"output_dir": "unused", "use_cpu": True, "method": method, "masking": name}
         for setting, value in {"samples": 5, "prompt_mask_rate": 0.9, "segments": 2, "shrink": 3}.items():
@@ -405,5 +405,5 @@ def test_a_ratio_of_tokens_that_weigh_by_their_mask_rate_is_bounded(by):
     assert views.weight_BMT.max() * abs(by) > 88
     scores, _ = made_up(rollout, views, settings)
     policy_BMT = torch.where(views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()
-    total = token_loss(replace(scores, policy_BMT=policy_BMT), settings).total
+    total = settings.build_method().loss(replace(scores, policy_BMT=policy_BMT)).total
     assert total < 1e20 and torch.autograd.grad(total, policy_BMT)[0].abs().max() < 1e20

@@ -19,9 +19,9 @@ from tests.published import HEAD_DK, OLD_DK, REFERENCE_DK, scored
 from tests.rl.methods.rollouts import config
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Views
-from unmask.rl.losses import advantages, count_items, shares
-from unmask.rl.methods import Rollout, Scores, get_method
-from unmask.rl.methods.base import learnable, parts_of, plan_views
+from unmask.rl.losses import advantages, count_items, token_weights
+from unmask.rl.methods import LossInputs, Rollout
+from unmask.rl.methods.base import averaging_units, learnable, plan_views
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 IDS_BT, REWARD_B = torch.tensor(PUBLISHED["ids"]), torch.tensor(PUBLISHED["reward"])
@@ -81,7 +81,7 @@ def views_of(name: str, rollout: Rollout, hidden_BMT: Tensor, args: Any, rate: f
         target_BMT = hidden_BMT & rollout.completion_BT[:, None]
         return Views(hidden_BMT, target_BMT, target_BMT / target_BMT.sum(2, keepdim=True))
     draw: Any = Injected(hidden_BMT, rate, args.samples)
-    return plan_views(lambda rollout: get_method(name).plan(rollout, draw, args), rollout, args.beyond_eos)
+    return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, args.beyond_eos)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,12 +103,12 @@ def test_losses_and_gradients_are_those_of_the_published_code(case):
     head_DK = HEAD_DK.clone().requires_grad_()
     old_BMT = scored(IDS_BT, OLD_DK, views)
     reference_BMT = (old_BMT if args.kl_to == "old" else scored(IDS_BT, REFERENCE_DK, views)) if args.beta else None
-    learnt_BT, part_BT = learnable(rollout, views), parts_of(rollout, views, args.aggregation)
-    share_BT = shares(learnt_BT, args.aggregation, part_BT, args.max_completion_length)
-    scores = Scores(
-        scored(IDS_BT, head_DK, views), old_BMT, reference_BMT, rollout, views, advantage_B[:, None].double(), share_BT.double()
+    learnt_BT, unit_BT = learnable(rollout, views), averaging_units(rollout, views, args.aggregation)
+    token_weight_BT = token_weights(learnt_BT, args.aggregation, unit_BT, args.max_completion_length)
+    scores = LossInputs(
+        scored(IDS_BT, head_DK, views), old_BMT, reference_BMT, rollout, views, advantage_B[:, None].double(), token_weight_BT.double()
     )
-    loss = get_method(name).loss(scores, args).total / count_items(learnt_BT, args.aggregation, part_BT)
+    loss = args.build_method().loss(scores).total / count_items(learnt_BT, args.aggregation, unit_BT)
     loss = loss * BATCH if name == "wd1" else loss  # published as a sum over the group
     loss.backward()
     torch.testing.assert_close(head_DK.grad, torch.tensor(record["gradient"], dtype=torch.float64), rtol=2e-6, atol=2e-7)

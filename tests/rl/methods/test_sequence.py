@@ -16,7 +16,6 @@ from tests.rl.methods.rollouts import LENGTH, assert_loss, clipped, config, k3, 
 from tests.toy import PROMPT, bound_of, estimates, listed_counts, tables_of
 from unmask.diffusion.views import group_sizes
 from unmask.errors import ConfigError
-from unmask.rl.methods import get_method
 
 # Expectations over all masks.
 
@@ -31,7 +30,7 @@ def mean_over_all_masks(name, tables, samples):
     groups, by_group = tables
     draw = listed_counts(groups.shape[1])
     rollout = whole(groups.expand(len(draw.time_N), -1))
-    total_N = estimates(get_method(name).plan(rollout, draw, config(name, samples=samples)), by_group).sum(1)
+    total_N = estimates(config(name, samples=samples).build_method().plan(rollout, draw), by_group).sum(1)
     assert total_N.std() > 1e-3
     return total_N.mean().item()
 
@@ -229,7 +228,7 @@ def test_both_ratios_of_gdpo_have_the_same_gradient_at_the_first_update():
         args = config("gdpo", ratio=ratio)
         scores, _ = made_up(rollout, plan("gdpo", rollout), args)
         same = replace(scores, old_BMT=scores.policy_BMT.detach())
-        gradients.append(torch.autograd.grad(get_method("gdpo").loss(same, args).total, scores.policy_BMT)[0])
+        gradients.append(torch.autograd.grad(args.build_method().loss(same).total, scores.policy_BMT)[0])
     torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)
     assert (gradients[0] != 0).any()
 
@@ -240,7 +239,7 @@ def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
     args = config("gdpo", ratio="product", beta=0.04, kl=kl)
     scores, _ = made_up(rollout, plan("gdpo", rollout), args, spread=500.0)
     policy_BMT = scores.policy_BMT.detach().float().requires_grad_()
-    total = get_method("gdpo").loss(replace(scores, policy_BMT=policy_BMT), args).total
+    total = args.build_method().loss(replace(scores, policy_BMT=policy_BMT)).total
     assert total.isfinite() and torch.autograd.grad(total, policy_BMT)[0].isfinite().all()
 
 
@@ -252,7 +251,7 @@ def far_apart(name, by, **settings):
     policy_BMT = torch.where(scores.views.target_BMT, scores.policy_BMT.detach() + by, 0).float().requires_grad_()
     parts = {part: getattr(scores, part) for part in ("old_BMT", "reference_BMT", "advantage_BT")}
     single = {part: None if value is None else value.float() for part, value in parts.items()}
-    total = get_method(name).loss(replace(scores, policy_BMT=policy_BMT, **single), args).total
+    total = args.build_method().loss(replace(scores, policy_BMT=policy_BMT, **single)).total
     return total, torch.autograd.grad(total, policy_BMT)[0]
 
 
@@ -291,8 +290,8 @@ def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():
     args = config("bgpo", dual_clip=None)
     scores, _ = made_up(rollout, plan("bgpo", rollout), args, spread=2.0)
     gap_BT = scores.of_tokens(scores.policy_BMT - scores.old_BMT)
-    exact = -(scores.share_B1 * scores.advantage_B1 * (gap_BT.sum(1, keepdim=True) / scores.length_B1).exp()).sum()
-    assert get_method("bgpo").loss(scores, args).total > exact + 0.01
+    exact = -(scores.weight_B1 * scores.advantage_B1 * (gap_BT.sum(1, keepdim=True) / scores.length_B1).exp()).sum()
+    assert args.build_method().loss(scores).total > exact + 0.01
 
 
 def test_the_prompt_is_never_hidden():

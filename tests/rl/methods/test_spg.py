@@ -16,7 +16,6 @@ from tests import toy
 from tests.generation.tiny_models import every_pattern
 from tests.rl.methods.rollouts import LENGTH, assert_loss, config, keys, made_up, plan, rollout_of, stopping, usual, whole
 from unmask.diffusion.views import Draw
-from unmask.rl.methods import get_method
 from unmask.rl.methods.base import plan_views
 from unmask.rl.methods.masking import Diffusion
 from unmask.rl.methods.spg import lower_bound, upper_bound
@@ -163,7 +162,7 @@ def test_the_sign_of_the_advantage_decides_which_bound_is_used():
         for sign in (1, -1):
             scores, _ = made_up(rollout, views, args)
             scores = replace(scores, advantage_BT=sign * scores.advantage_BT.abs())
-            totals[sign, share] = get_method("spg").loss(scores, args).total.item()
+            totals[sign, share] = args.build_method().loss(scores).total.item()
     assert totals[1, 0.0] == totals[1, 0.5] == totals[1, 1.0] > 0
     assert totals[-1, 0.0] == pytest.approx(-totals[1, 0.0])
     assert abs(totals[-1, 1.0] - totals[-1, 0.0]) > 1e-3

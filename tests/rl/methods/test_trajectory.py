@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from tests.generation.tiny_models import every_pattern
 from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one, plan, rollout_of, states, stopping, usual
 from unmask.diffusion.log_probs import view_log_probs
-from unmask.rl.losses import shares
-from unmask.rl.methods import Scores, get_method
+from unmask.rl.losses import token_weights
+from unmask.rl.methods import LossInputs
 from unmask.rl.methods.base import learnable
 
 
@@ -208,7 +208,7 @@ def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
     assert every.count == 4
     orders = list(itertools.permutations(range(4)))
     repeated = rollout.rows(torch.tensor([row] * len(orders)))
-    sampled = get_method("agrpo").plan(repeated, Orders(orders), config("agrpo", samples=samples))
+    sampled = config("agrpo", samples=samples).build_method().plan(repeated, Orders(orders))
     assert sampled.count == min(samples, 4)
     assert {len(sets(sampled, index)) for index in range(len(orders))} == {sampled.count}
     token_T = -torch.rand(rollout.ids_BT.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -217,9 +217,9 @@ def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
     def value_and_gradient(views, part):
         args = config("agrpo", samples=samples)
         log_prob_BMT = torch.where(views.target_BMT, token_T, 0)
-        share_BT = shares(learnable(part, views), args.aggregation, part.steps_BT.clamp_min(0), LENGTH)
-        scores = Scores(log_prob_BMT, log_prob_BMT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), share_BT)
-        total = get_method("agrpo").loss(scores, args).total / len(part.ids_BT)
+        token_weight_BT = token_weights(learnable(part, views), args.aggregation, part.steps_BT.clamp_min(0), LENGTH)
+        scores = LossInputs(log_prob_BMT, log_prob_BMT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), token_weight_BT)
+        total = args.build_method().loss(scores).total / len(part.ids_BT)
         return total, torch.autograd.grad(total, token_T)[0]
 
     for mean, whole in zip(value_and_gradient(sampled, repeated), value_and_gradient(every, alone), strict=True):

@@ -1,21 +1,23 @@
-"""What a reinforcement-learning method is: which views score a rollout, and how their scores become a loss.
+"""What a reinforcement-learning method is: its settings, the views that score a rollout, and the loss of their log-probabilities.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden behind its end).
-`value`s are log-probabilities as a method compares them: of tokens [B, T], or of sequences [B, 1].
+Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import TrainingError
-from unmask.rl.losses import clipped_surrogate, divergence
+from unmask.errors import ConfigError, TrainingError, did_you_mean
+from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, divergence
+
+Estimator = Literal["token", "mean", "bound"]
 
 
 @dataclass(frozen=True)
@@ -27,11 +29,11 @@ class Rollout:
         documents_BT: 1 on the canvas, 0 on padding.
         prompt_BT: True on the prompt.
         completion_BT: True on the completion, up to and including its first EOS.
-        steps_BT: the denoising step at which a position was revealed; -1 for the prompt, padding and what stayed hidden.
+        steps_BT: the denoising step that revealed a position; -1 for the prompt, padding and what stayed hidden.
         group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the prompt and padding.
         block_BT: the decoding block, from 0; -1 on the prompt and padding.
-        sampled_BT: log-probabilities of the completion where it was sampled, if that was not here; None: here.
-        one_document: whether there is no padding, known beforehand: attention then finds its mask among those that are kept.
+        sampled_BT: the completion's log-probabilities under the server that sampled it; None: this process sampled it.
+        one_document: whether it is known that there is no padding, so that attention can reuse a cached mask.
     """
 
     ids_BT: Tensor
@@ -51,20 +53,20 @@ class Rollout:
 
     @property
     def revealed_BT(self) -> Tensor:
-        """The canvas as far as it was denoised: the completion, and what came with it behind its end."""
+        """The canvas as far as it was denoised: the completion, and what was revealed behind its end."""
         return self.completion_BT | (self.beyond_BT & (self.steps_BT >= 0))
 
-    def rows(self, at: slice) -> Rollout:
+    def rows(self, index: slice) -> Rollout:
         """Some of the completions."""
-        parts: dict[str, Any] = {name: part[at] for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return replace(self, **parts)
+        tensors: dict[str, Any] = {name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, **tensors)
 
     def whole(self) -> Rollout:
-        """The rollout whose completions are all that was revealed, what is behind their ends too."""
+        """The rollout whose completions include what was revealed behind their ends."""
         return replace(self, completion_BT=self.revealed_BT)
 
     def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
-        """Views that hide what they score, and behind the end what none of them scores, as when the text was sampled."""
+        """Views that hide their targets, and all behind the end that no view scores, as when the text was sampled."""
         rest_BT = self.beyond_BT & ~target_BMT.any(1)
         return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
 
@@ -74,17 +76,17 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Scores:
-    """All that a loss reads: log-probabilities [B, M, T] on the same views, 0 where not scored, and what they are worth.
+class LossInputs:
+    """All that a loss reads. Log-probabilities [B, M, T] are of the same views, and 0 outside their targets.
 
     Attributes:
-        policy_BMT: of the model that is trained, with gradients.
+        policy_BMT: of the trained model, with gradients.
         old_BMT: of the model that sampled.
-        reference_BMT: of the model that the policy is held to; None: it is held to none.
-        rollout, views: what was sampled; what is hidden, scored, and weighs what.
+        reference_BMT: of the model in the KL divergence; None: there is no divergence.
+        rollout, views: the completions; what the views hide and score, and how much each target weighs.
         advantage_BT: of each token, or of each completion [B, 1].
-        share_BT: how much each token counts in the loss; 0 where it teaches nothing.
-        importance_BT: the weight that corrects for another sampler; None: 1.
+        token_weight_BT: weight of each token in the loss; 0 for tokens that are not learnt from.
+        importance_BT: the weight that corrects for a server's own log-probabilities; None: 1.
     """
 
     policy_BMT: Tensor
@@ -93,7 +95,7 @@ class Scores:
     rollout: Rollout
     views: Views
     advantage_BT: Tensor
-    share_BT: Tensor
+    token_weight_BT: Tensor
     importance_BT: Tensor | None = None
 
     def of_tokens(self, log_prob_BMT: Tensor) -> Tensor:
@@ -105,23 +107,24 @@ class Scores:
         return self.of_tokens(log_prob_BMT).sum(1, keepdim=True)
 
     @property
-    def share_B1(self) -> Tensor:
-        """How much each completion counts."""
-        return self.share_BT.sum(1, keepdim=True)
+    def weight_B1(self) -> Tensor:
+        """Weight of each completion in the loss."""
+        return self.token_weight_BT.sum(1, keepdim=True)
 
     @property
     def advantage_B1(self) -> Tensor:
-        """One advantage a completion: of advantages by tokens the mean over what counts."""
-        return (self.advantage_BT * self.share_BT).sum(1, keepdim=True) / self.share_B1.clamp_min(torch.finfo(torch.float32).tiny)
+        """One advantage per completion: the weighted mean of its tokens' advantages."""
+        tiny = torch.finfo(torch.float32).tiny
+        return (self.advantage_BT * self.token_weight_BT).sum(1, keepdim=True) / self.weight_B1.clamp_min(tiny)
 
     @property
     def length_B1(self) -> Tensor:
-        """The tokens of each completion, and what is scored behind its end."""
+        """The tokens of each completion, and those scored behind its end."""
         return learnable(self.rollout, self.views).sum(1, keepdim=True).clamp_min(1)
 
 
 class Loss(NamedTuple):
-    """A summed loss, and what to log of the elements (tokens or completions) that count."""
+    """A summed loss, and what to log of the elements (tokens or completions) with a weight above 0."""
 
     total: Tensor
     ratio: Tensor
@@ -129,153 +132,288 @@ class Loss(NamedTuple):
     kl: Tensor
 
 
+def weighted_sum(
+    loss: Tensor, weight: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None
+) -> Loss:
+    """The loss summed by weight. By default ratios are logged as 1, not clipped, and divergences as 0."""
+    counts = weight > 0
+    ratio = torch.ones_like(weight) if ratio is None else ratio
+    clipped = torch.zeros_like(counts) if clipped is None else clipped
+    kl = torch.zeros_like(weight) if kl is None else kl.detach()
+    return Loss((weight * loss).sum(), ratio[counts], clipped[counts], kl[counts])
+
+
 def learnable(rollout: Rollout, views: Views) -> Tensor:
-    """The tokens [B, T] that a loss is about: of the completion, and what is scored behind its end."""
+    """The tokens [B, T] that a loss is about: of the completion, and those scored behind its end."""
     return rollout.completion_BT | views.target_BMT.any(1)
 
 
-def parts_of(rollout: Rollout, views: Views, kind: str) -> Tensor:
-    """The part [B, T] of its completion that a token counts in (`shares`): the view that scores it, else the step that revealed it."""
-    return views.target_BMT.int().argmax(1) if kind.startswith("view") else rollout.steps_BT.clamp_min(0)
+def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
+    """The unit [B, T] over whose tokens `token_weights` averages: the view that scores a token, else the step that revealed it."""
+    by_view = aggregation is not None and aggregation.startswith("view")
+    return views.target_BMT.int().argmax(1) if by_view else rollout.steps_BT.clamp_min(0)
 
 
 def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
-    """Views of a plan, in which what was sampled behind the end is hidden, or `shown`: noised as the completion is, but not scored.
-    (Where it is to be learnt, the rollout is `whole` already.)"""
+    """The views that a plan makes. With `beyond_eos` "shown" they noise what stands behind the end like the completion, without scoring it.
+    (With "learnt" the rollout is `whole` already.)"""
     if beyond_eos != "shown":
         return plan(rollout)
-    views, own_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
-    return replace(views, target_BMT=views.target_BMT & own_B1T, weight_BMT=views.weight_BMT * own_B1T)
+    views, completion_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
+    return replace(views, target_BMT=views.target_BMT & completion_B1T, weight_BMT=views.weight_BMT * completion_B1T)
 
 
 def check_views(views: Views, rollout: Rollout, where: str) -> None:
-    """Refuse a plan that a loss cannot read: of another shape, or that scores what is shown, or what is not the completion's canvas.
+    """Refuse views of a wrong type, shape or dtype, and views that score what they show or what is outside the completion's canvas.
 
     Raises:
-        TrainingError: it is one; names `where` it is from.
+        TrainingError: the views are refused; names `where` they were planned.
     """
     batch, length = rollout.ids_BT.shape
     remedy = "Return Views of hidden and scored (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
     if not isinstance(views, Views):
         raise TrainingError(f"{type(views).__name__} is no plan of views", where=where, remedy=remedy)
-    parts = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
-    kinds = [part.dtype if part.dtype == torch.bool else part.is_floating_point() for part in parts]
-    shapes = [tuple(part.shape) for part in parts]
+    tensors = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
+    dtypes_fit = views.hidden_BMT.dtype == views.target_BMT.dtype == torch.bool and views.weight_BMT.is_floating_point()
+    shapes = [tuple(part.shape) for part in tensors]
     count = shapes[0][1] if len(shapes[0]) == 3 else 0
-    if kinds != [torch.bool, torch.bool, True] or count == 0 or shapes != [(batch, count, length)] * 3:
-        told = ", ".join(f"{part.dtype} {list(part.shape)}" for part in parts)
-        raise TrainingError(f"tensors of {told}, for {batch} rows of {length} tokens", where=where, remedy=remedy)
+    if not dtypes_fit or count == 0 or shapes != [(batch, count, length)] * 3:
+        found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in tensors)
+        raise TrainingError(f"tensors of {found}, for {batch} rows of {length} tokens", where=where, remedy=remedy)
     noised = slice(-1 if views.causal else None)
     if (views.target_BMT & ~views.hidden_BMT)[:, noised].any():
         raise TrainingError("tokens are scored that the model is shown", where=where, remedy="Hide what is scored")
     if (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
-        raise TrainingError("tokens are scored that are not the completion's", where=where, remedy="Score what completion_BT says")
+        raise TrainingError("tokens are scored that are not the completion's", where=where, remedy="Score only tokens of completion_BT")
 
 
-Plan = Callable[[Rollout, Draw, Any], Views]
-Weighing = Literal["token", "mean", "bound"]
-SURROGATE = ("epsilon", "epsilon_high", "dual_clip", "log_ratio_clamp")
-"""The settings of a clipped ratio."""
-GRADIENT = ("beta", "importance_cap")
-"""Those that `policy_gradient` reads."""
+def plan_setting(default: Any) -> Any:
+    """A setting that only the method's own `plan` reads: refused where a masking strategy plans instead, and for causal models."""
+    return field(default=default, metadata={"plan": True})
 
 
-def token_loss(scores: Scores, config: Any, kl_weight: Tensor | float = 1.0) -> Loss:
-    """The clipped surrogate of every token, and the divergence from the reference, of another weight [B, T] if it is given.
-
-    With `config.ratio` "sequence" all tokens of a completion have the geometric mean of their ratios (GSPO, Zheng et al. 2025), with
-    "product" the ratio of the whole.
-    """
-    policy_BT, old_BT = scores.of_tokens(scores.policy_BMT), scores.of_tokens(scores.old_BMT)
-    gap_BT = policy_BT - old_BT
-    if config.ratio != "token":
-        scored_B1 = scores.views.target_BMT.any(1).sum(1, keepdim=True) if config.ratio == "sequence" else torch.ones_like(gap_BT[:, :1])
-        gap_BT = (gap_BT.sum(1, keepdim=True) / scored_B1.clamp_min(1)).expand_as(gap_BT)
-    reference_BT = None if scores.reference_BMT is None else scores.of_tokens(scores.reference_BMT) - policy_BT
-    return surrogate(gap_BT, reference_BT, scores.advantage_BT, scores.share_BT, config, scores.importance_BT, kl_weight)
+def fixed(value: Any) -> Any:
+    """A setting of all methods that this one works with at one value alone: another one is refused."""
+    return field(default=value, init=False)
 
 
-def surrogate(
-    gap: Tensor,
-    reference_gap: Tensor | None,
-    advantage: Tensor,
-    share: Tensor,
-    config: Any,
-    importance: Tensor | None = None,
-    kl_weight: Tensor | float = 1.0,
-) -> Loss:
-    """The clipped surrogate and the divergence of elements of any shape, weighted by their share.
-
-    Args:
-        gap: log-probability of the policy less that of the old policy.
-        reference_gap: log-probability of the reference less that of the policy.
-        importance: weight of the surrogate.
-        kl_weight: of the divergence, beside `config.beta`.
-    """
-    if config.log_ratio_clamp is not None:  # k3 is an exponential too
-        gap = gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
-        reference_gap = None if reference_gap is None else reference_gap.clamp(-config.log_ratio_clamp, config.log_ratio_clamp)
-    high = config.epsilon if config.epsilon_high is None else config.epsilon_high
-    made = clipped_surrogate(gap, advantage, clip_low=config.epsilon, clip_high=high, dual_clip=config.dual_clip)
-    loss = made.loss if importance is None else importance * made.loss
-    kl = torch.zeros_like(gap) if reference_gap is None else divergence(reference_gap, config.kl)
-    if config.kl_unbiased:  # of samples of the old policy, and with the gradient of the ratio (DeepSeek-AI 2025, DeepSeek-V3.2)
-        kl = gap.exp() * kl
-    return of_elements(loss + config.beta * kl_weight * kl, share, made.ratio, made.clipped, kl)
-
-
-def of_elements(loss: Tensor, share: Tensor, ratio: Tensor | None = None, clipped: Tensor | None = None, kl: Tensor | None = None) -> Loss:
-    """The sum of what counts. What is not given was 1, not clipped, and 0."""
-    counts = share > 0
-    ratio = torch.ones_like(share) if ratio is None else ratio
-    clipped = torch.zeros_like(counts) if clipped is None else clipped
-    kl = torch.zeros_like(share) if kl is None else kl.detach()
-    return Loss((share * loss).sum(), ratio[counts], clipped[counts], kl[counts])
-
-
-def policy_gradient(scores: Scores, config: Any) -> Loss:
-    """-advantage times the log-probability of every token, without a ratio: the sampler is, or is taken for, the policy itself."""
-    policy_BT = scores.of_tokens(scores.policy_BMT)
-    loss_BT = -scores.advantage_BT * policy_BT
-    if scores.importance_BT is not None:
-        loss_BT = scores.importance_BT * loss_BT
-    if scores.reference_BMT is None:
-        return of_elements(loss_BT, scores.share_BT)
-    kl_BT = scores.of_tokens(divergence(scores.reference_BMT - scores.policy_BMT, config.kl))  # weights may be far from 1
-    return of_elements(loss_BT + config.beta * kl_BT, scores.share_BT, kl=kl_BT)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
-    """A member of the GRPO family.
+    """A member of the GRPO family. Its fields are its settings and their defaults.
+
+    `GRPOConfig` has each setting as a key of the same name. It takes an unset key from the method's default, and refuses a key of other
+    methods that this one has no field for. To add a method, subclass this class or one below it, and decorate it with `register`.
 
     Attributes:
         name: as in `GRPOConfig(method=...)`.
-        plan: (rollout, source of randomness, config) -> views. Made once per rollout and inner iteration; the same views score
-            the policy, the old policy and the reference.
-        loss: (scores, config) -> the summed loss, from scores on all views.
-        separable: whether the loss is the sum over views of losses of each view's scores alone; else it is found from all
-            scores before any view is gone through with gradients.
-        on_policy: whether a rollout can be learnt from once only.
-        weighs: what the loss takes the weights of a masking strategy's views (`unmask.rl.methods.masking`) to give: a value for each token,
-            the mean over each view's tokens, or a bound on the likelihood.
-        uses, plan_uses: the settings that its loss and its plan read, of those that not all methods read. Where they are given for
-            another method they are refused. `beta` stands for the divergence, `importance_cap` for weights that correct for a server.
-        defaults: the settings that make the method what it is, where they are not those of diffu-GRPO.
-        by_attention: those that follow from the model's attention; None among the defaults.
-        partial: whether `beyond_eos: shown` means something: its views hide any part of a completion, and not as it was sampled.
-        fixed: the settings that its plan relies on: other values than by default are refused.
+        separable: whether the loss is a sum over views of losses of one view each; else the gradient by the log-probabilities of all
+            views is found first, and then passed back through one view at a time.
+        estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
+            token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
+        partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay its sampling.
+        advantage, aggregation: see `unmask.rl.losses`; aggregation None: `for_attention` sets it.
+        difficulty, drop_equal_groups: which groups are learnt from (`kept_groups`).
+        num_iterations: updates per rollout.
+        policy, steps, stop_at_eos, beyond_eos: how completions are sampled, and which of their tokens are learnt.
     """
 
-    name: str
-    plan: Plan
-    loss: Callable[[Scores, Any], Loss] = token_loss
-    separable: bool = False
-    on_policy: bool = False
-    uses: tuple[str, ...] = (*SURROGATE, "ratio", "kl_unbiased", *GRADIENT)
-    plan_uses: tuple[str, ...] = ()
-    weighs: Weighing = "token"
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    by_attention: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    partial: bool = True
-    fixed: tuple[str, ...] = ()
+    name: ClassVar[str]
+    separable: ClassVar[bool] = False
+    estimator: ClassVar[Estimator] = "token"
+    partial: ClassVar[bool] = True
+
+    advantage: AdvantageKind = "r-mean"
+    aggregation: Aggregation | None = "token"
+    difficulty: list[float] | None = None
+    drop_equal_groups: bool = False
+    num_iterations: int = 1
+    policy: str = "confidence"
+    steps: int | None = None
+    stop_at_eos: bool = True
+    beyond_eos: str = "hidden"
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        """The views that score the policy, the old policy and the reference in one inner iteration; `draw` is the source of randomness."""
+        raise NotImplementedError
+
+    def loss(self, inputs: LossInputs) -> Loss:
+        """The summed loss."""
+        raise NotImplementedError
+
+    def sums_over_views(self) -> bool:
+        """Whether with these settings the loss is a sum over views."""
+        return self.separable
+
+    def for_attention(self, attention: str) -> Self:
+        """The method with the settings that follow from the model's attention."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergenceMethod(Method):
+    """A method whose loss may hold the policy to another model.
+
+    Attributes:
+        beta: weight of the KL divergence.
+        kl: its estimate (`unmask.rl.losses.divergence`).
+        kl_to: the other model: "reference", or "old", the policy that sampled.
+    """
+
+    beta: float = 0.0
+    kl: Divergence = "k3"
+    kl_to: str = "reference"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedMethod(DivergenceMethod):
+    """A method with PPO's clipped surrogate.
+
+    Attributes:
+        epsilon, epsilon_high: how far the ratio may lie below and above 1; epsilon_high None: epsilon.
+        dual_clip: bound of the ratio where the advantage is negative; None: unbounded.
+        log_ratio_clamp: bound of the absolute logarithm of the ratio; None: unbounded.
+    """
+
+    epsilon: float = 0.5
+    epsilon_high: float | None = None
+    dual_clip: float | None = None
+    log_ratio_clamp: float | None = None
+
+    def clamped(self, log_ratio: Tensor) -> Tensor:
+        """The logarithm of a ratio within `log_ratio_clamp`."""
+        return log_ratio if self.log_ratio_clamp is None else log_ratio.clamp(-self.log_ratio_clamp, self.log_ratio_clamp)
+
+    def surrogate(
+        self,
+        log_ratio: Tensor,
+        reference_log_ratio: Tensor | None,
+        advantage: Tensor,
+        weight: Tensor,
+        *,
+        importance: Tensor | None = None,
+        kl_weight: Tensor | float = 1.0,
+        kl_unbiased: bool = False,
+    ) -> Loss:
+        """The clipped surrogate and the divergence of elements of any shape, summed by weight.
+
+        Args:
+            log_ratio: log-probability under the policy less that under the old policy.
+            reference_log_ratio: log-probability under the reference less that under the policy; None: no divergence.
+            importance: a factor of the surrogate.
+            kl_weight: a factor of the divergence, beside `beta`.
+            kl_unbiased: multiply the divergence by the ratio, as the samples are the old policy's (DeepSeek-AI 2025, DeepSeek-V3.2).
+        """
+        log_ratio = self.clamped(log_ratio)
+        high = self.epsilon if self.epsilon_high is None else self.epsilon_high
+        clipped = clipped_surrogate(log_ratio, advantage, clip_low=self.epsilon, clip_high=high, dual_clip=self.dual_clip)
+        loss = clipped.loss if importance is None else importance * clipped.loss
+        kl = torch.zeros_like(log_ratio)
+        if reference_log_ratio is not None:
+            kl = divergence(self.clamped(reference_log_ratio), self.kl)  # clamped: k3 is an exponential too
+        if kl_unbiased:
+            kl = log_ratio.exp() * kl
+        return weighted_sum(loss + self.beta * kl_weight * kl, weight, clipped.ratio, clipped.clipped, kl)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenMethod(ClippedMethod):
+    """The clipped surrogate of every token, and the divergence from the reference.
+
+    Attributes:
+        ratio: "token": each token has its own. "sequence": all tokens of a completion have the geometric mean of theirs (GSPO, Zheng et
+            al. 2025). "product": all have the ratio of the whole completion.
+        kl_unbiased: see `surrogate`.
+        importance_cap: bound of the weight that corrects for a server's own log-probabilities; None: no correction.
+    """
+
+    ratio: str = "token"
+    kl_unbiased: bool = False
+    importance_cap: float | None = 2.0
+
+    def loss(self, inputs: LossInputs) -> Loss:
+        return self.token_loss(inputs)
+
+    def token_loss(self, inputs: LossInputs, kl_weight: Tensor | float = 1.0) -> Loss:
+        """The loss; `kl_weight` [B, T] is a factor of the divergence."""
+        policy_BT, old_BT = inputs.of_tokens(inputs.policy_BMT), inputs.of_tokens(inputs.old_BMT)
+        log_ratio_BT = policy_BT - old_BT
+        if self.ratio != "token":
+            whole_B1 = log_ratio_BT.sum(1, keepdim=True)
+            if self.ratio == "sequence":
+                whole_B1 = whole_B1 / inputs.views.target_BMT.any(1).sum(1, keepdim=True).clamp_min(1)
+            log_ratio_BT = whole_B1.expand_as(log_ratio_BT)
+        reference_BT = None if inputs.reference_BMT is None else inputs.of_tokens(inputs.reference_BMT) - policy_BT
+        return self.surrogate(
+            log_ratio_BT,
+            reference_BT,
+            inputs.advantage_BT,
+            inputs.token_weight_BT,
+            importance=inputs.importance_BT,
+            kl_weight=kl_weight,
+            kl_unbiased=self.kl_unbiased,
+        )
+
+    def sums_over_views(self) -> bool:
+        return self.separable and self.ratio == "token"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyGradientMethod(DivergenceMethod):
+    """-advantage times the log-probability of every token, without a ratio: the policy itself sampled, or is assumed to have sampled.
+
+    Attributes:
+        importance_cap: as of `TokenMethod`.
+    """
+
+    importance_cap: float | None = 2.0
+
+    def loss(self, inputs: LossInputs) -> Loss:
+        loss_BT = -inputs.advantage_BT * inputs.of_tokens(inputs.policy_BMT)
+        if inputs.importance_BT is not None:
+            loss_BT = inputs.importance_BT * loss_BT
+        if inputs.reference_BMT is None:
+            return weighted_sum(loss_BT, inputs.token_weight_BT)
+        kl_BT = inputs.of_tokens(divergence(inputs.reference_BMT - inputs.policy_BMT, self.kl))  # by view: weights may be far from 1
+        return weighted_sum(loss_BT + self.beta * kl_BT, inputs.token_weight_BT, kl=kl_BT)
+
+
+METHODS: dict[str, type[Method]] = {}
+M = TypeVar("M", bound=Method)
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def register(method: type[M]) -> type[M]:
+    """Decorate a subclass of `Method`: makes it a frozen dataclass and lets `GRPOConfig(method=...)` name it. A method of the same name is
+    replaced.
+
+    Raises:
+        ConfigError: a default was changed without an annotation, so that it would be no field.
+    """
+    inherited = {each.name for base in method.__mro__[1:] if issubclass(base, Method) for each in fields(base)}
+    for name in inherited & vars(method).keys() - method.__annotations__.keys():
+        raise ConfigError(f"{method.__name__}.{name} has no annotation", where=method.__module__, remedy=f"Write {name}: TYPE = VALUE")
+    method = dataclass(frozen=True, kw_only=True)(method)
+    METHODS[method.name] = method
+    return method
+
+
+def get_method(name: str) -> type[Method]:
+    """The method of this name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in METHODS:
+        raise ConfigError(f"unknown method {name!r}", where="method", remedy=did_you_mean(name, METHODS))
+    return METHODS[name]
+
+
+def settings_of(method: type[Method], *, plan: bool = True) -> dict[str, Any]:
+    """A method's settings and their defaults, with or without those that only its plan reads."""
+    defaults = method()
+    return {each.name: getattr(defaults, each.name) for each in fields(method) if plan or not each.metadata.get("plan")}
+
+
+def fixed_settings(method: type[Method]) -> set[str]:
+    """The settings for which a method accepts one value alone."""
+    return {each.name for each in fields(method) if not each.init}

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns
-from unmask.rl.methods.base import Method, Rollout
+from unmask.rl.losses import AdvantageKind
+from unmask.rl.methods.base import Rollout, TokenMethod, register
 
 LOW, HIGH = 0.2, 0.8
 
 
-def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """All hidden, weight 1/2; a share rho ~ U(.2, .8) of the tokens, and the others, weights 1/rho and 1/(1 - rho), halved.
+def coupled_views(rollout: Rollout, draw: Draw) -> Views:
+    """All hidden, weight 1/2; a fraction rho ~ U(.2, .8) of the tokens, and the others, weights 1/rho and 1/(1 - rho), halved.
 
-    What a token weighs is not a probability: a small rho inflates its ratio.
+    A token's weighted sum is not a log-probability: a small rho inflates its ratio.
     """
     completion_B1T = rollout.completion_BT[:, None]
     rate_B11 = LOW + (HIGH - LOW) * draw.per_sequence(1, Stream.TIME)[:, :, None]
@@ -26,4 +25,13 @@ def plan(rollout: Rollout, draw: Draw, config: Any) -> Views:
     return rollout.hiding(target_BMT, torch.where(target_BMT, weight_BM1, 0))
 
 
-COUPLED_GRPO = Method("coupled-grpo", plan, defaults={"advantage": "leave-one-out", "beta": 0.01})
+@register
+class CoupledGRPO(TokenMethod):
+    """coupled-GRPO."""
+
+    name = "coupled-grpo"
+    advantage: AdvantageKind = "leave-one-out"
+    beta: float = 0.01
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        return coupled_views(rollout, draw)

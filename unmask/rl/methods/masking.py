@@ -1,4 +1,4 @@
-"""Masking strategies: what is hidden of a completion, in place of a method's own plan. What it weighs follows from the method's loss.
+"""Masking strategies: what views hide of a completion, in place of a method's own plan. Weights follow from the method's loss.
 
 One of your own is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
 
@@ -7,7 +7,7 @@ One of your own is a class with `plan`, for `GRPOTrainer(..., masking=Growing())
             hidden_BMT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
             return weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
 
-Shapes: B completions, M views, T positions, N patterns; L tokens of a group, k of them hidden.
+Shapes: B completions, M views, T positions, N patterns, R completions times views; L tokens of a group, k of them hidden.
 """
 
 from __future__ import annotations
@@ -23,57 +23,58 @@ from torch import Tensor
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide
 from unmask.errors import ConfigError, did_you_mean
-from unmask.rl.methods import coupled, get_method, spg
-from unmask.rl.methods.base import Rollout, Weighing
+from unmask.rl.methods.base import Estimator, Rollout, get_method
+from unmask.rl.methods.coupled import coupled_views
+from unmask.rl.methods.spg import block_by_block
 
 TABLES = 128
-"""Of random numbers that are kept: one for each inner iteration, kind of draw and power of two of positions."""
+"""Tables of random numbers that are kept: one per inner iteration, stream and power of two of positions."""
 
 
 class MaskingStrategy:
     """Plans the views of a method in its place."""
 
-    serves: tuple[Weighing, ...] = ("token", "mean", "bound")
-    """The losses that its views are for (`Method.weighs`)."""
+    estimators: tuple[Estimator, ...] = ("token", "mean", "bound")
+    """What its weighted views can estimate (`Method.estimator`)."""
     uses: tuple[str, ...] | None = ("samples",)
-    """The settings that it reads, as `Method.plan_uses`; None: those of the method's own plan."""
+    """The settings that its plan reads; None: those of the method's own plan."""
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         """The views of one inner iteration.
 
-        They follow from each completion and the draw alone: not from the rest of the batch, the global generators or earlier calls.
-        What is scored is hidden and belongs to the completion; the canvas behind its end is hidden (`weighed` sees to it).
+        They depend on each completion and the draw alone: not on the rest of the batch, the global generators or earlier calls.
+        Targets are hidden and belong to the completion; the canvas behind its end is hidden (`weighed` does that).
 
         Args:
             rollout: the completions.
             draw: the source of randomness.
             config: the `GRPOConfig`.
-            progress: the share of the optimizer steps that was done when the completions were sampled, from 0 to 1.
+            progress: the fraction of the optimizer steps done when the completions were sampled, from 0 to 1.
         """
         raise NotImplementedError
 
     def get_cache_stats(self) -> dict[str, float]:
-        """Of the patterns looked up: those that were known (hits), those that were not (misses), the share of hits (hit_rate, also called
-        rate; 0 before the first look-up); and how many are kept (size)."""
+        """Statistics of the pattern cache: hits, misses, the fraction of hits (hit_rate, also called rate; 0 before the first look-up), and
+        the number of patterns kept (size)."""
         return {"hits": 0, "misses": 0, "rate": 0.0, "hit_rate": 0.0, "size": 0}
 
 
-def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, weighing: Weighing | None = None) -> Views:
-    """Views that hide some of the completion and all that is behind its end, with the weights that the method's loss is made for.
+def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None) -> Views:
+    """Views that hide some of the completion and all behind its end, with the weights that the method's loss needs.
 
-    token: one over the number of views that hide the token, so that its value is its mean log-probability over these; one that no view
-    hides has value 0 and ratio 1. mean: one over the number of tokens that the view hides. bound: L/k over the number of views, which
+    token: one over the number of views that hide the token, so that the sum is its mean log-probability over these; a token that no view
+    hides has sum 0 and ratio 1. mean: one over the number of tokens that the view hides. bound: L/k over the number of views, which
     estimates the ELBO where k ~ U{1..L}.
 
     Args:
-        target_BMT: what is hidden of the completion [B, M, T].
-        weighing: another than the method's.
+        target_BMT: the hidden tokens of the completion [B, M, T].
+        estimator: another than the method's.
     """
-    weighing = weighing or get_method(config.method).weighs
-    if weighing == "bound":
+    estimator = estimator or get_method(config.method).estimator
+    if estimator == "bound":
         weight_BMT = weights_by_rate(rollout, target_BMT)
     else:
-        weight_BMT = target_BMT / target_BMT.sum(1 if weighing == "token" else 2, keepdim=True).clamp_min(1)
+        weight_BMT = target_BMT / target_BMT.sum(1 if estimator == "token" else 2, keepdim=True).clamp_min(1)
     return rollout.hiding(target_BMT, weight_BMT)
 
 
@@ -88,7 +89,7 @@ def weights_by_rate(rollout: Rollout, target_BMT: Tensor) -> Tensor:
 class Diffusion(MaskingStrategy):
     """The forward process with the linear schedule: `config.samples` views of k ~ U{1..L} hidden tokens, stratified.
 
-    A time t ~ U(0, 1) at which each token is hidden with probability t hides k ~ U{0..L} of them: this is that, given that it hides any.
+    With t ~ U(0, 1) and each token hidden with probability t, k ~ U{0..L}: this is that distribution, given k > 0.
     """
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
@@ -100,12 +101,12 @@ class Adaptive(MaskingStrategy):
     """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the progress of training.
 
     Args:
-        start, end: r at the first step, and towards the last one; in between it is linear in the steps.
+        start, end: r at the first step, and towards the last one; linear in the steps.
         adaptive_loss: whether hidden tokens weigh L/k over the number of views, about 1/r: the weights of a view then add up to those of a
-            completion hidden whole, at any rate. They stand in the exponent of the ratio, which a low rate inflates.
+            completion hidden whole, at any rate. They are in the exponent of the ratio, which a low rate inflates.
     """
 
-    serves = ("token",)
+    estimators = ("token",)
 
     def __init__(self, start: float = 0.3, end: float = 0.9, *, adaptive_loss: bool = False):
         if not (0 < start <= 1 and 0 < end <= 1):
@@ -121,66 +122,63 @@ class Adaptive(MaskingStrategy):
 
 
 class Block(MaskingStrategy):
-    """SPG's views, of what sampling block by block sees: in each a random decoding block hidden in part, clean before, hidden behind."""
+    """SPG's views, like the states of sampling block by block: a random decoding block hidden in part, clean before it, hidden behind."""
 
-    serves = ("token", "mean")
+    estimators = ("token", "mean")
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        return weighed(rollout, spg.block_by_block(rollout, draw, config.samples)[0], config)
+        return weighed(rollout, block_by_block(rollout, draw, config.samples)[0], config)
 
 
 class Coupled(MaskingStrategy):
-    """coupled-GRPO's views and weights: all hidden, and a pair of which each shows what the other hides."""
+    """coupled-GRPO's views and weights: all hidden, and a complementary pair."""
 
-    serves = ("token",)
+    estimators = ("token",)
     uses = ()
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        return coupled.plan(rollout, draw, config)
+        return coupled_views(rollout, draw)
 
 
 @dataclass(frozen=True)
-class Known(Draw):
+class CachedDraw(Draw):
     """A draw of few keys, whose numbers are looked up."""
 
     numbers: Callable[..., Tensor] = field(kw_only=True)
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         length = position_BT.shape[1]
-        width = 1 << (length - 1).bit_length()  # the next power of two: few tables serve all lengths
-        known_NMT = self.numbers(self.seed, self.iteration, stream, views, width, position_BT.device)
-        return known_NMT[self.key_B, :, :length].gather(2, position_BT[:, None].expand(-1, views, -1))
+        width = 1 << (length - 1).bit_length()  # the next power of two, so that few tables cover all lengths
+        cached_NMT = self.numbers(self.seed, self.iteration, stream, views, width, position_BT.device)
+        return cached_NMT[self.key_B, :, :length].gather(2, position_BT[:, None].expand(-1, views, -1))
 
 
 class Optimized(MaskingStrategy):
-    """Another strategy's plans (or the method's own), of N patterns of random numbers that are drawn ahead and used again.
+    """Another strategy's plans (or the method's own), from N patterns of random numbers that are drawn once and reused.
 
-    A completion's plan is that of its key modulo N. Each plan has the distribution that it had, but completions that share a pattern, in
-    a batch or in different steps, share what was random in it: a run averages over N patterns for each inner iteration instead of over
-    ever new ones. The numbers follow from the seed and the pattern, so that no checkpoint needs to hold them.
+    A completion has the pattern of its key modulo N. Each plan keeps its distribution, but completions with one pattern, in a batch or in
+    different steps, share its random numbers: a run averages over N patterns for each inner iteration instead of over ever new ones. The
+    numbers follow from the seed and the pattern, so that no checkpoint needs to hold them.
 
     Args:
-        inner: the strategy; None: the method's own plan. What is random in it comes from `draw.uniform`, at positions below T.
+        inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at positions below T.
         patterns: N.
-        adaptive_loss: whether hidden tokens weigh L/k over the number of views, as of `Adaptive`, whatever the plan weighs them. If k is
-            uniform from 1 to L, and each set of k tokens is as likely as any other, the weighted sum is an unbiased estimate of the ELBO.
-            A plan that hides the completion whole keeps its weights: the rate is 1.
+        adaptive_loss: whether hidden tokens weigh L/k over the number of views, as with `Adaptive`, in place of the plan's weights. If k is
+            uniform from 1 to L, and all sets of k tokens are equally likely, the weighted sum is an unbiased estimate of the ELBO. A plan
+            that hides the completion whole keeps its weights: the rate is 1.
     """
 
     def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False):
         if patterns < 1:
             raise ConfigError(f"{patterns} patterns", where="patterns", remedy="Use 1 or more")
         self.inner, self.patterns, self.adaptive_loss = inner, patterns, adaptive_loss
-        self.serves = MaskingStrategy.serves if inner is None else inner.serves
+        self.estimators = MaskingStrategy.estimators if inner is None else inner.estimators
         self.uses = None if inner is None else inner.uses
-        self.numbers = lru_cache(maxsize=TABLES)(partial(drawn, patterns))
+        self.numbers = lru_cache(maxsize=TABLES)(partial(drawn_patterns, patterns))
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        known = Known(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.order_B, numbers=self.numbers)
-        if self.inner is None:
-            views = get_method(config.method).plan(rollout, known, config)
-        else:
-            views = self.inner.plan(rollout, known, config, progress)
+        cached = CachedDraw(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.order_B, numbers=self.numbers)
+        views = self.inner.plan(rollout, cached, config, progress) if self.inner else config.build_method().plan(rollout, cached)
         return replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT)) if self.adaptive_loss else views
 
     def get_cache_stats(self) -> dict[str, float]:
@@ -189,8 +187,8 @@ class Optimized(MaskingStrategy):
         return {"hits": info.hits, "misses": info.misses, "rate": rate, "hit_rate": rate, "size": info.currsize}
 
 
-def drawn(patterns: int, seed: int, iteration: int, stream: Stream, views: int, length: int, device: torch.device) -> Tensor:
-    """What `Draw.uniform` says of the keys below `patterns` at all positions [N, M, T]."""
+def drawn_patterns(patterns: int, seed: int, iteration: int, stream: Stream, views: int, length: int, device: torch.device) -> Tensor:
+    """`Draw.uniform` of the keys below `patterns` at all positions [N, M, T]."""
     draw = Draw(seed, torch.arange(patterns, device=device), iteration)
     return draw.uniform(torch.arange(length, device=device).expand(patterns, -1), views, stream)
 
@@ -205,7 +203,7 @@ STRATEGIES: dict[str, type[MaskingStrategy]] = {
 
 
 def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bool = False) -> MaskingStrategy | None:
-    """The strategy that is given, or that the config names; None: the method's own plan.
+    """The given strategy, or the one that the config names; None: the method's own plan.
 
     Args:
         exact: whether the model's likelihood is exact, whatever is hidden.
@@ -224,14 +222,14 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     if exact:
         raise ConfigError("a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out")
     method = get_method(config.method)
-    if method.separable:  # its loss takes each token to be scored in one view only
+    if method.separable:  # its loss needs each token scored in one view only
         what = f"the views of {config.method} are the steps of its rollouts"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
-    if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.weighs != "token":
+    if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.estimator != "token":
         what = f"{config.method} weighs the tokens of a view by how many it hides, without this setting too"
         raise ConfigError(what, where="adaptive_loss", remedy="Leave it out, or use a method whose loss is of single tokens")
-    if method.weighs not in strategy.serves:
-        fitting = [name for name, kind in STRATEGIES.items() if method.weighs in kind.serves]
+    if method.estimator not in strategy.estimators:
+        fitting = [name for name, kind in STRATEGIES.items() if method.estimator in kind.estimators]
         what = f"{config.method} compares bounds on the likelihood, which the views of {type(strategy).__name__} do not estimate"
         raise ConfigError(what, where="masking", remedy=f"Use one of {', '.join(fitting)}, or leave it out")
     return strategy

@@ -1,9 +1,9 @@
 """Methods that replay the sampler's steps: each token is scored in the state in which it was drawn, or in one shortly before.
 
-With one step per view this is the exact policy gradient of the sampler's token choices. A token then counts in one view, so
-that the views of a loss can be gone through one by one.
+With one step per view this is the exact policy gradient of the sampler's token choices. Each token is scored in one view, so
+that the loss is a sum over views.
 
-In a model by blocks every block has its clean past beside it: its steps are counted by themselves, and one view holds the
+In a model by blocks every block attends to its clean past: its steps are counted from its own first, and one view holds the
 same step of every block.
 
 Shapes: B completions, M views, T positions, S steps.
@@ -11,15 +11,25 @@ Shapes: B completions, M views, T positions, S steps.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns
-from unmask.rl.methods.base import GRADIENT, Loss, Method, Rollout, Scores, policy_gradient, token_loss
+from unmask.rl.losses import AdvantageKind, Aggregation
+from unmask.rl.methods.base import (
+    Loss,
+    LossInputs,
+    PolicyGradientMethod,
+    Rollout,
+    TokenMethod,
+    fixed,
+    plan_setting,
+    register,
+)
 
 
 def steps_within(rollout: Rollout) -> Tensor:
@@ -45,93 +55,138 @@ def replay(rollout: Rollout, order_BT: Tensor) -> Views:
     return Views(hidden_BMT, target_BMT, target_BMT.float())
 
 
-def every_step(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """A view for every step."""
-    return replay(rollout, steps_within(rollout))
-
-
-def merged_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """Each completion's steps in `config.segments` stretches as equal as possible: its views are the same in any batch."""
-    step_BT = steps_within(rollout)
-    steps_B1 = step_BT.amax(1, keepdim=True) + 1
-    segment_BT = step_BT * steps_B1.clamp_max(config.segments) // steps_B1.clamp_min(1)
-    return replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
-
-
-def shrunk_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """`config.shrink` steps in a view."""
-    step_BT = steps_within(rollout)
-    return replay(rollout, torch.where(step_BT >= 0, step_BT // config.shrink, -1))
-
-
-def sampled_steps(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """K = `config.samples` of each completion's S steps, without replacement, of weight S/K."""
-    views = every_step(rollout, draw, config)
-    scoring_BM = views.target_BMT.any(2)
-    chosen_BM = torch.where(scoring_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, : config.samples]
+def sampled_steps(rollout: Rollout, draw: Draw, samples: int) -> Views:
+    """K = `samples` of each completion's S steps, without replacement, of weight S/K."""
+    views = replay(rollout, steps_within(rollout))
+    has_targets_BM = views.target_BMT.any(2)
+    chosen_BM = torch.where(has_targets_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, :samples]
     chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
-    steps_B1 = scoring_BM.sum(1, keepdim=True)
-    weight_B11 = (steps_B1 / steps_B1.clamp(1, config.samples))[:, :, None]
+    steps_B1 = has_targets_BM.sum(1, keepdim=True)
+    weight_B11 = (steps_B1 / steps_B1.clamp(1, samples))[:, :, None]
     hidden_BMT, target_BMT = (mask_BMT.gather(1, chosen_BMT) for mask_BMT in (views.hidden_BMT, views.target_BMT))
     return Views(hidden_BMT, target_BMT, target_BMT * weight_B11)
 
 
-def left_to_right(rollout: Rollout, draw: Draw, config: Any) -> Views:
-    """A view for every token, which hides it and all that stands behind it (in a model by blocks: in its block)."""
-    canvas_BT = rollout.completion_BT | rollout.beyond_BT
-    as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
-    return replay(as_steps, steps_within(as_steps))
+@dataclass(frozen=True, kw_only=True)
+class ReplayMethod(TokenMethod):
+    """The surrogate of tokens in the states in which they were drawn: a view for every step."""
+
+    separable = True
+    partial = False
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        return replay(rollout, steps_within(rollout))
 
 
-def trace_loss(scores: Scores, config: Any) -> Loss:
-    """The surrogate of tokens. With `aggregation: view` the divergence is summed over a view's tokens, where the surrogate is their mean,
-    as TraceRL's code for LLaDA has it."""
-    if config.aggregation != "view":
-        return token_loss(scores, config)
-    return token_loss(scores, config, torch.where(scores.share_BT > 0, 1 / scores.share_BT, 0))
+@dataclass(frozen=True, kw_only=True)
+class OnPolicyReplayMethod(PolicyGradientMethod):
+    """The gradient of the sampler's token choices. It has no ratio for a second update on the same rollout."""
+
+    separable = True
+    partial = False
+    num_iterations: int = fixed(1)
 
 
-REPLAY: dict[str, Any] = {"separable": True, "partial": False}
-ON_POLICY: dict[str, Any] = {"loss": policy_gradient, "uses": GRADIENT, "on_policy": True, **REPLAY}
-# CJ-GRPO (Zhou et al. 2025)
-CJ_GRPO = Method("cj-grpo", every_step, defaults={"aggregation": "step"}, **REPLAY)
-# d2 (Wang et al. 2025)
-STEP_MERGE = Method("step-merge", merged_steps, plan_uses=("segments",), **REPLAY)
-# TraceRL (Wang et al. 2025): as its code has it for LLaDA, and for SDAR.
-TRACE_RL = Method(
-    "trace-rl",
-    shrunk_steps,
-    loss=trace_loss,
-    plan_uses=("shrink",),
-    defaults={
-        "epsilon": 0.2,
-        "advantage": "population-z-score",
-        "beta": 0.01,
-        "kl_to": "old",
-        "aggregation": None,
-        "difficulty": [0.2, 0.8],
-    },
-    by_attention={
-        "causal": {"aggregation": "view"},
-        "bidirectional": {"aggregation": "view"},
-        "block_causal": {"aggregation": "view-constant", "log_ratio_clamp": 10.0},
-    },
-    **REPLAY,
-)
-# DiPO (2512.22234)
-DIPO = Method(
-    "dipo",
-    every_step,
-    **REPLAY,
-    defaults={"epsilon": 0.2, "epsilon_high": 0.28, "log_ratio_clamp": 10.0, "advantage": "z-score", "drop_equal_groups": True},
-)
-# AGRPO (2510.04019)
-AGRPO = Method("agrpo", sampled_steps, plan_uses=("samples",), defaults={"samples": 8, "aggregation": "constant"}, **ON_POLICY)
-# JustGRPO (2601.15165)
-JUST_GRPO = Method(
-    "just-grpo",
-    left_to_right,
-    defaults={"advantage": "z-score", "policy": "left_to_right", "aggregation": "constant", "drop_equal_groups": True},
-    fixed=("policy", "steps"),
-    **ON_POLICY,
-)
+@register
+class CJGRPO(ReplayMethod):
+    """CJ-GRPO (Zhou et al. 2025)."""
+
+    name = "cj-grpo"
+    aggregation: Aggregation | None = "step"
+
+
+@register
+class StepMerge(ReplayMethod):
+    """d2's step merging (Wang et al. 2025).
+
+    Attributes:
+        segments: views: stretches of a completion's steps, as equal as possible. They are the same in any batch.
+    """
+
+    name = "step-merge"
+    segments: int = plan_setting(4)
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        step_BT = steps_within(rollout)
+        steps_B1 = step_BT.amax(1, keepdim=True) + 1
+        segment_BT = step_BT * steps_B1.clamp_max(self.segments) // steps_B1.clamp_min(1)
+        return replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
+
+
+@register
+class TraceRL(ReplayMethod):
+    """TraceRL (Wang et al. 2025), as its code has it for LLaDA, and by blocks for SDAR.
+
+    Attributes:
+        shrink: steps in a view.
+    """
+
+    name = "trace-rl"
+    epsilon: float = 0.2
+    advantage: AdvantageKind = "population-z-score"
+    beta: float = 0.01
+    kl_to: str = "old"
+    aggregation: Aggregation | None = None
+    difficulty: list[float] | None = field(default_factory=lambda: [0.2, 0.8])
+    shrink: int = plan_setting(1)
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        step_BT = steps_within(rollout)
+        return replay(rollout, torch.where(step_BT >= 0, step_BT // self.shrink, -1))
+
+    def loss(self, inputs: LossInputs) -> Loss:
+        """The surrogate of tokens. With `aggregation: view` the divergence is summed over a view's tokens, where the surrogate is their
+        mean, as in the code for LLaDA."""
+        weight_BT = inputs.token_weight_BT
+        return self.token_loss(inputs, torch.where(weight_BT > 0, 1 / weight_BT, 0) if self.aggregation == "view" else 1.0)
+
+    def for_attention(self, attention: str) -> Self:
+        if attention != "block_causal":
+            return replace(self, aggregation=self.aggregation or "view")
+        return replace(self, aggregation=self.aggregation or "view-constant", log_ratio_clamp=self.log_ratio_clamp or 10.0)
+
+
+@register
+class DiPO(ReplayMethod):
+    """DiPO (2512.22234)."""
+
+    name = "dipo"
+    epsilon: float = 0.2
+    epsilon_high: float | None = 0.28
+    log_ratio_clamp: float | None = 10.0
+    advantage: AdvantageKind = "z-score"
+    drop_equal_groups: bool = True
+
+
+@register
+class AGRPO(OnPolicyReplayMethod):
+    """AGRPO (2510.04019).
+
+    Attributes:
+        samples: steps that are scored, of each completion.
+    """
+
+    name = "agrpo"
+    aggregation: Aggregation | None = "constant"
+    samples: int = plan_setting(8)
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        return sampled_steps(rollout, draw, self.samples)
+
+
+@register
+class JustGRPO(OnPolicyReplayMethod):
+    """JustGRPO (2601.15165): sampled and scored from left to right, one token at a time."""
+
+    name = "just-grpo"
+    advantage: AdvantageKind = "z-score"
+    aggregation: Aggregation | None = "constant"
+    drop_equal_groups: bool = True
+    policy: str = fixed("left_to_right")
+    steps: int | None = fixed(None)
+
+    def plan(self, rollout: Rollout, draw: Draw) -> Views:
+        """A view for every token, which hides it and all that stands behind it (in a model by blocks: in its block)."""
+        canvas_BT = rollout.completion_BT | rollout.beyond_BT
+        as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
+        return replay(as_steps, steps_within(as_steps))
