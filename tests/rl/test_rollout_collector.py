@@ -29,7 +29,7 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.load import load
 from unmask.rewards.verdict import Verdict
 from unmask.rl.config import GRPOConfig
-from unmask.rl.prompt_sampler import Judged
+from unmask.rl.rollout_collector import Judged
 from unmask.rl.trainer import GRPOTrainer
 
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}

@@ -21,8 +21,9 @@ from unmask.models.load import load
 from unmask.rl.config import GRPOConfig
 from unmask.rl.methods import Rollout
 from unmask.rl.methods.spg import lower_bound, upper_bound
-from unmask.rl.prompt_sampler import Judged
-from unmask.rl.rollouts import GroupSampler, make_rollout
+from unmask.rl.prompts import GroupSampler
+from unmask.rl.rollout import make_rollout
+from unmask.rl.rollout_collector import Judged
 from unmask.rl.trainer import GRPOTrainer
 from unmask.rl.update_buffer import Update, load_updates, save_updates
 from unmask.tasks import get_task

@@ -21,7 +21,7 @@ from tests.training.trl_peers import Gradients, Watch, distance, stock_on_disk
 from unmask.data.chat import encode_prompt
 from unmask.generation.output import Generation, Trace
 from unmask.rl.config import GRPOConfig
-from unmask.rl.rollouts import PromptRow
+from unmask.rl.prompts import PromptRow
 from unmask.rl.trainer import GRPOTrainer
 
 trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")

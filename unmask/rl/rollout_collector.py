@@ -5,10 +5,9 @@ Shapes: B completions, F reward functions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -17,8 +16,6 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from unmask.diffusion.rng import sequence_key
-from unmask.errors import ConfigError
 from unmask.generation.output import Generation
 from unmask.generation.remote.backends import make_backend
 from unmask.models.adapters import has_adapters, merged
@@ -27,9 +24,9 @@ from unmask.models.model_state import evaluating
 from unmask.rl.completion_log import Samples
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import advantages, kept_groups, overlong_penalty
-from unmask.rl.prompt_sampler import Judged, PromptHistory
+from unmask.rl.prompts import PromptHistory, PromptRow, completion_key
 from unmask.rl.reward_functions import Rewards
-from unmask.rl.rollouts import PromptRow, cut_at_end
+from unmask.rl.rollout import cut_at_end
 from unmask.sandbox.outcome import Status
 from unmask.training.distributed import failing_together
 from unmask.training.run_log import metric_of_function
@@ -53,6 +50,50 @@ class Collecting(Protocol):
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation: ...
     def judge(self, rows: list[PromptRow], step: int) -> Judged: ...
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Completions and what they earned, one entry per row.
+
+    Attributes:
+        reward_BF: of each function, NaN where it does not apply.
+        total_B: weighted and summed; NaN: unscored.
+        extras: what reward functions tell of each beside (`log_extra`), by name.
+    """
+
+    rows: list[PromptRow]
+    generation: Generation
+    reward_BF: Tensor
+    total_B: Tensor
+    extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+
+    @property
+    def group_B(self) -> Tensor:
+        """The prompt of each completion."""
+        return torch.tensor([row.sample_id for row in self.rows])
+
+    def part(self, at: slice) -> Judged:
+        """Some of the completions."""
+        generation = self.generation
+        lists: dict[str, Any] = {name: part[at] for name, part in vars(generation).items() if isinstance(part, list)}
+        extras = {name: values[at] for name, values in self.extras.items()}
+        return Judged(self.rows[at], replace(generation, **lists), self.reward_BF[at], self.total_B[at], extras)
+
+    def replaced(self, at: Sequence[int], other: Judged) -> Judged:
+        """With these rows exchanged."""
+        where = {place: index for index, place in enumerate(at)}
+
+        def merge(mine: Sequence[Any], theirs: Sequence[Any]) -> list[Any]:
+            return [theirs[where[i]] if i in where else value for i, value in enumerate(mine)]
+
+        lists: dict[str, Any] = {
+            name: merge(part, getattr(other.generation, name)) for name, part in vars(self.generation).items() if isinstance(part, list)
+        }
+        reward_BF, total_B = self.reward_BF.clone(), self.total_B.clone()
+        reward_BF[list(at)], total_B[list(at)] = other.reward_BF, other.total_B
+        extras = {name: merge(values, other.extras.get(name, [None] * len(at))) for name, values in self.extras.items()}
+        return Judged(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B, extras)
 
 
 class RolloutCollector:
@@ -240,31 +281,3 @@ class RolloutCollector:
             texts = {**judged.extras, "prompt": [row.prompt for row in judged.rows], "completion": generation.texts}
             figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
             self.log.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.trainer.callback_handler.callbacks)
-
-
-def completion_key(row: PromptRow, step: int | None) -> int:
-    """What the noise of a completion follows from, beside the seed of the run. Arguments as of `sample`."""
-    return sequence_key([row.sample_id] if step is None else [row.sample_id, step], row.repeat)
-
-
-def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
-    """Prompts of an optimizer step, over all ranks.
-
-    Raises:
-        ConfigError: a step cannot hold whole groups, or the prompts do not make one step.
-    """
-    completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-    if completions % args.num_generations:
-        what = f"{completions} completions a step are not a multiple of {args.num_generations}"
-        whole = args.num_generations // math.gcd(args.train_batch_size * args.world_size, args.num_generations)
-        remedy = f"Change per_device_train_batch_size, or set gradient_accumulation_steps to {whole} or a multiple of it"
-        raise ConfigError(what, where="num_generations", remedy=remedy)
-    chooses = args.curriculum is not None or args.dynamic_sampling
-    if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
-        what = f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
-        raise ConfigError(what, where="per_device_train_batch_size", remedy="Use a multiple, or leave out curriculum and dynamic_sampling")
-    prompts = completions // args.num_generations
-    if dataset is not None and len(dataset) < prompts:
-        what = f"{len(dataset)} prompts, but a step needs {prompts}"
-        raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
-    return prompts

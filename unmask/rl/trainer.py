@@ -25,12 +25,12 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import count_items, token_weights
-from unmask.rl.methods.base import LossInputs, Rollout, averaging_units, check_views, learnable, plan_views
+from unmask.rl.methods.base import LossInputs, averaging_units
 from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
-from unmask.rl.prompt_sampler import Judged
+from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
 from unmask.rl.reward_functions import RewardFunction, rewards_of
-from unmask.rl.rollout_collector import RolloutCollector, completion_key, prompts_per_step
-from unmask.rl.rollouts import GroupSampler, PromptRow, PromptRows, make_rollout, prompt_rows
+from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
+from unmask.rl.rollout_collector import Judged, RolloutCollector
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.training.checkpoints import steps_done
 from unmask.training.per_view_backward import Chunk, PerViewBackward

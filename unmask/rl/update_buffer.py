@@ -20,7 +20,7 @@ from torch import Tensor
 from unmask.diffusion.views import Views
 from unmask.errors import TrainingError, first_line
 from unmask.rl.config import GRPOConfig
-from unmask.rl.methods import Rollout
+from unmask.rl.rollout import Rollout
 
 BUFFER_FILE = "rollouts-{rank}.pt"
 OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
@@ -46,8 +46,9 @@ class Update:
     reference_BMT: Tensor | None
 
 
-STORED: list[Any] = [Update, (Update, "unmask.training.grpo.Update"), Rollout, (Rollout, "unmask.methods.base.Rollout"), Views]
-"""What a checkpoint may hold, also under the names that it had in earlier versions."""
+STORED: list[Any] = [Update, (Update, "unmask.training.grpo.Update"), Rollout, Views]
+STORED += [(Rollout, "unmask.methods.base.Rollout"), (Rollout, "unmask.rl.methods.base.Rollout")]
+"""The classes that a checkpoint may hold, also under their names in earlier versions."""
 
 
 def save_updates(folder: Path, updates: Sequence[Sequence[Update]], args: GRPOConfig) -> None:

@@ -39,7 +39,7 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.adapters import merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
-from unmask.rl.rollouts import make_rollout
+from unmask.rl.rollout import make_rollout
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5, 4]]
 KEYS = [3, -(2**63), 2**63 - 1, 0]

@@ -19,8 +19,8 @@ from unmask.generation import sampler
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods import LossInputs, Rollout, get_method
-from unmask.rl.methods.base import averaging_units, learnable, plan_views, settings_of
-from unmask.rl.rollouts import cut_at_end, make_rollout
+from unmask.rl.methods.base import averaging_units, settings_of
+from unmask.rl.rollout import cut_at_end, learnable, make_rollout, plan_views
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5], [7, 4], [6, 6]]
 LENGTH = 8

@@ -21,7 +21,8 @@ from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Views
 from unmask.rl.losses import advantages, count_items, token_weights
 from unmask.rl.methods import LossInputs, Rollout
-from unmask.rl.methods.base import averaging_units, learnable, plan_views
+from unmask.rl.methods.base import averaging_units
+from unmask.rl.rollout import learnable, plan_views
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published.json").read_text())
 IDS_BT, REWARD_B = torch.tensor(PUBLISHED["ids"]), torch.tensor(PUBLISHED["reward"])

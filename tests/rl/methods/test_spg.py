@@ -16,9 +16,9 @@ from tests import toy
 from tests.generation.tiny_models import every_pattern
 from tests.rl.methods.rollouts import LENGTH, assert_loss, config, keys, made_up, plan, rollout_of, stopping, usual, whole
 from unmask.diffusion.views import Draw
-from unmask.rl.methods.base import plan_views
 from unmask.rl.methods.masking import Diffusion
 from unmask.rl.methods.spg import lower_bound, upper_bound
+from unmask.rl.rollout import plan_views
 
 # Views.
 

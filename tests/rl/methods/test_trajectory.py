@@ -19,7 +19,7 @@ from tests.rl.methods.rollouts import LENGTH, PROMPTS, config, keys, masks, one,
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.rl.losses import token_weights
 from unmask.rl.methods import LossInputs
-from unmask.rl.methods.base import learnable
+from unmask.rl.rollout import learnable
 
 
 def scores_of(lm, rollout, views, chunk=None):

@@ -6,73 +6,18 @@ Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform
 
 import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, TrainingError, did_you_mean
+from unmask.errors import ConfigError, did_you_mean
 from unmask.rl.losses import AdvantageKind, Aggregation, Divergence, clipped_surrogate, divergence
+from unmask.rl.rollout import Rollout, learnable
 
 Estimator = Literal["token", "mean", "bound"]
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Completions as they were sampled.
-
-    Attributes:
-        ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
-        documents_BT: 1 on the canvas, 0 on padding.
-        prompt_BT: True on the prompt.
-        completion_BT: True on the completion, up to and including its first EOS.
-        steps_BT: the denoising step that revealed a position; -1 for the prompt, padding and what stayed hidden.
-        group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the prompt and padding.
-        block_BT: the decoding block, from 0; -1 on the prompt and padding.
-        sampled_BT: the completion's log-probabilities under the server that sampled it; None: this process sampled it.
-        one_document: whether it is known that there is no padding, so that attention can reuse a cached mask.
-    """
-
-    ids_BT: Tensor
-    documents_BT: Tensor
-    prompt_BT: Tensor
-    completion_BT: Tensor
-    steps_BT: Tensor
-    group_BT: Tensor
-    block_BT: Tensor
-    sampled_BT: Tensor | None = None
-    one_document: bool = False
-
-    @property
-    def beyond_BT(self) -> Tensor:
-        """The canvas behind the end of the completion."""
-        return (self.documents_BT > 0) & ~self.prompt_BT & ~self.completion_BT
-
-    @property
-    def revealed_BT(self) -> Tensor:
-        """The canvas as far as it was denoised: the completion, and what was revealed behind its end."""
-        return self.completion_BT | (self.beyond_BT & (self.steps_BT >= 0))
-
-    def rows(self, index: slice) -> Rollout:
-        """Some of the completions."""
-        tensors: dict[str, Any] = {name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)}
-        return replace(self, **tensors)
-
-    def whole(self) -> Rollout:
-        """The rollout whose completions include what was revealed behind their ends."""
-        return replace(self, completion_BT=self.revealed_BT)
-
-    def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
-        """Views that hide their targets, and all behind the end that no view scores, as when the text was sampled."""
-        rest_BT = self.beyond_BT & ~target_BMT.any(1)
-        return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
-
-    def groups_of(self, chosen_BT: Tensor) -> Tensor:
-        """The groups [B, T] of some tokens; -1 elsewhere."""
-        return torch.where(chosen_BT, self.group_BT, -1)
 
 
 @dataclass(frozen=True)
@@ -143,48 +88,10 @@ def weighted_sum(
     return Loss((weight * loss).sum(), ratio[counts], clipped[counts], kl[counts])
 
 
-def learnable(rollout: Rollout, views: Views) -> Tensor:
-    """The tokens [B, T] that a loss is about: of the completion, and those scored behind its end."""
-    return rollout.completion_BT | views.target_BMT.any(1)
-
-
 def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
     """The unit [B, T] over whose tokens `token_weights` averages: the view that scores a token, else the step that revealed it."""
     by_view = aggregation is not None and aggregation.startswith("view")
     return views.target_BMT.int().argmax(1) if by_view else rollout.steps_BT.clamp_min(0)
-
-
-def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
-    """The views that a plan makes. With `beyond_eos` "shown" they noise what stands behind the end like the completion, without scoring it.
-    (With "learnt" the rollout is `whole` already.)"""
-    if beyond_eos != "shown":
-        return plan(rollout)
-    views, completion_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
-    return replace(views, target_BMT=views.target_BMT & completion_B1T, weight_BMT=views.weight_BMT * completion_B1T)
-
-
-def check_views(views: Views, rollout: Rollout, where: str) -> None:
-    """Refuse views of a wrong type, shape or dtype, and views that score what they show or what is outside the completion's canvas.
-
-    Raises:
-        TrainingError: the views are refused; names `where` they were planned.
-    """
-    batch, length = rollout.ids_BT.shape
-    remedy = "Return Views of hidden and scored (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
-    if not isinstance(views, Views):
-        raise TrainingError(f"{type(views).__name__} is no plan of views", where=where, remedy=remedy)
-    tensors = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
-    dtypes_fit = views.hidden_BMT.dtype == views.target_BMT.dtype == torch.bool and views.weight_BMT.is_floating_point()
-    shapes = [tuple(part.shape) for part in tensors]
-    count = shapes[0][1] if len(shapes[0]) == 3 else 0
-    if not dtypes_fit or count == 0 or shapes != [(batch, count, length)] * 3:
-        found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in tensors)
-        raise TrainingError(f"tensors of {found}, for {batch} rows of {length} tokens", where=where, remedy=remedy)
-    noised = slice(-1 if views.causal else None)
-    if (views.target_BMT & ~views.hidden_BMT)[:, noised].any():
-        raise TrainingError("tokens are scored that the model is shown", where=where, remedy="Hide what is scored")
-    if (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
-        raise TrainingError("tokens are scored that are not the completion's", where=where, remedy="Score only tokens of completion_BT")
 
 
 def plan_setting(default: Any) -> Any:

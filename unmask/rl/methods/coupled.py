@@ -7,7 +7,8 @@ import torch
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns
 from unmask.rl.losses import AdvantageKind
-from unmask.rl.methods.base import Rollout, TokenMethod, register
+from unmask.rl.methods.base import TokenMethod, register
+from unmask.rl.rollout import Rollout
 
 LOW, HIGH = 0.2, 0.8
 

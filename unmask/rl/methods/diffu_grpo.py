@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.rl.losses import AdvantageKind, Aggregation
-from unmask.rl.methods.base import PolicyGradientMethod, Rollout, TokenMethod, plan_setting, register
+from unmask.rl.methods.base import PolicyGradientMethod, TokenMethod, plan_setting, register
+from unmask.rl.rollout import Rollout
 
 
 def completion_hidden(rollout: Rollout, draw: Draw, prompt_mask_rate: float) -> Views:

@@ -23,9 +23,10 @@ from torch import Tensor
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide
 from unmask.errors import ConfigError, did_you_mean
-from unmask.rl.methods.base import Estimator, Rollout, get_method
+from unmask.rl.methods.base import Estimator, get_method
 from unmask.rl.methods.coupled import coupled_views
 from unmask.rl.methods.spg import block_by_block
+from unmask.rl.rollout import Rollout
 
 TABLES = 128
 """Tables of random numbers that are kept: one per inner iteration, stream and power of two of positions."""

@@ -11,7 +11,8 @@ import torch
 from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
 from unmask.rl.losses import LARGEST, AdvantageKind, Aggregation, Divergence, divergence
-from unmask.rl.methods.base import ClippedMethod, Loss, LossInputs, Method, Rollout, TokenMethod, plan_setting, register, weighted_sum
+from unmask.rl.methods.base import ClippedMethod, Loss, LossInputs, Method, TokenMethod, plan_setting, register, weighted_sum
+from unmask.rl.rollout import Rollout
 
 
 @register

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns, hide
-from unmask.rl.methods.base import Loss, LossInputs, Method, Rollout, plan_setting, register, weighted_sum
+from unmask.rl.methods.base import Loss, LossInputs, Method, plan_setting, register, weighted_sum
+from unmask.rl.rollout import Rollout
 
 
 def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, Tensor]:

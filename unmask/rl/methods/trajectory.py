@@ -24,12 +24,12 @@ from unmask.rl.methods.base import (
     Loss,
     LossInputs,
     PolicyGradientMethod,
-    Rollout,
     TokenMethod,
     fixed,
     plan_setting,
     register,
 )
+from unmask.rl.rollout import Rollout
 
 
 def steps_within(rollout: Rollout) -> Tensor:

@@ -15,7 +15,8 @@ from tests.rl.methods.rollouts import LENGTH, PROMPTS, rollout_of, stopping
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.log_probs import noise_groups
 from unmask.generation.sampler import generate
-from unmask.rl.rollouts import PromptRow, PromptRows, cut_at_end, decoding_blocks, make_rollout
+from unmask.rl.prompts import PromptRow, PromptRows
+from unmask.rl.rollout import cut_at_end, decoding_blocks, make_rollout
 
 
 def sampled(stop_at_eos: bool):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.generation.output import Generation, Trace
-from unmask.rl.prompt_sampler import Judged, PromptHistory
-from unmask.rl.rollouts import PromptRow
+from unmask.rl.prompts import PromptHistory, PromptRow
+from unmask.rl.rollout_collector import Judged
 
 REWARDS = st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(-4, 4)), max_size=40)
 

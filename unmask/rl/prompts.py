@@ -1,0 +1,178 @@
+"""The prompts of a data set: in groups, in which order, and which come next by the rewards so far.
+
+Shapes: N prompts of the data set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from unmask.artifacts import write_atomic
+from unmask.data.chat import encode_prompt
+from unmask.data.rows import column, naming
+from unmask.diffusion.rng import Stream, sequence_key, uniform
+from unmask.errors import ConfigError, DataError
+from unmask.models.diffusion_lm import DiffusionLM
+from unmask.rl.config import GRPOConfig
+from unmask.training.config import row_length
+
+HISTORY_FILE = "prompts.json"
+
+
+class PromptRow(NamedTuple):
+    """A prompt of the data set, to be answered once.
+
+    Attributes:
+        columns: of the data set, the prompt among them.
+        sample_id: its place in the data set.
+        repeat: its place in its group.
+    """
+
+    columns: Mapping[str, Any]
+    sample_id: int
+    repeat: int
+
+    @property
+    def prompt(self) -> Any:
+        """As text, messages or ids."""
+        return self.columns["prompt"]
+
+
+class PromptRows(Dataset):
+    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. All have the columns of all, None where a row
+    has no such column."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], group: int):
+        self.rows, self.group = rows, group
+        self.columns = dict.fromkeys(name for row in rows for name in row)
+
+    def __len__(self) -> int:
+        return len(self.rows) * self.group
+
+    def __getitem__(self, index: int) -> PromptRow:
+        sample_id, repeat = divmod(index, self.group)
+        return PromptRow({**self.columns, **self.rows[sample_id]}, sample_id, repeat)
+
+
+def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
+    """Prompts that fit into a row with a completion.
+
+    Raises:
+        DataError: one does not, or is no prompt.
+    """
+    for index, prompt in enumerate(column(dataset, "prompt", where)):
+        with naming(f"{where}, row {index}"):
+            tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
+        if tokens > (limit := row_length(lm, args)):
+            bound, more = ("the model's context", "") if limit == lm.context_length else ("max_length", ", raise max_length")
+            what = f"{tokens} tokens with the completion, but {bound} is {limit}"
+            raise DataError(what, where=f"{where}, row {index}", remedy=f"Lower max_completion_length{more} or drop the row")
+    return PromptRows(dataset, args.num_generations)
+
+
+class GroupSampler(Sampler[int]):
+    """Shuffled prompts, cut into steps; each prompt comes with its whole group, each step as often as it is updated on."""
+
+    def __init__(self, count: int, *, prompts: int, group: int, repeats: int, seed: int):
+        self.count, self.prompts, self.group, self.repeats, self.seed, self.epoch = count, prompts, group, repeats, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.count // self.prompts * self.prompts * self.group * self.repeats
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
+        for start in range(0, self.count - self.prompts + 1, self.prompts):
+            for _ in range(self.repeats):
+                for sample_id in order[start : start + self.prompts]:
+                    yield from range(sample_id * self.group, (sample_id + 1) * self.group)
+
+
+def completion_key(row: PromptRow, step: int | None) -> int:
+    """What the noise of a completion follows from, beside the seed of the run. Arguments as of `sample`."""
+    return sequence_key([row.sample_id] if step is None else [row.sample_id, step], row.repeat)
+
+
+def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
+    """Prompts of an optimizer step, over all ranks.
+
+    Raises:
+        ConfigError: a step cannot hold whole groups, or the prompts do not make one step.
+    """
+    completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    if completions % args.num_generations:
+        what = f"{completions} completions a step are not a multiple of {args.num_generations}"
+        whole = args.num_generations // math.gcd(args.train_batch_size * args.world_size, args.num_generations)
+        remedy = f"Change per_device_train_batch_size, or set gradient_accumulation_steps to {whole} or a multiple of it"
+        raise ConfigError(what, where="num_generations", remedy=remedy)
+    chooses = args.curriculum is not None or args.dynamic_sampling
+    if chooses and args.world_size > 1 and args.train_batch_size % args.num_generations:
+        what = f"{args.train_batch_size} completions a device do not hold whole groups of {args.num_generations}"
+        raise ConfigError(what, where="per_device_train_batch_size", remedy="Use a multiple, or leave out curriculum and dynamic_sampling")
+    prompts = completions // args.num_generations
+    if dataset is not None and len(dataset) < prompts:
+        what = f"{len(dataset)} prompts, but a step needs {prompts}"
+        raise ConfigError(what, where="train_dataset", remedy="Give more prompts, or make the step smaller")
+    return prompts
+
+
+class PromptHistory:
+    """The mean reward of every prompt that was answered, and draws of prompts without replacement.
+
+    Args:
+        count: prompts of the data set.
+        target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread), the spread being the
+            standard deviation of all means (at least a millionth of the largest distance, and of 1). New prompts weigh as much as
+            those at the target. None: all weigh the same.
+    """
+
+    def __init__(self, count: int, target: float | None = None):
+        self.count, self.target = count, target
+        self.seen: dict[int, tuple[int, float]] = {}  # rewards that counted, and their mean
+
+    def add(self, prompt: int, reward: float) -> None:
+        """Count a completion; NaN is none."""
+        if not math.isnan(reward):
+            number, mean = self.seen.get(prompt, (0, 0.0))
+            self.seen[prompt] = number + 1, mean + (reward - mean) / (number + 1)
+
+    def log_weights(self) -> Tensor:
+        """The logarithm of the weight of every prompt [N]. It is bounded, so that the noise of a draw beside it is not rounded away."""
+        log_weight_N = torch.zeros(self.count, dtype=torch.float64)
+        if self.target is None or len(self.seen) < 2:
+            return log_weight_N
+        prompts = torch.tensor(list(self.seen))
+        means = torch.tensor([mean for _, mean in self.seen.values()], dtype=torch.float64)
+        distances = (means - self.target).abs()
+        log_weight_N[prompts] = -distances / means.std().clamp_min(1e-6 * max(1.0, float(distances.max())))
+        return log_weight_N
+
+    def choose(self, number: int, seed: int, step: int, exclude: Collection[int] = ()) -> list[int]:
+        """At most `number` different prompts, drawn in proportion to their weights: the same for the same history, seed and step
+        (Gumbel's top-k, Kool et al. 2019)."""
+        uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=Stream.ROLLOUT)
+        score_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
+        score_N[list(exclude)] = -torch.inf
+        best = score_N.topk(min(number, self.count - len(set(exclude)))).indices
+        return best.tolist()
+
+    def save(self, folder: Path) -> None:
+        """Write what was seen."""
+        write_atomic(folder / HISTORY_FILE, json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())))
+
+    def load(self, folder: Path) -> None:
+        """Read it back. ValueError where it is of prompts that there are not, and prompts are weighed by it."""
+        seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / HISTORY_FILE).read_text())}
+        if self.target is not None and (last := max(seen, default=0)) >= self.count:
+            raise ValueError(f"{HISTORY_FILE} is of {last + 1} prompts or more, but the data set has {self.count}")
+        self.seen = seen
