@@ -23,7 +23,7 @@ from transformers import TrainerState
 
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.verdict import Verdict
-from unmask.rl.reward_functions import Rewards, Scored, distinct
+from unmask.rl.reward_functions import Rewards, distinct
 from unmask.tasks import Task, get_task
 
 ROWS = [{"prompt": f"p{i}", "answer": str(i), "completion": "c"} for i in range(3)]
@@ -99,43 +99,48 @@ def test_functions_of_one_name_are_told_apart(path):
     task = get_task("sudoku").generate("train", 1, seed=0)
     rewards = Rewards(["sudoku", "sudoku/partial", "sudoku/published", lambda **_: [1.0], lambda **_: 1 / 0])
     assert rewards.names == ["sudoku", "sudoku/partial", "sudoku/published", "<lambda>", "<lambda>_2"]
-    rewards(task, [task[0]["completion"]], IDS[:1])
-    assert rewards.failures["<lambda>"] == {} and rewards.failures["<lambda>_2"] == {"raised": 1}
-    assert [rewards.statuses[name].total() for name in rewards.names[:3]] == [1, 1, 1]
+    result = rewards(task, [task[0]["completion"]], IDS[:1])
+    assert result.failures["<lambda>"] == {} and result.failures["<lambda>_2"] == {"raised": 1}
+    assert [result.statuses[name].total() for name in rewards.names[:3]] == [1, 1, 1]
+
+    def few(completions, **_):
+        return [1.0] * len(completions)
+
     for workers in (0, 1):
-        again = Rewards([f"{path}:few", right, f"{path}:few"], workers=workers)
+        again = Rewards([few, right, f"{path}:few"], workers=workers)
         assert again.names == ["few", "right", "few_2"]
         with pytest.raises(TrainingError, match="reward function few_2"):
-            again._judges[2]({"completions": TEXTS, "log_extra": print, "log_metric": print}, 60)
+            again(ROWS, TEXTS, IDS)
 
 
 def test_totals_weigh_what_applies():
     nan = math.nan
     value_BF = torch.tensor([[1.0, 0.5], [1.0, nan], [nan, 2.0], [nan, nan], [0.0, 0.0]])
-    scored = Scored(value_BF, torch.zeros(5, 2).bool())
-    assert_equal(Rewards([right, length], [2.0, -1.0]).total(scored), [1.5, 2.0, -2.0, nan, 0.0])
-    assert_equal(Rewards([right, length]).total(scored), [1.5, 1.0, 2.0, nan, 0.0])
+    failed_BF = torch.zeros(5, 2).bool()
+    assert_equal(Rewards([right, length], [2.0, -1.0]).total(value_BF, failed_BF), [1.5, 2.0, -2.0, nan, 0.0])
+    assert_equal(Rewards([right, length]).total(value_BF, failed_BF), [1.5, 1.0, 2.0, nan, 0.0])
 
 
 @given(st.lists(st.tuples(st.floats(-1e12, 1e12), st.floats(allow_nan=False)), min_size=1, max_size=4))
 def test_totals_are_far_from_the_largest_number(functions):
     rewards = Rewards([lambda value=value, **_: [value] for _, value in functions], [weight for weight, _ in functions])
-    scored = rewards(ROWS[:1], TEXTS[:1], IDS[:1])
-    (total,) = rewards.total(scored).tolist()
+    result = rewards(ROWS[:1], TEXTS[:1], IDS[:1])
+    (total,) = result.total_B.tolist()
     refused = any(abs(value) > rewards.largest for _, value in functions)
-    assert scored.failed_BF.any() == refused and (refused or abs(total) <= 1.001e12)
+    assert result.failed_BF.any() == refused and (refused or abs(total) <= 1.001e12)
 
 
 def test_what_a_function_of_some_weight_failed_on_has_no_total():
     nan = math.nan
-    scored = Scored(torch.tensor([[1.0, nan], [nan, 1.0], [1.0, 1.0]]), torch.tensor([[False, True], [True, False], [False, False]]))
-    assert_equal(Rewards([right, length]).total(scored), [nan, nan, 2.0])
-    assert_equal(Rewards([right, length], [1.0, 0.0]).total(scored), [1.0, nan, 1.0])
+    value_BF = torch.tensor([[1.0, nan], [nan, 1.0], [1.0, 1.0]])
+    failed_BF = torch.tensor([[False, True], [True, False], [False, False]])
+    assert_equal(Rewards([right, length]).total(value_BF, failed_BF), [nan, nan, 2.0])
+    assert_equal(Rewards([right, length], [1.0, 0.0]).total(value_BF, failed_BF), [1.0, nan, 1.0])
 
 
 def test_what_nothing_judges_is_unscored():
     rewards = Rewards(only_first)
-    assert_equal(rewards.total(rewards(ROWS, TEXTS, IDS)), [0.25, math.nan, math.nan])
+    assert_equal(rewards(ROWS, TEXTS, IDS).total_B, [0.25, math.nan, math.nan])
 
 
 @pytest.mark.parametrize("name", ["sudoku", "countdown"])
@@ -144,7 +149,7 @@ def test_tasks_are_named(name):
     rewards = Rewards([name, length], weights=[1.0, 0.0])
     assert rewards.names == [name, "length"]
     answers = [rows[0]["completion"], "", rows[2]["completion"]]
-    assert_equal(rewards.total(rewards(rows, answers, IDS)), [1.0, 0.0, 1.0])
+    assert_equal(rewards(rows, answers, IDS).total_B, [1.0, 0.0, 1.0])
     with pytest.raises(ConfigError, match="unknown task"):
         Rewards(name[:-1])
 
@@ -238,10 +243,10 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
 
     monkeypatch.setattr(Task, "_known", Task._known)
     rewards = Rewards("odd")
-    scored = rewards(ROWS, TEXTS, IDS)
-    assert_equal(scored.value_BF, [[1.0], [math.nan], [0.0]])
-    assert scored.failed_BF.tolist() == [[False], [True], [False]]
-    assert rewards.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[1.0], [math.nan], [0.0]])
+    assert result.failed_BF.tolist() == [[False], [True], [False]]
+    assert result.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
     del Task._known["odd"]
 
 
@@ -257,9 +262,9 @@ def test_what_cannot_be_judged_is_unscored_in_every_shaping(monkeypatch):
     monkeypatch.setattr("unmask.tasks.math500.equivalent_all", lambda pairs: [unable for _ in pairs])
     text = ["\\boxed{1}"]
     rewards = Rewards(["math500", "math500/published"])
-    scored = rewards([ROWS[1]], text, IDS[:1])
-    assert_equal(scored.value_BF, [[math.nan, 0.5, math.nan]])
-    assert_equal(rewards.total(scored), [math.nan])
+    result = rewards([ROWS[1]], text, IDS[:1])
+    assert_equal(result.value_BF, [[math.nan, 0.5, math.nan]])
+    assert_equal(result.total_B, [math.nan])
 
 
 def broken(completions, **_):
@@ -284,13 +289,12 @@ def release():
 @pytest.mark.parametrize(("function", "kind"), [(broken, "raised"), (invalid, "invalid")])
 def test_what_a_function_fails_on_is_unscored_as_a_whole_and_the_rest_is_not(function, kind):
     rewards = Rewards([function, right])
-    scored = rewards(ROWS, TEXTS, IDS)
-    assert_equal(scored.value_BF, [[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
-    assert scored.failed_BF.tolist() == [[False, False], [True, False], [False, False]]
-    assert_equal(rewards.total(scored), [2.0, math.nan, 2.0])
-    assert rewards.failures == {function.__name__: {kind: 1}, "right": {}}
-    rewards(ROWS[:1], TEXTS[:1], IDS[:1])
-    assert rewards.failures == {function.__name__: {}, "right": {}}
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
+    assert result.failed_BF.tolist() == [[False, False], [True, False], [False, False]]
+    assert_equal(result.total_B, [2.0, math.nan, 2.0])
+    assert result.failures == {function.__name__: {kind: 1}, "right": {}}
+    assert rewards(ROWS[:1], TEXTS[:1], IDS[:1]).failures == {function.__name__: {}, "right": {}}
 
 
 HUGE = pytest.param(10**9999, id="huge")
@@ -299,23 +303,23 @@ HUGE = pytest.param(10**9999, id="huge")
 @pytest.mark.parametrize("value", ["a", math.nan, math.inf, -1e13, HUGE, [1.0], 1j, Decimal(1), torch.tensor([1.0]), object()])
 def test_values_that_are_no_numbers_or_beyond_the_bound_are_failures(value):
     rewards = Rewards(lambda completions, **_: [value, 2.0, None])
-    scored = rewards(ROWS, TEXTS, IDS)
-    assert_equal(scored.value_BF, [[math.nan], [2.0], [math.nan]])
-    assert scored.failed_BF.tolist() == [[True], [False], [False]]
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[math.nan], [2.0], [math.nan]])
+    assert result.failed_BF.tolist() == [[True], [False], [False]]
 
 
 @pytest.mark.parametrize("kind", [list, tuple, np.array, np.float32, torch.tensor, torch.FloatTensor, lambda v: [Fraction(x) for x in v]])
 def test_numbers_may_be_of_any_kind(kind):
     for whole in (kind([1.0, 2.0, 3.0]), list(kind([1.0, 2.0, 3.0]))):
-        scored = Rewards(lambda whole=whole, **_: whole)(ROWS, TEXTS, IDS)
-        assert_equal(scored.value_BF, [[1.0], [2.0], [3.0]])
+        result = Rewards(lambda whole=whole, **_: whole)(ROWS, TEXTS, IDS)
+        assert_equal(result.value_BF, [[1.0], [2.0], [3.0]])
 
 
 def test_a_function_of_this_process_is_given_up_on(release):
     rewards = Rewards([lambda **_: release.wait(60), right], seconds=0.2)
-    scored = rewards(ROWS, TEXTS, IDS)
-    assert_equal(scored.value_BF, [[math.nan, 1.0], [math.nan, 0.0], [math.nan, 1.0]])
-    assert rewards.failures == {"<lambda>": {"timeout": 3}, "right": {}}
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[math.nan, 1.0], [math.nan, 0.0], [math.nan, 1.0]])
+    assert result.failures == {"<lambda>": {"timeout": 3}, "right": {}}
     with pytest.raises(TrainingError, match=r"reward function <lambda>: gave no answer within 0\.2 seconds"):
         Rewards(lambda **_: release.wait(60), seconds=0.2, errors="raise")(ROWS, TEXTS, IDS)
 
@@ -330,8 +334,9 @@ def test_an_async_function_is_cancelled():
             cancelled.set()
 
     rewards = Rewards([hangs, length], seconds=0.3)
-    assert_equal(values(rewards), [[math.nan, 2.0], [math.nan, 2.0], [math.nan, 3.0]])
-    assert cancelled.wait(10) and rewards.failures["hangs"] == {"timeout": 3}
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[math.nan, 2.0], [math.nan, 2.0], [math.nan, 3.0]])
+    assert cancelled.wait(10) and result.failures["hangs"] == {"timeout": 3}
 
 
 HANGS = """
@@ -349,15 +354,15 @@ def test_of_processes_the_late_one_is_killed_and_only_its_part_is_unscored(tmp_p
     rewards = Rewards(f"{tmp_path}/hangs.py:odd", workers=2, seconds=0.5)
     processes = [worker._process for worker in rewards.functions[0].workers]
     rows = [{"prompt": "p"}] * 4
-    started = time.monotonic()
-    scored = rewards(rows, ["a", "b", "c", "x"], [[1]] * 4)
-    assert time.monotonic() - started < 5 and processes[1].poll() is not None
-    assert_equal(scored.value_BF[:, 0], [1.0, 1.0, math.nan, math.nan])
-    assert rewards.failures == {"odd": {"timeout": 2}}
+    result = rewards(rows, ["a", "b", "c", "x"], [[1]] * 4)
+    assert processes[1].poll() is not None
+    assert_equal(result.value_BF[:, 0], [1.0, 1.0, math.nan, math.nan])
+    assert result.failures == {"odd": {"timeout": 2}}
     rewards.seconds = 60  # enough to start a process again
-    assert_equal(rewards(rows, ["y", "b", "c", "d"], [[1]] * 4).value_BF[:, 0], [math.nan, 1.0, 1.0, 1.0])
-    assert rewards.failures == {"odd": {"raised": 1}}
-    assert [record.getMessage().split(". What")[0] for record in caplog.records] == [
+    result = rewards(rows, ["y", "b", "c", "d"], [[1]] * 4)
+    assert_equal(result.value_BF[:, 0], [math.nan, 1.0, 1.0, 1.0])
+    assert result.failures == {"odd": {"raised": 1}}
+    assert [record.getMessage().split(". Where")[0] for record in caplog.records] == [
         "reward function odd, completion 2: gave no answer within 0.5 seconds",
         "reward function odd, completion 0: its process ended (exit code 3)",
     ]
@@ -381,7 +386,7 @@ def test_each_function_tells_once_of_each_kind_of_failure(caplog):
     rewards = Rewards([both, second])
     for texts in (TEXTS, TEXTS, ["x", "y"], ["x", "y"]):
         rewards(ROWS[: len(texts)], texts, IDS[: len(texts)])
-    told = [record.getMessage().split(". What")[0] for record in caplog.records]
+    told = [record.getMessage().split(". Where")[0] for record in caplog.records]
     assert told == [
         "reward function both, completion 1: returned 'a'",
         "reward function second: raised ValueError: line break",
@@ -416,8 +421,9 @@ def test_functions_that_wait_run_side_by_side(tmp_path):
     source = f"    {waits}\n    Path('{tmp_path}/worker').touch()\n    return [4.0] * len(_['prompts'])"
     (tmp_path / "slow.py").write_text(f"import time\nfrom pathlib import Path\ndef slow(**_):\n{source}\n")
     rewards = Rewards([first, f"{tmp_path}/slow.py:slow", here, functools.partial(Second())], workers=2, seconds=20)
-    assert_equal(values(rewards), [[1.0, 4.0, 3.0, 2.0]] * 3)
-    assert not any(rewards.failures.values())
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[1.0, 4.0, 3.0, 2.0]] * 3)
+    assert not any(result.failures.values())
 
 
 def test_functions_of_this_process_run_one_after_another():
@@ -430,8 +436,8 @@ def test_functions_of_this_process_run_one_after_another():
         return [1.0] * 3
 
     rewards = Rewards([alone, length, alone, alone])
-    values(rewards)
-    assert not any(rewards.failures.values())
+    result = rewards(ROWS, TEXTS, IDS)
+    assert not any(result.failures.values())
 
 
 def test_async_functions_may_keep_what_belongs_to_a_loop():
@@ -490,13 +496,13 @@ def test_trl_functions_are_given_the_state_and_ways_to_log():
         return [None] * len(completions)
 
     rewards = Rewards([logs, too])
-    scored = rewards(ROWS, TEXTS, IDS, state)
-    assert_equal(scored.value_BF[:, 0], [1.0, 0.0, 1.0])
-    assert not scored.failed_BF.any()
-    assert rewards.logged["accuracy"] == [pytest.approx(2 / 3)] and sorted(rewards.logged["step"]) == [3.0, 4.0]
-    assert rewards.extras == {"golden_answer": ["0", "1", "2"]}
-    rewards(ROWS[:1], TEXTS[:1], IDS[:1], state)
-    assert rewards.extras == {"golden_answer": ["0"], "too few": [1]} and rewards.logged["accuracy"] == [1.0]
+    result = rewards(ROWS, TEXTS, IDS, state)
+    assert_equal(result.value_BF[:, 0], [1.0, 0.0, 1.0])
+    assert not result.failed_BF.any()
+    assert result.logged["accuracy"] == [pytest.approx(2 / 3)] and sorted(result.logged["step"]) == [3.0, 4.0]
+    assert result.extras == {"golden_answer": ["0", "1", "2"]}
+    result = rewards(ROWS[:1], TEXTS[:1], IDS[:1], state)
+    assert result.extras == {"golden_answer": ["0"], "too few": [1]} and result.logged["accuracy"] == [1.0]
 
 
 def test_columns_are_logged_once_though_a_function_logs_them_again():
@@ -505,9 +511,7 @@ def test_columns_are_logged_once_though_a_function_logs_them_again():
         return broken(completions)
 
     for functions in (logs, [logs, logs]):
-        rewards = Rewards(functions)
-        rewards(ROWS, TEXTS, IDS)
-        assert rewards.extras == {"seen": TEXTS}
+        assert Rewards(functions)(ROWS, TEXTS, IDS).extras == {"seen": TEXTS}
 
 
 UNFIT = """
@@ -547,9 +551,10 @@ async def later(completions, log_extra, log_metric, **_): return logs(completion
 def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, name):
     (tmp_path / "logs.py").write_text(LOGS)
     rewards = Rewards(f"{tmp_path}/logs.py:{name}", workers=workers)
-    assert_equal(values(rewards), [[1.0]] * 3)
-    assert rewards.extras["seen"] == TEXTS and rewards.extras["twice"] == [1, 1, 1] and "too few" not in rewards.extras
-    assert sum(rewards.logged["words"]) == 3 and len(rewards.logged["words"]) == max(1, workers)
+    result = rewards(ROWS, TEXTS, IDS)
+    assert_equal(result.value_BF, [[1.0]] * 3)
+    assert result.extras["seen"] == TEXTS and result.extras["twice"] == [1, 1, 1] and "too few" not in result.extras
+    assert sum(result.logged["words"]) == 3 and len(result.logged["words"]) == max(1, workers)
 
 
 @pytest.mark.parametrize(("name", "error"), [(3, "TypeError: a log cannot have the name 3"), ("\ud800", "UnicodeEncodeError")])
@@ -563,8 +568,9 @@ def test_a_log_of_no_name_is_a_failure_of_its_function(way, name, error):
 def test_what_a_process_logs_stays_with_its_completions(tmp_path):
     (tmp_path / "logs.py").write_text(LOGS)
     rewards = Rewards(f"{tmp_path}/logs.py:logs", workers=2)
-    assert rewards([ROWS[0]] * 4, ["a", "b", "bad", "d"], [[1]] * 4).failed_BF[:, 0].tolist() == [False, False, True, False]
-    assert rewards.extras["seen"] == ["a", "b", None, None] and rewards.logged["words"] == [2.0, 1.0]
+    result = rewards([ROWS[0]] * 4, ["a", "b", "bad", "d"], [[1]] * 4)
+    assert result.failed_BF[:, 0].tolist() == [False, False, True, False]
+    assert result.extras["seen"] == ["a", "b", None, None] and result.logged["words"] == [2.0, 1.0]
 
 
 @pytest.mark.parametrize("seconds", [0, -1, math.nan, math.inf])
@@ -579,9 +585,9 @@ def test_a_judge_over_http_that_does_not_answer_is_a_failure():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         rewards = Rewards(f"http://127.0.0.1:{free.getsockname()[1]}/judge")
-        scored = rewards(ROWS, TEXTS, IDS, TrainerState())
-    assert scored.failed_BF.all() and rewards.failures == {"127.0.0.1": {"raised": 3}}
-    assert_equal(rewards.total(scored), [math.nan] * 3)
+        result = rewards(ROWS, TEXTS, IDS, TrainerState())
+    assert result.failed_BF.all() and result.failures == {"127.0.0.1": {"raised": 3}}
+    assert_equal(result.total_B, [math.nan] * 3)
 
 
 def test_rewards_are_computed_without_gradients_in_any_thread():

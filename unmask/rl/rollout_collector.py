@@ -25,7 +25,7 @@ from unmask.rl.completion_log import Samples
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import advantages, kept_groups, overlong_penalty
 from unmask.rl.prompts import PromptHistory, PromptRow, completion_key
-from unmask.rl.reward_functions import Rewards
+from unmask.rl.reward_functions import RewardResult, Rewards
 from unmask.rl.rollout import cut_at_end
 from unmask.sandbox.outcome import Status
 from unmask.training.distributed import failing_together
@@ -147,13 +147,12 @@ class RolloutCollector:
     def answer(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> Judged:
         """Completions, and what the reward functions give for them. Arguments as of `sample`."""
         generation = self.trainer.sample(rows, temperature=temperature, step=step)
-        reward_BF, total_B = torch.zeros(0, len(self.rewards.names)), torch.zeros(0)
         with failing_together("rollout"), self.trainer.phases("reward"):
             if rows:
-                scored = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.trainer.state)
-                self._record_calls(len(rows))
-                reward_BF, total_B = scored.value_BF, self.rewards.total(scored)
-        return Judged(rows, generation, reward_BF, total_B, self.rewards.extras if rows else {})
+                result = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.trainer.state)
+                self._record_rewards(result)
+                return Judged(rows, generation, result.value_BF, result.total_B, result.extras)
+        return Judged(rows, generation, torch.zeros(0, len(self.rewards.names)), torch.zeros(0))
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
         """Completions of the rows' prompts. Beside the weights, a completion depends on (seed, step, sample, repeat) alone.
@@ -248,14 +247,15 @@ class RolloutCollector:
 
     # What is told.
 
-    def _record_calls(self, count: int) -> None:
-        """What came of the last calls of the reward functions."""
+    def _record_rewards(self, result: RewardResult) -> None:
+        """The verdicts, failures and own metrics of reward functions."""
+        count = len(result.total_B)
         for name in self.rewards.names:
-            for status in get_args(Status) if name in self.rewards.statuses else ():
-                self.trainer.record(f"rewards/{name}/{status}", self.rewards.statuses[name][status] / count, count)
-            for kind, number in self.rewards.failures[name].items():
+            for status in get_args(Status) if name in result.statuses else ():
+                self.trainer.record(f"rewards/{name}/{status}", result.statuses[name][status] / count, count)
+            for kind, number in result.failures[name].items():
                 self.trainer.record(f"rewards/{name}/{kind}", number / count, count)
-        for metric, values in self.rewards.logged.items():
+        for metric, values in result.logged.items():
             for value in values:
                 self.trainer.record(metric_of_function(metric), value)
 

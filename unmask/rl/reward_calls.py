@@ -1,0 +1,132 @@
+"""Where a reward function runs: in this process, or in processes of its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import math
+import re
+import threading
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.rewards.calls import EVENT_LOOP, Arguments, answers, check_signature, in_thread, limited, part
+from unmask.rewards.logged import Log
+from unmask.rewards.workers import Worker, told
+from unmask.sandbox.isolation import SandboxError
+from unmask.tasks import Reward
+
+THREAD = re.compile("signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread")
+"""The beginnings of messages about functions that work in the main thread alone."""
+logger = logging.getLogger(__name__)
+
+
+class WorkerReward:
+    """A reward function that runs in processes of its own. Each rewards some of the completions, and is killed when it is late.
+
+    Args:
+        target: `package.module:function` or `path/to/file.py:function`; it must reward each completion independently.
+        workers: processes. They are new interpreters and start at once, so that an import that fails does so before training.
+    """
+
+    def __init__(self, target: str, workers: int):
+        self.__name__ = target.rpartition(":")[2]
+        self.workers = [Worker(target, "unmask.rewards.logged:served") for _ in range(workers)]
+        for start in [in_thread(worker.start) for worker in self.workers]:
+            start.result()
+
+    def ask(self, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
+        """As `answers`, in parallel. Workers get the attributes of the trainer's state; what they log is logged here, None for
+        completions without an answer.
+
+        Raises:
+            TrainingError: the function does not accept these arguments.
+        """
+        sent = {key: value for key, value in arguments.items() if key not in ("log_extra", "log_metric")}
+        if "trainer_state" in sent:
+            sent["trainer_state"] = SimpleNamespace(**vars(sent["trainer_state"]))  # without a class that workers would import
+        count = len(sent["completions"])
+        size = math.ceil(count / len(self.workers))
+        calls, logs = [], []
+        for worker, start in zip(self.workers, range(0, count, size), strict=False):
+            logs.append(Log())
+            call = functools.partial(self._call, worker, name, logs[-1])
+            chunk = part(sent, slice(start, start + size))
+            calls.append(in_thread(functools.partial(answers, call, chunk, seconds, name=name, alone=alone)))
+        chunks = [call.result() for call in calls]
+        columns = [log.columns(len(chunk)) for log, chunk in zip(logs, chunks, strict=True)]
+        for column in dict.fromkeys(column for each in columns for column in each):
+            values = [each.get(column, [None] * len(chunk)) for each, chunk in zip(columns, chunks, strict=True)]
+            arguments["log_extra"](column, itertools.chain(*values))
+        for log in logs:
+            for metric, logged in log.metrics.items():
+                for value in logged:
+                    arguments["log_metric"](metric, value)
+        return [answer for chunk in chunks for answer in chunk]
+
+    @staticmethod
+    def _call(worker: Worker, name: str, log: Log, arguments: Arguments, seconds: float) -> Any:
+        values, logged = worker.apply((name,), arguments, seconds)
+        log.add(logged)
+        return values
+
+
+class LocalReward:
+    """A reward function in this process: called in a thread, awaited if it is async.
+
+    A function that works in the main thread alone (because it uses signals, as math-verify does) is called there, without a time limit.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.name = name
+        self.function = function.verdicts if isinstance(function, Reward) else function
+        # Errors that concern all completions of a task: missing columns, no sandbox.
+        self.fatal: tuple[type[Exception], ...] = (ConfigError, DataError, SandboxError) if isinstance(function, Reward) else ()
+        self.threaded = True
+
+    def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
+        """As `answers`.
+
+        Raises:
+            TrainingError: the function does not accept these arguments, or its task cannot verify any completion.
+        """
+        check_signature(self.function, arguments, self.name)
+        return answers(self._call, arguments, seconds, name=self.name, alone=alone)
+
+    def _call(self, arguments: Arguments, seconds: float) -> Any:
+        end = time.monotonic() + seconds
+        try:
+            values = self._values(arguments, seconds)
+        except self.fatal as error:
+            raise TrainingError(f"raised {told(error)}", where=f"reward function {self.name}") from error
+        return EVENT_LOOP.run(values, end - time.monotonic()) if inspect.isawaitable(values) else values
+
+    def _values(self, arguments: Arguments, seconds: float) -> Any:
+        work = functools.partial(self._without_grad, arguments, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
+        if self.threaded:
+            try:
+                return limited(in_thread(work), seconds)
+            except Exception as error:  # user code
+                if threading.current_thread() is not threading.main_thread() or not needs_main_thread(error):
+                    raise
+            self.threaded = False
+            logger.warning("reward function %s works in the main thread only: it is called there, without a time limit", self.name)
+        return work()
+
+    @torch.no_grad()
+    def _without_grad(self, arguments: Arguments, device: int | None) -> Any:
+        if device is not None:  # each thread has its own current device
+            torch.cuda.set_device(device)
+        return self.function(**arguments)
+
+
+def needs_main_thread(error: BaseException | None) -> bool:
+    """Whether an exception, or its cause, says that a function must be called in the main thread."""
+    return error is not None and (THREAD.match(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__))
