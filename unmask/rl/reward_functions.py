@@ -277,7 +277,7 @@ class Rewards:
             if (name, failure.kind) not in self._warned:
                 self._warned.add((name, failure.kind))
                 what = " ".join(failure.what.split())
-                logger.warning("%s: %.400s. Where it fails, completions are unscored; further failures of this kind are only counted", where, what)
+                logger.warning("%s: %.400s. Where it fails, completions are unscored; further such failures are only counted", where, what)
 
 
 def rewards_of(reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig) -> Rewards:
