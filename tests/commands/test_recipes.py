@@ -221,7 +221,7 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         (
             *("grpo", ["grpo-code-ocaml"], CAUSAL, VLLM),
             "training.rollout.backend (command line) and training.block_size (recipe grpo-code-ocaml): vllm decodes a causal model token "
-            "by token, and block_size means nothing to it. Leave block_size out (the recipe grpo-code-ocaml-causal",
+            "by token, and ignores block_size. Leave block_size out (the recipe grpo-code-ocaml-causal",
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], BIDIRECTIONAL, ("model.attention=bidirectional", *VLLM)),
@@ -233,11 +233,11 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal", "a40-48gb-x3"], CAUSAL, (*VLLM, "lora=null")),
-            "training.rollout.backend (command line) and training.fsdp (recipe a40-48gb-x3): weights that are shared out cannot be sent",
+            "training.rollout.backend (command line) and training.fsdp (recipe a40-48gb-x3): sharded weights cannot be sent",
         ),
         (
             *("grpo", ["grpo-sudoku", "a40-48gb-x3"], BIDIRECTIONAL, ("lora=null",)),
-            "training.reference_sync_steps (recipe grpo-sudoku) and training.fsdp (recipe a40-48gb-x3): weights that are shared out",
+            "training.reference_sync_steps (recipe grpo-sudoku) and training.fsdp (recipe a40-48gb-x3): a reference cannot follow sharded weights",
         ),
         (
             *("grpo", ["grpo-code-ocaml-causal"], CAUSAL, ("training.masking=diffusion",)),

@@ -152,7 +152,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
     lm = tiny("causal")
     with serving(FakeVLLM(lm, processed=False)) as url:
         trainer = make("grpo", tmp_path, lm, rollout={"backend": "vllm", "url": url}, temperature=0.7)
-        with pytest.raises(GenerationError, match=r"does not tell how likely.*--logprobs-mode processed_logprobs"):
+        with pytest.raises(GenerationError, match=r"does not return the log-probabilities.*--logprobs-mode processed_logprobs"):
             trainer.train()
         trainer.collector.backend.close()
 
@@ -164,7 +164,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
         ({"backend": "vllm"}, r"rollout.url: backend 'vllm' needs the address"),
         (
             {"backend": "vllm", "url": "http://h:1", "method": "espo"},
-            r"rollout\.backend and method: the loss of espo does not weigh tokens",
+            r"rollout\.backend and method: the loss of espo has no importance weights",
         ),
         ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
     ],
@@ -184,7 +184,7 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
             VLLM | {"block_size": 32},
             r"^rollout\.backend and block_size: vllm decodes a causal.*grpo-code-ocaml-causal.*or sample a diffusion",
         ),
-        (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and steps means nothing"),
+        (VLLM | {"steps": 64}, r"^rollout\.backend and steps: vllm decodes a causal.*, and ignores steps"),
         (VLLM | {"policy": "entropy"}, r"^rollout\.backend and policy: vllm decodes a causal"),
         (
             {"rollout": {"backend": "vllm", "url": "http://h:1", "sync": "nccl"}, "use_cpu": True},
@@ -193,11 +193,11 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
         (VLLM | {"masking": "diffusion"}, r"^rollout\.backend and masking: a causal model's likelihood is exact.*Leave it out"),
         (
             VLLM | {"prompt_mask_rate": 0.3},
-            r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it of a causal model.*Leave it out",
+            r"^rollout\.backend and prompt_mask_rate: diffu-grpo does not read it for a causal model.*Leave it out",
         ),
         (
             VLLM | {"method": "spg", "importance_cap": None, "samples": 3},
-            r"^rollout\.backend and samples: spg does not read it of a causal model",
+            r"^rollout\.backend and samples: spg does not read it for a causal model",
         ),
         (
             VLLM | {"score_temperature": 0.5},
@@ -205,7 +205,7 @@ VLLM = {"rollout": {"backend": "vllm", "url": "http://h:1"}}
         ),
         (
             {"importance_cap": 3.0},
-            r"^rollout\.backend and importance_cap: local draws from the trained model itself.*set rollout.backend to vllm",
+            r"^rollout\.backend and importance_cap: local samples from the trained model itself.*set rollout.backend to vllm",
         ),
         ({"importance_cap": 3.0, "rollout": {"backend": "server", "url": "http://h:1"}}, r"^rollout\.backend and importance_cap: server"),
     ],
@@ -223,7 +223,7 @@ def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
 
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
-    with pytest.raises(ConfigError, match=r"rollout\.backend: weights that are shared out cannot be sent to a server\. Use local"):
+    with pytest.raises(ConfigError, match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use local"):
         make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
 
 

@@ -284,9 +284,9 @@ def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"beyond_eos": "shown"}, "diffu-grpo hides what stands behind the end"),
-        ({"beyond_eos": "shown", "method": "cj-grpo"}, "cj-grpo hides what stands behind the end, or has it as it was sampled"),
-        ({"beyond_eos": "learnt", "lm": "causal"}, "a causal model predicts nothing from what stands behind the end"),
+        ({"beyond_eos": "shown"}, "diffu-grpo always hides what is behind the end"),
+        ({"beyond_eos": "shown", "method": "cj-grpo"}, "cj-grpo always hides what is behind the end, or keeps it as sampled"),
+        ({"beyond_eos": "learnt", "lm": "causal"}, "a causal model predicts nothing from what is behind the end"),
     ],
 )
 def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, message, tmp_path):
@@ -421,7 +421,7 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
 def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
     shape = {"curriculum": 0.5, "save_strategy": "steps", "save_steps": 2, "reward": ranks}
     make("grpo", tmp_path, max_steps=6, **shape).train()
-    with pytest.raises(TrainingError, match=r"checkpoint-6: cannot be gone on from: prompts.json is of .* but the data set has 4"):
+    with pytest.raises(TrainingError, match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the data set has 4"):
         make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
 
 
@@ -429,7 +429,7 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()
     (tmp_path / "checkpoint-1" / "rollouts-0.pt").write_bytes(b"torn")
-    with pytest.raises(TrainingError, match=r"checkpoint-1: cannot be gone on from.*Delete this checkpoint"):
+    with pytest.raises(TrainingError, match=r"checkpoint-1: cannot be resumed from.*Delete this checkpoint"):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -447,7 +447,7 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
 def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_path):
     shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1, "rows": PAIRS[:6]}
     make("grpo", tmp_path, **shape).train()
-    with pytest.raises(TrainingError, match=rf"cannot be gone on from: rollouts-0.pt {message}.*Delete this checkpoint"):
+    with pytest.raises(TrainingError, match=rf"cannot be resumed from: rollouts-0.pt {message}.*Delete this checkpoint"):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -462,7 +462,7 @@ def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()
     (tmp_path / "checkpoint-1" / "rollouts-1.pt").touch()
-    with pytest.raises(TrainingError, match="checkpoint-1: cannot be gone on from: it is of more than 1 processes"):
+    with pytest.raises(TrainingError, match="checkpoint-1: cannot be resumed from: it is of more than 1 processes"):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -547,7 +547,7 @@ def test_numbers_out_of_range_and_settings_without_effect_are_refused(setting, m
 
 
 def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"samples: espo does not read it of a causal model, whose likelihood is exact"):
+    with pytest.raises(ConfigError, match=r"samples: espo does not read it for a causal model, whose likelihood is exact"):
         make("grpo", tmp_path, tiny("causal"), method="espo", samples=4)
 
 

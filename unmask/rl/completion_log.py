@@ -1,4 +1,4 @@
-"""Samples of what a policy writes: on the terminal, in a file, and in the trackers that take tables."""
+"""Samples of completions: on the terminal, in a file, and in trackers that accept tables."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from unmask.console import show_table
 
 SAMPLES_NAME = "completions.jsonl"
 SHOWN = 400
-"""Characters of a text on the terminal; everywhere else it is whole."""
+"""Characters of a text shown on the terminal; files and trackers get all of it."""
 
 
 class Samples:
-    """A few completions of every so many steps.
+    """Shows and stores a few completions at regular steps.
 
     Args:
-        folder: where `completions.jsonl` is written, a completion a line.
-        every: optimizer steps between two samples; 0: none are taken.
+        folder: of `completions.jsonl`, one completion per line.
+        every: optimizer steps between two samples; 0: no samples.
         rows: completions in a sample.
     """
 
@@ -36,11 +36,11 @@ class Samples:
         self._last = 0
 
     def due(self, step: int) -> bool:
-        """Whether to take a sample of the rollout for this optimizer step (from 1): the first of a run, and of each `every` steps."""
+        """Whether the rollout for this optimizer step (from 1) is sampled: the first of a run, then the first in each `every` steps."""
         return self.every > 0 and (self._last == 0 or step // self.every > self._last // self.every)
 
     def write(self, step: int, columns: Mapping[str, Sequence[Any]], callbacks: Iterable[TrainerCallback] = ()) -> None:
-        """Show and keep a sample, of the first process only.
+        """Show and store a sample of the first process.
 
         Args:
             step: the optimizer step that the completions are for, from 1.
@@ -58,7 +58,7 @@ class Samples:
             _track(callback, step, list(columns), rows)
 
     def rewind(self, step: int) -> None:
-        """Drop the samples after a step's checkpoint, which will be taken again."""
+        """Drop the samples after a step's checkpoint; the resumed run takes them again."""
         lines = self._log.read() if self._log.path.exists() else []
         kept = [line for line in lines if line["step"] <= step]
         self._last = kept[-1]["step"] if kept else 0
@@ -76,7 +76,7 @@ def _track(callback: TrainerCallback, step: int, names: list[str], rows: list[li
 
 
 def _scalar(value: Any) -> str | float | None:
-    """What a cell of a table can hold; messages as JSON, half a character (a lone surrogate), which nothing can show, as its number."""
+    """A value for a cell of a table: messages as JSON, a lone surrogate as its number."""
     if value is None or isinstance(value, int):
         return value
     if isinstance(value, float):
@@ -94,5 +94,5 @@ def _shortened(text: str) -> str:
 
 
 def _markdown(text: str) -> str:
-    """A text that Markdown and HTML take for what it is."""
+    """The text escaped for Markdown and HTML."""
     return re.sub(r"[^\w\s.,:;=?'\"-]|_", lambda found: f"&#{ord(found[0])};", text).replace("\n", "<br>")

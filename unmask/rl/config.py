@@ -1,4 +1,4 @@
-"""The settings of reinforcement learning: those of a method are its own unless they are given."""
+"""The settings of reinforcement learning. A setting that is unset has the default of the method."""
 # ruff: noqa: RUF009 (the calls make fields)
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ class GRPOConfig(TrainingConfig):
 
     max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, beside the model's context", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
-    lr_scheduler_type: str = setting("constant_with_warmup", "How the learning rate goes")
+    lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
     method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
     num_generations: int = setting(8, "Completions per prompt: the group", low=2)
-    num_iterations: int = setting(1, "Updates per rollout batch (mu), each with masks of its own", low=1)
+    num_iterations: int = setting(1, "Updates per rollout batch (mu), each with new masks", low=1)
 
     epsilon: float | None = of_method(TokenMethod.epsilon, "Clip range of the ratio below 1", low=0, high=1)
     epsilon_high: float | None = of_method(TokenMethod.epsilon_high, "Clip range above 1 (none: epsilon)", low=0)
     dual_clip: float | None = of_method(TokenMethod.dual_clip, "Bound of the ratio where the advantage is negative", low=1)
     log_ratio_clamp: float | None = of_method(
-        TokenMethod.log_ratio_clamp, "Bound of the logarithm of the ratio; of products, k3 of bounds, and with adaptive_loss: 20", low=1e-3
+        TokenMethod.log_ratio_clamp, "Bound of the logarithm of the ratio; 20 for products, k3 of bounds, and adaptive_loss", low=1e-3
     )
     ratio: str | None = of_method(
         TokenMethod.ratio,
-        "What a ratio is of: token, sequence (their geometric mean, GSPO), or product (all tokens together)",
+        "Ratios of single tokens (token), their geometric mean over the completion (sequence, GSPO), or their product (product)",
         choices=("token", "sequence", "product"),
     )
     aggregation: Aggregation | None = of_method(
         Method.aggregation,
-        "How tokens count: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
+        "How token losses are averaged: token (DAPO), sequence (GRPO), step, view, view-constant (TraceRL), constant (Dr. GRPO) or sum",
         choices=get_args(Aggregation),
     )
     advantage: AdvantageKind | None = of_method(
@@ -67,29 +67,30 @@ class GRPOConfig(TrainingConfig):
     beta: float | None = of_method(TokenMethod.beta, "Weight of the KL divergence; 0: no reference is kept", low=0)
     kl: Divergence | None = of_method(TokenMethod.kl, "Its estimate: k1, k2 or k3", choices=get_args(Divergence), needs=["beta"])
     kl_to: str | None = of_method(
-        TokenMethod.kl_to, "What the policy is held to: the reference, or the old policy", choices=("reference", "old"), needs=["beta"]
+        TokenMethod.kl_to,
+        "The other model of the divergence: the reference, or the old policy",
+        choices=("reference", "old"),
+        needs=["beta"],
     )
     kl_unbiased: bool = setting(
         TokenMethod.kl_unbiased, "Whether the ratio multiplies the divergence, as in TRL (docs/rl.md)", needs=["beta", "kl=k3"]
     )
     reference_model: str | None = setting(
-        None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=["beta", "kl_to=reference"]
+        None, "The reference, as a folder or a hub name; unset: the policy before training", needs=["beta", "kl_to=reference"]
     )
     reference_sync_steps: int | None = setting(
-        None, "Move the reference towards the policy every so many steps; unset: never", low=1, needs=["beta", "kl_to=reference"]
+        None, "Steps between moves of the reference towards the policy; unset: it does not move", low=1, needs=["beta", "kl_to=reference"]
     )
-    reference_sync_share: float = setting(
-        0.6, "How far the reference is moved: 1 is all the way", low=0, high=1, needs=["reference_sync_steps"]
-    )
+    reference_sync_share: float = setting(0.6, "Fraction of the way that each move covers", low=0, high=1, needs=["reference_sync_steps"])
 
     masking: str | None = setting(
-        None, "What is hidden: diffusion, adaptive or block (in `samples` views), coupled, optimized; unset: what the method hides"
+        None, "Masking strategy: diffusion, adaptive or block (in `samples` views), coupled, optimized; unset: the method's own"
     )
     mask_rate: list[float] | None = setting(
         None, "The mask rate at the first step and towards the last; unset: 0.3 and 0.9", needs=["masking=adaptive"]
     )
     adaptive_loss: bool = setting(False, "Whether hidden tokens weigh 1 / the mask rate", needs=["masking=adaptive|optimized"])
-    samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (of espo: pairs of views)", low=1)
+    samples: int | None = of_method(1, "spg, espo, gdpo, bgpo, agrpo, masking: views (espo: pairs of views)", low=1)
     prompt_mask_rate: float = setting(
         DiffuGRPO.prompt_mask_rate,
         "diffu-grpo, wd1, spg: probability with which a token of the prompt (spg: and of finished blocks) is hidden",
@@ -99,23 +100,23 @@ class GRPOConfig(TrainingConfig):
     segments: int = setting(StepMerge.segments, "step-merge: views into which the steps are merged", low=1)
     shrink: int = setting(TraceRL.shrink, "trace-rl: steps in a view", low=1)
     eubo_beta: float = setting(SPG.eubo_beta, "spg: exponent of the upper bound", low=1e-3)
-    eubo_share: float = setting(SPG.eubo_share, "spg: share of the upper bound in the mixture with the lower one", low=0, high=1)
+    eubo_share: float = setting(SPG.eubo_share, "spg: weight of the upper bound in its mixture with the lower one", low=0, high=1)
 
-    difficulty: list[float] | None = of_method(Method.difficulty, "Only groups whose mean reward lies between these two teach (none: all)")
+    difficulty: list[float] | None = of_method(
+        Method.difficulty, "Learn only from groups whose mean reward lies between these two (none: all)"
+    )
     difficulty_reward: str | None = setting(
         None, "The reward function that `difficulty` reads; unset: the weighted sum of all", needs=["difficulty"]
     )
-    drop_equal_groups: bool | None = of_method(Method.drop_equal_groups, "Whether groups of equal rewards are left out, also of averages")
-    dynamic_sampling: int = setting(0, "How often groups that teach nothing are replaced by those of other prompts (DAPO)", low=0)
-    curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all prompts in turn")
-    mask_truncated: bool = setting(False, "Whether completions that do not end teach nothing")
-    overlong_buffer: int | None = setting(
-        None, "Tokens before the end of the canvas within which a reward falls by up to 1 (DAPO); unset: none"
-    )
+    drop_equal_groups: bool | None = of_method(Method.drop_equal_groups, "Whether groups of equal rewards are left out, of averages too")
+    dynamic_sampling: int = setting(0, "How often groups that are left out are replaced by those of other prompts (DAPO)", low=0)
+    curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all in turn")
+    mask_truncated: bool = setting(False, "Whether completions without an end token are left out")
+    overlong_buffer: int | None = setting(None, "Tokens before the maximum length over which rewards fall by up to 1 (DAPO); unset: none")
 
-    temperature: float = setting(1.0, "Of sampling", low=1e-6)
+    temperature: float = setting(1.0, "The sampling temperature", low=1e-6)
     score_temperature: float | None = setting(
-        None, "Of the log-probabilities that are trained; unset: that of sampling (docs/rl.md)", low=1e-6
+        None, "The temperature of the trained log-probabilities; unset: that of sampling (docs/rl.md)", low=1e-6
     )
     max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
@@ -124,32 +125,34 @@ class GRPOConfig(TrainingConfig):
     stop_at_eos: bool | None = of_method(Method.stop_at_eos, "Whether decoding stops at the first end token, where every completion ends")
     beyond_eos: str | None = of_method(
         Method.beyond_eos,
-        "What was sampled behind the end of a completion: hidden, shown (noised as the completion is), or learnt as its part (docs/rl.md)",
+        "Treatment of tokens behind the end of a completion: hidden, shown (noised like the completion), or learnt (docs/rl.md)",
         choices=("hidden", "shown", "learnt"),
     )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
 
     reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
-    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: it runs in the training process", low=0)
+    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: the training process runs it", low=0)
     rollout: dict[str, Any] | None = setting(
         None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
     )
     importance_cap: float | None = setting(
-        TokenMethod.importance_cap, "vllm: bound of the weight that corrects for the server's own numbers; unset: no correction", low=1e-3
+        TokenMethod.importance_cap,
+        "vllm: bound of the importance weights that correct for the server's log-probabilities; unset: no correction",
+        low=1e-3,
     )
-    log_completions_steps: int = setting(0, "Show and keep sample completions every so many steps; 0: never", low=0)
+    log_completions_steps: int = setting(0, "Steps between shown and stored sample completions; 0: never", low=0)
     log_completions_rows: int = setting(8, "Completions in such a sample", low=1)
-    performance_log_interval: int = setting(0, "Log time and tokens by phase every so many steps; 0: never", low=0)
+    performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0)
 
-    reward_timeout: float = setting(600.0, "Seconds that each reward function may take for a batch")
+    reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch")
     reward_errors: Literal["unscored", "raise"] = setting(
-        "unscored", "What a reward function that fails does: leave it unscored, or stop the run", choices=("unscored", "raise")
+        "unscored", "When a reward function fails: leave the completions unscored, or stop the run", choices=("unscored", "raise")
     )
 
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
         if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in FOLLOWS_A_METRIC):
-            args.metric_for_best_model = "reward"  # transformers would take the loss, but evaluations have none
+            args.metric_for_best_model = "reward"  # transformers would use the loss, which evaluations lack
         super().__post_init__()
         method = get_method(self.method)
         for each in fields(self):
@@ -167,7 +170,7 @@ class GRPOConfig(TrainingConfig):
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise ConfigError(error.what, where=where, remedy=error.remedy) from error
         if self.corrected and "importance_cap" not in settings_of(method):
-            what = f"the loss of {self.method} does not weigh tokens by how likely the server drew them"
+            what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
             raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
         self._check_rollouts(sampler.model_copy(update={"trace": False}))
@@ -183,23 +186,23 @@ class GRPOConfig(TrainingConfig):
         return getattr(self, each.name) not in (None, self._unless_given(each))
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
-        """Refuse a setting that is given, and that other methods read, but not this one.
+        """Refuse settings that other methods read, but not this one.
 
         Args:
-            strategy: what plans in the method's place.
-            final: whether it is known that no other strategy will.
-            exact: whether nothing is planned, as the likelihood is exact.
+            strategy: plans the views instead of the method.
+            final: whether the strategy is known; else a trainer may still be given one.
+            exact: whether no views are planned, because the likelihood is exact.
 
         Raises:
-            ConfigError: there is such a setting.
+            ConfigError: such a setting is given.
         """
         method = get_method(self.method)
         if exact and self.beyond_eos != "hidden":
-            what = "a causal model predicts nothing from what stands behind the end"
+            what = "a causal model predicts nothing from what is behind the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
         own_plan = strategy is None or strategy.uses is None
         if final and self.beyond_eos == "shown" and own_plan and not method.partial:
-            what = f"{self.method} hides what stands behind the end, or has it as it was sampled"
+            what = f"{self.method} always hides what is behind the end, or keeps it as sampled"
             raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
         read = set(settings_of(method, plan=own_plan and not exact))
         if strategy is not None and strategy.uses is not None:
@@ -209,9 +212,9 @@ class GRPOConfig(TrainingConfig):
         for each in fields(self):
             readers = [name for name, other in METHODS.items() if each.name in settings_of(other)]
             if readers and each.name not in read and self._given(each):
-                by = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
-                by += " does not read it" + (" of a causal model, whose likelihood is exact" if exact else "")
-                raise ConfigError(by, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+                what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
+                what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")
+                raise ConfigError(what, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
@@ -243,10 +246,10 @@ class GRPOConfig(TrainingConfig):
             raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
 
     def _check_rollouts(self, sampler: SamplerConfig) -> None:
-        """Refuse settings that the backend of the rollouts has no use for."""
-        if self.rollouts.backend == "vllm":  # of a causal model, so that nothing is denoised and its likelihood is exact
+        """Refuse settings that the backend of the rollouts ignores."""
+        if self.rollouts.backend == "vllm":  # for causal models: nothing is denoised, and the likelihood is exact
             if (name := unread_by_vllm(sampler)) is not None:
-                what = f"vllm decodes a causal model token by token, and {name} means nothing to it"
+                what = f"vllm decodes a causal model token by token, and ignores {name}"
                 remedy = f"Leave {name} out ({OF_CAUSAL_MODELS}), or sample a diffusion model with rollout.backend local or server"
                 raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
             with beside("rollout.backend"):
@@ -258,7 +261,7 @@ class GRPOConfig(TrainingConfig):
                 what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.scored_at:g}"
                 raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
         elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
-            what = f"{self.rollouts.backend} draws from the trained model itself, so that nothing is corrected"
+            what = f"{self.rollouts.backend} samples from the trained model itself, so that there is nothing to correct"
             remedy = "Leave importance_cap out, or set rollout.backend to vllm"
             raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
 
@@ -266,16 +269,16 @@ class GRPOConfig(TrainingConfig):
 
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """A recipe for another method does not speak for the one that is asked for."""
+        """A recipe for another method leaves out the settings in which methods differ."""
         return for_method(settings, chosen.get("method"))
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
         shards, lora = sharded_by(self), run.lora is not None
-        whole = "train without FSDP and ZeRO 3 (a40-48gb-x3-ddp holds all in each GPU)"
-        what, remedy = "weights that are shared out cannot be sent to a server", f"Use rollout.backend local, or {whole}"
+        whole = "train without FSDP and ZeRO 3 (a40-48gb-x3-ddp replicates them)"
+        what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
         yield Conflict(f"rollout.backend and {shards}", self.rollouts.backend != "local" and shards and not lora, what, remedy)
-        what, remedy = "weights that are shared out cannot be followed", f"Leave reference_sync_steps out, or {whole}"
+        what, remedy = "a reference cannot follow sharded weights", f"Leave reference_sync_steps out, or {whole}"
         moves = self.needs_reference and self.reference_sync_steps is not None
         yield Conflict(f"reference_sync_steps and {shards}", moves and shards and not lora, what, remedy)
         what, remedy = "there are no adapters to send", "Train with lora, or set rollout.sync to disk"
@@ -283,7 +286,7 @@ class GRPOConfig(TrainingConfig):
         yield Conflict("rollout.sync and lora", unsent, what, remedy)
 
     def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Decoding blocks that lie across those of the attention, views of an exact likelihood, and a server that decodes otherwise."""
+        """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model."""
         read = pattern()
         causal = read["attention"] == "causal"
         grid = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
@@ -300,16 +303,16 @@ class GRPOConfig(TrainingConfig):
             raise ConfigError(what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local")
 
     def refuse_of_causal(self) -> None:
-        """Refuse masks and the settings of views, which a causal model has no use for.
+        """Refuse masking strategies and settings of views, which a causal model ignores.
 
         Raises:
-            ConfigError: there is such a setting.
+            ConfigError: such a setting is given.
         """
         find_masking(self, exact=True)
         self.refuse_unread(None, exact=True)
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> None:
-        """None: a step also generates."""
+        """None: a step also samples, which is not estimated."""
 
     def build_method(self, attention: str = "bidirectional") -> Method:
         """The method with these settings, for a model of this attention."""
@@ -319,21 +322,21 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def corrected(self) -> bool:
-        """Whether tokens are weighed by how likely a server drew them."""
+        """Whether importance weights correct for a server's log-probabilities."""
         return self.rollouts.backend == "vllm" and self.importance_cap is not None
 
     @property
     def scored_at(self) -> float:
-        """The temperature of the log-probabilities that are trained."""
+        """The temperature of the trained log-probabilities."""
         return self.temperature if self.score_temperature is None else self.score_temperature
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy is held to a model other than the one that sampled."""
+        """Whether the divergence is from another model than the one that sampled."""
         return bool(self.beta) and self.kl_to == "reference"
 
     def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
-        """How rollouts are sampled."""
+        """The sampler settings of rollouts."""
         return SamplerConfig(
             max_new_tokens=self.max_completion_length,
             steps=self.steps,
@@ -348,7 +351,7 @@ class GRPOConfig(TrainingConfig):
 
     @classmethod
     def for_task(cls, task: str, **settings: Any) -> Self:
-        """The settings of the recipe `grpo-TASK` (d1's, where it published them), and those given.
+        """The settings of the recipe `grpo-TASK` (d1's, where published), overridden by those given.
 
         Raises:
             ConfigError: there is no such recipe.

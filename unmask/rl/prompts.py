@@ -1,4 +1,4 @@
-"""The prompts of a data set: in groups, in which order, and which come next by the rewards so far.
+"""The prompts of a data set: their groups, their order, and the choice of prompts by the rewards so far.
 
 Shapes: N prompts of the data set.
 """
@@ -28,12 +28,12 @@ HISTORY_FILE = "prompts.json"
 
 
 class PromptRow(NamedTuple):
-    """A prompt of the data set, to be answered once.
+    """A prompt for one completion.
 
     Attributes:
-        columns: of the data set, the prompt among them.
-        sample_id: its place in the data set.
-        repeat: its place in its group.
+        columns: of the data set, with the prompt.
+        sample_id: index of the prompt in the data set.
+        repeat: index of the completion in its group.
     """
 
     columns: Mapping[str, Any]
@@ -42,13 +42,12 @@ class PromptRow(NamedTuple):
 
     @property
     def prompt(self) -> Any:
-        """As text, messages or ids."""
+        """Text, messages or ids."""
         return self.columns["prompt"]
 
 
 class PromptRows(Dataset):
-    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. All have the columns of all, None where a row
-    has no such column."""
+    """Prompts, each repeated for its group: item i is prompt i // group, repeat i % group. Columns that a row lacks are None."""
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], group: int):
         self.rows, self.group = rows, group
@@ -63,10 +62,10 @@ class PromptRows(Dataset):
 
 
 def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
-    """Prompts that fit into a row with a completion.
+    """The prompts of a data set, each of which fits into a row with a completion.
 
     Raises:
-        DataError: one does not, or is no prompt.
+        DataError: a prompt does not fit, or is malformed.
     """
     for index, prompt in enumerate(column(dataset, "prompt", where)):
         with naming(f"{where}, row {index}"):
@@ -79,7 +78,7 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
 
 
 class GroupSampler(Sampler[int]):
-    """Shuffled prompts, cut into steps; each prompt comes with its whole group, each step as often as it is updated on."""
+    """Shuffled prompts in steps of `prompts`; each prompt comes `group` times in a row, each step `repeats` times."""
 
     def __init__(self, count: int, *, prompts: int, group: int, repeats: int, seed: int):
         self.count, self.prompts, self.group, self.repeats, self.seed, self.epoch = count, prompts, group, repeats, seed, 0
@@ -99,15 +98,15 @@ class GroupSampler(Sampler[int]):
 
 
 def completion_key(row: PromptRow, step: int | None) -> int:
-    """What the noise of a completion follows from, beside the seed of the run. Arguments as of `sample`."""
+    """The key of a completion's noise, for one seed of the run. `step`: as of `RolloutCollector.sample`."""
     return sequence_key([row.sample_id] if step is None else [row.sample_id, step], row.repeat)
 
 
 def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
-    """Prompts of an optimizer step, over all ranks.
+    """The number of prompts in an optimizer step, over all ranks.
 
     Raises:
-        ConfigError: a step cannot hold whole groups, or the prompts do not make one step.
+        ConfigError: a step cannot hold whole groups, or the data set has fewer prompts than a step.
     """
     completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if completions % args.num_generations:
@@ -127,27 +126,27 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
 
 
 class PromptHistory:
-    """The mean reward of every prompt that was answered, and draws of prompts without replacement.
+    """The mean reward of every prompt so far, and draws of prompts without replacement.
 
     Args:
-        count: prompts of the data set.
+        count: prompts in the data set.
         target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread), the spread being the
-            standard deviation of all means (at least a millionth of the largest distance, and of 1). New prompts weigh as much as
-            those at the target. None: all weigh the same.
+            standard deviation of all means (at least a millionth of the largest distance, and of 1). New prompts have the weight of
+            those at the target. None: all weights are equal.
     """
 
     def __init__(self, count: int, target: float | None = None):
         self.count, self.target = count, target
-        self.seen: dict[int, tuple[int, float]] = {}  # rewards that counted, and their mean
+        self.seen: dict[int, tuple[int, float]] = {}  # number of scored completions, and their mean reward
 
     def add(self, prompt: int, reward: float) -> None:
-        """Count a completion; NaN is none."""
+        """Add the reward of a completion; NaN (unscored) is ignored."""
         if not math.isnan(reward):
             number, mean = self.seen.get(prompt, (0, 0.0))
             self.seen[prompt] = number + 1, mean + (reward - mean) / (number + 1)
 
     def log_weights(self) -> Tensor:
-        """The logarithm of the weight of every prompt [N]. It is bounded, so that the noise of a draw beside it is not rounded away."""
+        """The log-weight of every prompt [N]; bounded, so that adding the noise of a draw does not round the noise away."""
         log_weight_N = torch.zeros(self.count, dtype=torch.float64)
         if self.target is None or len(self.seen) < 2:
             return log_weight_N
@@ -158,20 +157,24 @@ class PromptHistory:
         return log_weight_N
 
     def choose(self, number: int, seed: int, step: int, exclude: Collection[int] = ()) -> list[int]:
-        """At most `number` different prompts, drawn in proportion to their weights: the same for the same history, seed and step
-        (Gumbel's top-k, Kool et al. 2019)."""
+        """At most `number` different prompts, drawn in proportion to their weights (Gumbel top-k, Kool et al. 2019), by history,
+        seed and step."""
         uniform_N = uniform(seed, torch.arange(self.count), step=step, stream=Stream.ROLLOUT)
-        score_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
-        score_N[list(exclude)] = -torch.inf
-        best = score_N.topk(min(number, self.count - len(set(exclude)))).indices
+        perturbed_N = self.log_weights() - (-uniform_N.clamp_min(2.0**-53).log()).log()
+        perturbed_N[list(exclude)] = -torch.inf
+        best = perturbed_N.topk(min(number, self.count - len(set(exclude)))).indices
         return best.tolist()
 
     def save(self, folder: Path) -> None:
-        """Write what was seen."""
+        """Write the history into a checkpoint."""
         write_atomic(folder / HISTORY_FILE, json.dumps(sorted((prompt, *counts) for prompt, counts in self.seen.items())))
 
     def load(self, folder: Path) -> None:
-        """Read it back. ValueError where it is of prompts that there are not, and prompts are weighed by it."""
+        """Read the history of a checkpoint.
+
+        Raises:
+            ValueError: it has prompts that the data set lacks, and a target needs them.
+        """
         seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / HISTORY_FILE).read_text())}
         if self.target is not None and (last := max(seen, default=0)) >= self.count:
             raise ValueError(f"{HISTORY_FILE} is of {last + 1} prompts or more, but the data set has {self.count}")

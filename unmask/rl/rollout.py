@@ -1,4 +1,4 @@
-"""Completions as a method reads them: their canvases, and the checks of the views that score them.
+"""Rollouts: the canvases of completions as methods read them, and checks of the views that score them.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden behind its end).
 """
@@ -118,10 +118,10 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
 
     Args:
         block_size: the decoding block of a bidirectional model; None: the whole completion.
-        sampled: keep the log-probabilities under which tokens were drawn elsewhere.
+        sampled: keep the server's log-probabilities of the drawn tokens.
 
     Raises:
-        GenerationError: these are not known.
+        GenerationError: the server did not return them.
     """
     assert generation.trace is not None
     traces, tokens, prompts = generation.trace[at], generation.tokens[at], generation.prompts[at]
@@ -135,8 +135,8 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
     group_BT = noise_groups(lm, canvas_BT, documents_BT)
     if sampled and not all(trace.sampled_log_probs for trace in traces):
         remedy = "Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out importance_cap"
-        raise GenerationError("the server does not tell how likely it drew its tokens", where="rollout", remedy=remedy)
-    drawn = [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)] if sampled else None
+        raise GenerationError("the server does not return the log-probabilities of its tokens", where="rollout", remedy=remedy)
+    log_probs = [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)] if sampled else None
     return Rollout(
         ids_BT=padded([p + t.canvas for p, t in zip(prompts, traces, strict=True)], lm.pad_token_id),
         documents_BT=documents_BT,
@@ -145,13 +145,13 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
         steps_BT=padded([[-1] * len(p) + t.steps for p, t in zip(prompts, traces, strict=True)], -1),
         group_BT=group_BT,
         block_BT=decoding_blocks(lm, canvas_BT, group_BT, block_size),
-        sampled_BT=None if drawn is None else padded(drawn, 0.0),
+        sampled_BT=None if log_probs is None else padded(log_probs, 0.0),
         one_document=len({len(p) + len(t.canvas) for p, t in zip(prompts, traces, strict=True)}) == 1,
     )
 
 
 def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_size: int | None) -> Tensor:
-    """The decoding block [B, T] of each position of a canvas, from 0; -1 elsewhere. In a model by blocks those of its attention."""
+    """The decoding block [B, T] of each position of a canvas, from 0; -1 elsewhere. In a block-causal model it is the attention block."""
     if lm.attention == "bidirectional":
         block_BT = (canvas_BT.long().cumsum(1) - 1) // (block_size or canvas_BT.shape[1])
     else:
@@ -161,7 +161,7 @@ def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_
 
 
 def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
-    """Completions that end with their first end token, where the whole canvas was sampled; traces stay as they are."""
+    """Cut completions behind their first end token where the whole canvas was sampled; traces keep the canvas."""
     ends = [end_of(tokens, lm.eos_token_ids) for tokens in generation.tokens]
     cut = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in ("tokens", "log_probs", "steps")}
     texts = [text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in cut["tokens"]]

@@ -1,4 +1,4 @@
-"""From prompts to judged completions: sampled here or by a server, rewarded, and chosen by what they teach.
+"""From prompts to rewarded completions: sampled by the model or a server, and selected by the rewards of their groups.
 
 Shapes: B completions, F reward functions.
 """
@@ -34,7 +34,7 @@ from unmask.training.step_timer import Phases
 
 
 class Collecting(Protocol):
-    """The trainer that a collector collects for. `sample`, `judge` and `shaped` are there to be overridden."""
+    """What a collector uses of its trainer. Users may override `sample`, `judge` and `shaped`."""
 
     args: GRPOConfig
     lm: DiffusionLM
@@ -54,12 +54,12 @@ class Collecting(Protocol):
 
 @dataclass(frozen=True)
 class Judged:
-    """Completions and what they earned, one entry per row.
+    """Completions and their rewards, one entry per row.
 
     Attributes:
         reward_BF: of each function, NaN where it does not apply.
-        total_B: weighted and summed; NaN: unscored.
-        extras: what reward functions tell of each beside (`log_extra`), by name.
+        total_B: the weighted sum; NaN: unscored.
+        extras: the columns that reward functions logged (`log_extra`), by name.
     """
 
     rows: list[PromptRow]
@@ -81,11 +81,11 @@ class Judged:
         return Judged(self.rows[at], replace(generation, **lists), self.reward_BF[at], self.total_B[at], extras)
 
     def replaced(self, at: Sequence[int], other: Judged) -> Judged:
-        """With these rows exchanged."""
-        where = {place: index for index, place in enumerate(at)}
+        """The same with the rows `at` replaced by those of another."""
+        source = {row: index for index, row in enumerate(at)}
 
-        def merge(mine: Sequence[Any], theirs: Sequence[Any]) -> list[Any]:
-            return [theirs[where[i]] if i in where else value for i, value in enumerate(mine)]
+        def merge(old: Sequence[Any], new: Sequence[Any]) -> list[Any]:
+            return [new[source[row]] if row in source else value for row, value in enumerate(old)]
 
         lists: dict[str, Any] = {
             name: merge(part, getattr(other.generation, name)) for name, part in vars(self.generation).items() if isinstance(part, list)
@@ -97,13 +97,13 @@ class Judged:
 
 
 class RolloutCollector:
-    """From prompts to judged completions, for a trainer.
+    """Samples and rewards completions for a trainer.
 
     Attributes:
         rewards: the reward functions.
-        history: what prompts have given.
-        backend: what samples: the model itself, or a server.
-        log: samples of completions.
+        history: the mean reward of every prompt so far.
+        backend: samples from the model itself, or from a server.
+        log: samples of completions for the user.
     """
 
     def __init__(self, trainer: Collecting, rewards: Rewards):
@@ -116,28 +116,27 @@ class RolloutCollector:
         self._reused, self._read = 0.0, 0
 
     def collect(self, rows: list[PromptRow], step: int) -> Judged:
-        """Completions of the rows' prompts (of a curriculum, of its own), rewarded; where a group teaches nothing those of another
-        prompt, as often as `dynamic_sampling` says."""
+        """Rewarded completions of the rows' prompts, or of those that the curriculum chooses. Groups that teach nothing are replaced by
+        those of other prompts, at most `dynamic_sampling` times."""
         group = self.args.num_generations
         used: list[int] = []
         if self.args.curriculum is not None:
             rows = self._other_rows(len(rows) // group, step, used)
         used += [row.sample_id for row in rows]
         judged = self.trainer.judge(rows, step)
-        for number in range(self.args.dynamic_sampling):
+        for attempt in range(self.args.dynamic_sampling):
             _, kept_B = self.advantages(judged)
-            dull = [at for at in range(0, len(rows), group) if not kept_B[at]]
-            others = self._other_rows(len(dull), step + (number + 1) * 2**20, used)
+            dropped = [start for start in range(0, len(rows), group) if not kept_B[start]]
+            others = self._other_rows(len(dropped), step + (attempt + 1) * 2**20, used)
             self.trainer.record("groups_replaced", len(others) / len(rows))
             if not any(gather_object([len(others)])):
                 break
-            judged = judged.replaced(
-                [at + repeat for at in dull for repeat in range(group)][: len(others)], self.trainer.judge(others, step)
-            )
+            replaced = [start + repeat for start in dropped for repeat in range(group)][: len(others)]
+            judged = judged.replaced(replaced, self.trainer.judge(others, step))
         return judged
 
     def judge(self, rows: list[PromptRow], step: int) -> Judged:
-        """Sample and reward. Every process does so at the same time, be it with no rows."""
+        """Sample and reward completions. All processes call it at the same time, even with no rows."""
         answered = self.answer(rows, temperature=self.args.temperature, step=step)
         judged = replace(answered, total_B=self.trainer.shaped(answered.total_B, answered.generation))
         for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), judged.total_B.tolist(), strict=True))):
@@ -145,7 +144,7 @@ class RolloutCollector:
         return judged
 
     def answer(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> Judged:
-        """Completions, and what the reward functions give for them. Arguments as of `sample`."""
+        """Completions and their rewards. Arguments as of `sample`."""
         generation = self.trainer.sample(rows, temperature=temperature, step=step)
         with failing_together("rollout"), self.trainer.phases("reward"):
             if rows:
@@ -155,13 +154,13 @@ class RolloutCollector:
         return Judged(rows, generation, torch.zeros(0, len(self.rewards.names)), torch.zeros(0))
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
-        """Completions of the rows' prompts. Beside the weights, a completion depends on (seed, step, sample, repeat) alone.
+        """Completions of the rows' prompts. A completion depends on the weights and (seed, step, sample, repeat) alone.
 
         Args:
             step: the number of the rollout; None: an evaluation, whose noise is the same at all steps.
 
         Raises:
-            GenerationError: one of the processes cannot sample: its server stays away (RemoteError), its model gives NaN.
+            GenerationError: a process cannot sample: its server does not answer (RemoteError), or its model returns NaN.
         """
         keys = [completion_key(row, step) for row in rows]
         config = self.args.sampler(temperature=temperature, seed=self.args.seed)
@@ -178,8 +177,8 @@ class RolloutCollector:
         return cut_at_end(self.lm, generation)
 
     def sync_weights(self, step: int | None) -> None:
-        """Give a server the weights as they are, where they are due before this rollout (None: an evaluation, before which they always
-        are). No process goes on before it has them."""
+        """Send the weights to a server if they are due before this rollout (None: an evaluation, for which they always are). All processes
+        wait until it has them."""
         if not self.backend.due(step):
             return
         with self.trainer.phases("sync"), failing_together("rollout"):
@@ -191,7 +190,7 @@ class RolloutCollector:
         return torch.tensor([not tokens or tokens[-1] not in self.lm.eos_token_ids for tokens in generation.tokens], dtype=torch.bool)
 
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
-        """The rewards, less for what is nearly too long."""
+        """The rewards [B] with the penalty of nearly truncated completions (`overlong_buffer`)."""
         if self.args.overlong_buffer is None:
             return total_B
         limit = self.args.max_completion_length
@@ -199,23 +198,24 @@ class RolloutCollector:
         return total_B + overlong_penalty(length_B, limit, self.args.overlong_buffer)
 
     def advantages(self, judged: Judged) -> tuple[Tensor, Tensor]:
-        """Advantages [B] of this process's completions, and which of them are of groups that teach. Groups may lie on several processes."""
+        """The advantages [B] of this process's completions, and which belong to groups that are learnt from. A group may lie on several
+        processes."""
         count, accelerator = len(judged.rows), self.trainer.accelerator
-        asked_B = judged.total_B
+        difficulty_B = judged.total_B
         if (name := self.args.difficulty_reward) is not None:
-            asked_B = torch.where(asked_B.isnan(), torch.nan, judged.reward_BF[:, self.rewards.names.index(name)])
-        here = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
-        parts = (judged.total_B, asked_B, judged.group_B)
-        reward_B, asked_B, group_B = (accelerator.gather(part.to(accelerator.device)).cpu() for part in parts)
+            difficulty_B = torch.where(difficulty_B.isnan(), torch.nan, judged.reward_BF[:, self.rewards.names.index(name)])
+        local = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
+        tensors = (judged.total_B, difficulty_B, judged.group_B)
+        reward_B, difficulty_B, group_B = (accelerator.gather(part.to(accelerator.device)).cpu() for part in tensors)
         advantage_B = advantages(reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature)
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
-        kept_B = kept_groups(asked_B, group_B, low, high, spread=False)
+        kept_B = kept_groups(difficulty_B, group_B, low, high, spread=False)
         if self.args.drop_equal_groups:
             kept_B &= kept_groups(reward_B, group_B, -torch.inf, torch.inf, spread=True)
-        return advantage_B[here], kept_B[here]
+        return advantage_B[local], kept_B[local]
 
     def _other_rows(self, prompts: int, step: int, used: list[int]) -> list[PromptRow]:
-        """The groups of so many prompts that are not used yet, on no process; these are then used."""
+        """The groups of prompts that no process has used yet; adds them to `used`."""
         wanted = gather_object([prompts])
         used[:] = sorted(set(gather_object(used)))
         chosen = self.history.choose(sum(wanted), self.args.seed, step, exclude=used)
@@ -227,14 +227,14 @@ class RolloutCollector:
         ]
 
     def mean_rewards(self, prompts: Any) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt, by metric. Every process answers its share of the prompts."""
+        """The mean rewards of greedy completions, one per prompt, by metric. The prompts are divided among the processes."""
         trainer, group = self.trainer, self.args.num_generations
         mine = range(trainer.accelerator.process_index, len(prompts) // group, trainer.accelerator.num_processes)
         with evaluating(self.lm):
             self.sync_weights(None)
             judged = self.answer([prompts[index * group] for index in mine], temperature=0.0, step=None)
         everyone = gather_object(list(zip(mine, judged.total_B.tolist(), judged.reward_BF.tolist(), strict=True)))
-        _, totals, values = zip(*sorted(everyone), strict=True)  # in one order, so that the means are the same on any number of processes
+        _, totals, values = zip(*sorted(everyone), strict=True)  # sorted: sums are the same for any number of processes
         total_B, reward_BF = torch.tensor(totals), torch.tensor(values)
         means = {"reward": total_B.nanmean(), "unscored": total_B.isnan().float().mean()}
         means |= {f"rewards/{name}": reward_B.nanmean() for name, reward_B in zip(self.rewards.names, reward_BF.unbind(1), strict=True)}
@@ -242,13 +242,13 @@ class RolloutCollector:
 
     @property
     def prompt_reuse(self) -> float | None:
-        """The mean share of the prompts of this process's rollouts that was read once for a whole group; None where it is not known."""
+        """The mean fraction of prompts whose key-value cache a group shared, in this process's rollouts; None: unknown."""
         return self._reused / self._read if self._read else None
 
-    # What is told.
+    # Metrics.
 
     def _record_rewards(self, result: RewardResult) -> None:
-        """The verdicts, failures and own metrics of reward functions."""
+        """Record the verdicts, failures and metrics of reward functions."""
         count = len(result.total_B)
         for name in self.rewards.names:
             for status in get_args(Status) if name in result.statuses else ():
@@ -260,7 +260,7 @@ class RolloutCollector:
                 self.trainer.record(metric_of_function(metric), value)
 
     def record_rollout(self, judged: Judged, advantage_B: Tensor) -> None:
-        """Metrics of a rollout batch, and samples of it."""
+        """Record the metrics of a rollout batch, and show some of its completions."""
         generation, total_B, count = judged.generation, judged.total_B, len(judged.rows)
         lengths, truncated_B = [len(tokens) for tokens in generation.tokens], self.truncated(generation)
         self.trainer.record("unscored", total_B.isnan().float().mean(), count)

@@ -1,4 +1,4 @@
-"""Reinforcement learning with group-relative advantages: sample, reward, plan views, score, compare.
+"""Reinforcement learning with group-relative advantages: sample, reward, plan views, take log-probabilities, update.
 
 Shapes: B completions, M views, T positions, F reward functions. A rollout batch is the completions of one optimizer step.
 """
@@ -47,14 +47,14 @@ class GRPOTrainer(DiffusionTrainer):
         args: the config.
         train_dataset: rows with `prompt`; all other columns go to the reward functions.
         eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
-        masking: a strategy that plans the views in the method's place; None: the one that the config names, if any.
+        masking: a strategy that plans the views instead of the method; None: the one that the config names, if any.
         rest: as in DiffusionTrainer.
 
-    Masks are planned once per rollout and inner iteration, and the same masks score the policy, the old policy and the
-    reference. Dropout is off, so the first update has a ratio of exactly 1. Of several views one is gone through at a time.
+    Views are planned once per rollout and inner iteration, and the same views score the policy, the old policy and the reference.
+    Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of one view at a time.
 
-    What research varies is a method of its own here, to be overridden: `sample` (partial rollouts, inpainted hints), `judge` (what
-    completions earn), `shaped` (what is added to a reward), `token_advantages` (rewards of single steps or tokens).
+    Override `sample` for partial rollouts or inpainted hints, `judge` for the rewards of completions, `shaped` for additions to a reward,
+    `token_advantages` for rewards of single steps or tokens. All processes call each of these at the same time, even with no rows.
     """
 
     args: GRPOConfig
@@ -76,7 +76,7 @@ class GRPOTrainer(DiffusionTrainer):
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
         if self.shares_weights and args.rollouts.backend != "local":
             remedy = "Use local, or train without FSDP and ZeRO 3"
-            raise ConfigError("weights that are shared out cannot be sent to a server", where="rollout.backend", remedy=remedy)
+            raise ConfigError("sharded weights cannot be sent to a server", where="rollout.backend", remedy=remedy)
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
@@ -93,10 +93,10 @@ class GRPOTrainer(DiffusionTrainer):
     def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
         return prompt_rows(lm, args, dataset, where)
 
-    # What may be overridden. Every process calls each at the same time, be it with no rows.
+    # Methods to override.
 
     def judge(self, rows: list[PromptRow], step: int) -> Judged:
-        """Sample completions of the rows' prompts for this rollout, and reward them."""
+        """Sample and reward completions of the rows' prompts for this rollout."""
         return self.collector.judge(rows, step)
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
@@ -104,18 +104,18 @@ class GRPOTrainer(DiffusionTrainer):
         return self.collector.sample(rows, temperature=temperature, step=step)
 
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor:
-        """The rewards [B], less for what is nearly too long (`overlong_buffer`)."""
+        """The rewards [B] with the penalty of nearly truncated completions (`overlong_buffer`)."""
         return self.collector.shaped(total_B, generation)
 
     def token_advantages(self, judged: Judged, rollout: Rollout, advantage_B: Tensor) -> Tensor:
-        """The advantages of the tokens of a micro-batch: [B, T], or [B, 1] where all of a completion have the same.
+        """The advantages of the tokens of a micro-batch [B, T], or [B, 1] if all tokens of a completion have the same.
 
-        To learn from rewards of single steps (MDPO, He et al. 2025), look them up by `rollout.steps_BT`, the step that revealed a token.
+        For rewards of single steps (MDPO, He et al. 2025), `rollout.steps_BT` has the step that revealed each token.
 
         Args:
-            judged: the completions and what they earned.
-            rollout: the same completions as they are scored.
-            advantage_B: of each completion, against its group.
+            judged: the completions and their rewards.
+            rollout: their canvases.
+            advantage_B: of each completion in its group.
         """
         return advantage_B[:, None]
 
@@ -159,8 +159,8 @@ class GRPOTrainer(DiffusionTrainer):
         return inputs if rollout.sampled_BT is None else replace(inputs, importance_BT=self._importance(inputs, rollout))
 
     def _importance(self, inputs: LossInputs, rollout: Rollout) -> Tensor:
-        """How much likelier the policy makes each token than the server that drew it, up to `importance_cap` (truncated importance
-        sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
+        """The ratio [B, T] of each token's probability under the policy to that under the server that drew it, at most `importance_cap`
+        (truncated importance sampling, Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training")."""
         assert rollout.sampled_BT is not None
         gap_BT = torch.where(rollout.completion_BT, inputs.of_tokens(inputs.old_BMT) - rollout.sampled_BT, 0)
         weight_BT = gap_BT.exp().clamp_max(self.args.importance_cap or torch.inf)
@@ -183,12 +183,12 @@ class GRPOTrainer(DiffusionTrainer):
         return len(batch.rollout.ids_BT)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        return inputs  # made on the device
+        return inputs  # on the device already
 
     # Checkpoints.
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A checkpoint also holds the completions that are still to be learnt from, what prompts gave, and a reference that moved."""
+        """A checkpoint also holds the updates left on the current rollout, the rewards of prompts, and a reference that moved."""
         super().save_model(output_dir, _internal_call)
         if not _internal_call:
             return
@@ -214,11 +214,11 @@ class GRPOTrainer(DiffusionTrainer):
                 self.buffer = load_updates(folder, self.args, self.lm.device)
 
     def get_performance_stats(self) -> dict[str, Any]:
-        """Time, memory and tokens per second by phase (`Phases.performance_stats`); as `prompt_reuse` the mean share of prompts that was
-        read once for a whole group, as `mask_cache` how often masks were reused, as `logged` the last line of the log with a reward."""
+        """Time, memory and tokens per second by phase (`Phases.performance_stats`); `prompt_reuse`: the mean fraction of prompts whose
+        cache a group shared; `mask_cache`: statistics of reused masks; `logged`: the last line of the log with a reward."""
         logged: dict[str, Any] = next((line for line in reversed(self.state.log_history) if "reward" in line), {})
-        told = {"prompt_reuse": self.collector.prompt_reuse, "mask_cache": self.get_cache_stats(), "logged": logged}
-        return super().get_performance_stats() | told
+        own = {"prompt_reuse": self.collector.prompt_reuse, "mask_cache": self.get_cache_stats(), "logged": logged}
+        return super().get_performance_stats() | own
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
@@ -234,11 +234,12 @@ class GRPOTrainer(DiffusionTrainer):
     def evaluate(
         self, eval_dataset: Sequence[Any] | None = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The mean reward of greedy completions, one per prompt: `eval_reward`, of each function `eval_rewards/NAME`. Both are of what was
-        scored, NaN where nothing was; `eval_unscored` is the share that was not. Every process answers its share of the prompts.
+        """The mean reward of greedy completions, one per prompt: `eval_reward`, and `eval_rewards/NAME` of each function. Means are over
+        scored completions, NaN if there are none; `eval_unscored` is the fraction without a score. The prompts are divided among the
+        processes.
 
         Raises:
-            ConfigError: neither this nor the trainer has an `eval_dataset`.
+            ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
         """
         prompts = self.held_out_rows(eval_dataset)
         with self.saved_if_it_fails(), self.measuring(metric_key_prefix):
@@ -249,24 +250,24 @@ class GRPOTrainer(DiffusionTrainer):
 
     @contextmanager
     def saved_if_it_fails(self) -> Iterator[None]:
-        """Where a server stays away or a reward function is wrong, leave a checkpoint from which the run goes on when that is mended."""
+        """When a server does not answer or a reward function fails, save a checkpoint from which the run can be resumed."""
         seen, sums = dict(self.collector.history.seen), self.means.state()
         try:
             yield
         except (RemoteError, TrainingError):
-            self.collector.history.seen = seen  # what was half done is done again
+            self.collector.history.seen = seen  # the interrupted rollout is repeated
             self.means.load(sums)
             step = self.state.global_step
-            there = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
-            if self.is_in_train and step and not any(gather_object([there])):  # asked before any process makes it
+            exists = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
+            if self.is_in_train and step and not any(gather_object([exists])):  # gathered before any process creates it
                 self._save_checkpoint(self.model, None)
-                self.accelerator.wait_for_everyone()  # the first process to leave ends the others, and with them what they write
+                self.accelerator.wait_for_everyone()  # the first process to exit ends the others while they write
             raise
 
     # Rollouts.
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
-        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next masks."""
+        """All micro-batches of an optimizer step: new completions, or the buffered ones with the next views."""
         if not self.over:
             self.phases.begin_step()
         micro_batches = [rows for _, rows in zip(range(0 if self.over else num_batches), epoch_iterator, strict=False)]
@@ -279,7 +280,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     @torch.no_grad()
     def experience(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
-        """Sample, reward and score the completions of one optimizer step."""
+        """Sample and reward completions for one optimizer step, and take the log-probabilities that its updates need."""
         step = self.state.global_step // self.args.num_iterations
         self.collector.sync_weights(step)
         judged = self.collector.collect([row for micro_batch in micro_batches for row in micro_batch], step)
@@ -291,21 +292,21 @@ class GRPOTrainer(DiffusionTrainer):
         kept_B &= ~judged.total_B.isnan()
         if self.args.mask_truncated:
             kept_B &= ~self.collector.truncated(generation)
-        made, start = [], 0
+        updates, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
             rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
             rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
             with self.phases("scoring"):
-                made.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
+                updates.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
         if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
             self.record("masks/reuse_rate", stats["rate"])
-        return made
+        return updates
 
     def views_for(self, rollout: Rollout, draw: Draw) -> Views:
-        """The views of the method, or of a masking strategy. Of a causal model all are one: what it predicts does not depend on what is
-        hidden, so that its likelihood is exact."""
+        """The views of the method, or of a masking strategy. A causal model has one view: its predictions do not depend on what is hidden,
+        and its likelihood is exact."""
         if self.lm.autoregressive:
             return weighed(rollout, rollout.completion_BT[:, None], self.args)
         sampled = self.state.global_step // self.args.num_iterations * self.args.num_iterations
@@ -322,11 +323,11 @@ class GRPOTrainer(DiffusionTrainer):
 
     @property
     def masking_strategy(self) -> MaskingStrategy:
-        """What plans the views in the method's place; without one, a strategy that keeps nothing."""
+        """The strategy that plans the views instead of the method; without one, a strategy with an empty cache."""
         return self.masking or MaskingStrategy()
 
     def get_cache_stats(self) -> dict[str, float]:
-        """How often the masking strategy reuses what it made: see there."""
+        """The cache statistics of the masking strategy."""
         return self.masking_strategy.get_cache_stats()
 
     def _score_rollout(self, judged: Judged, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
@@ -340,7 +341,7 @@ class GRPOTrainer(DiffusionTrainer):
         with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
             for iteration in range(self.args.num_iterations):
                 views = self.views_for(rollout, Draw(self.args.seed, key_B, iteration))
-                if updates and views.equals(updates[-1].views):  # nothing is drawn: the scores are the same too
+                if updates and views.equals(updates[-1].views):  # nothing is drawn: the log-probabilities are the same too
                     update = replace(updates[-1])
                 else:
                     update = Update(rollout, views, advantage_BT, learnable(rollout, views) & kept_B1, None, None)
@@ -356,7 +357,7 @@ class GRPOTrainer(DiffusionTrainer):
         moves = self.args.reference_sync_steps is not None
         if self.shares_weights and moves:
             remedy = "Leave it out, or train without FSDP and ZeRO 3"
-            raise ConfigError("weights that are shared out cannot be followed", where="reference_sync_steps", remedy=remedy)
+            raise ConfigError("a reference cannot follow sharded weights", where="reference_sync_steps", remedy=remedy)
         return make_reference(self.lm, self.accelerator, moves=moves, path=self.args.reference_model)
 
     def _move_reference(self) -> None:

@@ -1,4 +1,4 @@
-"""The updates that are still to be made on a rollout: what they hold, and how a checkpoint keeps them.
+"""The updates of a rollout: what they hold, and how a checkpoint stores those that are left.
 
 Shapes: B completions, M views, T positions.
 """
@@ -24,18 +24,18 @@ from unmask.rl.rollout import Rollout
 
 BUFFER_FILE = "rollouts-{rank}.pt"
 OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
-"""What cannot change amid the updates of a rollout, which is scored beforehand."""
+"""The settings that cannot change between the updates of a rollout, whose log-probabilities are taken beforehand."""
 
 
 @dataclass
 class Update:
-    """A micro-batch of completions with the views and scores of one inner iteration.
+    """A micro-batch of completions with the views and log-probabilities of one inner iteration.
 
     Attributes:
         advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
-        learnt_BT: the tokens that count.
-        old_BMT: the scores of the policy that sampled; None: the weights are still its own, so that the policy itself is that.
-        reference_BMT: those of the reference, if the policy is held to one.
+        learnt_BT: the tokens that are learnt from.
+        old_BMT: log-probabilities under the policy that sampled; None: the weights have not changed since.
+        reference_BMT: those under the reference; None: there is none.
     """
 
     rollout: Rollout
@@ -52,38 +52,38 @@ STORED += [(Rollout, "unmask.methods.base.Rollout"), (Rollout, "unmask.rl.method
 
 
 def save_updates(folder: Path, updates: Sequence[Sequence[Update]], args: GRPOConfig) -> None:
-    """Keep the updates of this process in a checkpoint."""
-    made = {name: getattr(args, name) for name in OF_A_ROLLOUT}
-    torch.save(made | {"updates": updates}, folder / BUFFER_FILE.format(rank=args.process_index))
+    """Store the updates of this process in a checkpoint."""
+    settings = {name: getattr(args, name) for name in OF_A_ROLLOUT}
+    torch.save(settings | {"updates": updates}, folder / BUFFER_FILE.format(rank=args.process_index))
 
 
 def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[list[Update]]:
-    """Read them back.
+    """The updates of this process in a checkpoint.
 
     Raises:
-        OSError, ValueError: they are missing, torn, or of other settings.
+        OSError, ValueError: the file is missing, truncated, or of other settings.
     """
     if (folder / BUFFER_FILE.format(rank=args.world_size)).exists():
         raise ValueError(f"it is of more than {args.world_size} processes")
     path = folder / BUFFER_FILE.format(rank=args.process_index)
     if not zipfile.is_zipfile(path):
-        raise OSError(f"{path.name} is missing or torn")
+        raise OSError(f"{path.name} is missing or truncated")
     with torch.serialization.safe_globals(STORED):
-        made: dict[str, Any] = torch.load(path, map_location=device)
-    for updates in made["updates"]:
+        stored: dict[str, Any] = torch.load(path, map_location=device)
+    for updates in stored["updates"]:
         for update in updates:
             _rename_fields(update)
             _rename_fields(update.views)
     for name in OF_A_ROLLOUT:
-        if made.get(name, now := getattr(args, name)) != now:
-            raise ValueError(f"{path.name} was made with {name} {made[name]}, not {now}")
+        if stored.get(name, now := getattr(args, name)) != now:
+            raise ValueError(f"{path.name} was made with {name} {stored[name]}, not {now}")
     wanted = [args.train_batch_size] * args.gradient_accumulation_steps
     for iteration in range(args.num_iterations):
-        held = [len(updates[iteration].learnt_BT) for updates in made["updates"] if iteration < len(updates)]
+        held = [len(updates[iteration].learnt_BT) for updates in stored["updates"] if iteration < len(updates)]
         if held != wanted:
             what = f"{path.name} holds micro-batches of {held} completions for update {iteration + 1} of a rollout, not of {wanted}"
             raise ValueError(what)
-    return made["updates"]
+    return stored["updates"]
 
 
 def _rename_fields(record: Update | Views) -> None:
@@ -94,9 +94,9 @@ def _rename_fields(record: Update | Views) -> None:
 
 @contextmanager
 def reading_checkpoint(folder: Path) -> Iterator[None]:
-    """Errors about a checkpoint's files then say what to do."""
+    """Inside, an error about a checkpoint's files says what to do."""
     try:
         yield
     except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        what = f"cannot be gone on from: {first_line(error)}"
+        what = f"cannot be resumed from: {first_line(error)}"
         raise TrainingError(what, where=str(folder), remedy="Delete this checkpoint, or use the settings it was made with") from error

@@ -108,8 +108,9 @@ def fixed(value: Any) -> Any:
 class Method:
     """A member of the GRPO family. Its fields are its settings and their defaults.
 
-    `GRPOConfig` has each setting as a key of the same name. It takes an unset key from the method's default, and refuses a key of other
-    methods that this one has no field for. To add a method, subclass this class or one below it, and decorate it with `register`.
+    `GRPOConfig` has each setting as a key of the same name, and says what it means. It takes an unset key from the method's default, and
+    refuses a key of other methods that this one has no field for. To add a method, subclass this class or one below it, and decorate it
+    with `register`.
 
     Attributes:
         name: as in `GRPOConfig(method=...)`.
@@ -118,10 +119,7 @@ class Method:
         estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
             token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
         partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay its sampling.
-        advantage, aggregation: see `unmask.rl.losses`; aggregation None: `for_attention` sets it.
-        difficulty, drop_equal_groups: which groups are learnt from (`kept_groups`).
-        num_iterations: updates per rollout.
-        policy, steps, stop_at_eos, beyond_eos: how completions are sampled, and which of their tokens are learnt.
+        aggregation: None: `for_attention` sets it.
     """
 
     name: ClassVar[str]
@@ -158,13 +156,7 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceMethod(Method):
-    """A method whose loss may hold the policy to another model.
-
-    Attributes:
-        beta: weight of the KL divergence.
-        kl: its estimate (`unmask.rl.losses.divergence`).
-        kl_to: the other model: "reference", or "old", the policy that sampled.
-    """
+    """A method whose loss may have a KL divergence from the reference or the old policy."""
 
     beta: float = 0.0
     kl: Divergence = "k3"
@@ -173,13 +165,7 @@ class DivergenceMethod(Method):
 
 @dataclass(frozen=True, kw_only=True)
 class ClippedMethod(DivergenceMethod):
-    """A method with PPO's clipped surrogate.
-
-    Attributes:
-        epsilon, epsilon_high: how far the ratio may lie below and above 1; epsilon_high None: epsilon.
-        dual_clip: bound of the ratio where the advantage is negative; None: unbounded.
-        log_ratio_clamp: bound of the absolute logarithm of the ratio; None: unbounded.
-    """
+    """A method with PPO's clipped surrogate."""
 
     epsilon: float = 0.5
     epsilon_high: float | None = None
@@ -229,8 +215,6 @@ class TokenMethod(ClippedMethod):
     Attributes:
         ratio: "token": each token has its own. "sequence": all tokens of a completion have the geometric mean of theirs (GSPO, Zheng et
             al. 2025). "product": all have the ratio of the whole completion.
-        kl_unbiased: see `surrogate`.
-        importance_cap: bound of the weight that corrects for a server's own log-probabilities; None: no correction.
     """
 
     ratio: str = "token"
@@ -266,11 +250,7 @@ class TokenMethod(ClippedMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientMethod(DivergenceMethod):
-    """-advantage times the log-probability of every token, without a ratio: the policy itself sampled, or is assumed to have sampled.
-
-    Attributes:
-        importance_cap: as of `TokenMethod`.
-    """
+    """-advantage times the log-probability of every token, without a ratio: the policy itself sampled, or is assumed to have sampled."""
 
     importance_cap: float | None = 2.0
 

@@ -37,11 +37,7 @@ class UniGRPO(TokenMethod):
 
 @register
 class ESPO(ClippedMethod):
-    """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `beyond_eos: learnt`.
-
-    Attributes:
-        samples: complementary pairs of views.
-    """
+    """ESPO (Ou et al. 2025): the ratio of ELBOs per token. As published over the whole canvas: `beyond_eos: learnt`."""
 
     name = "espo"
     estimator = "bound"
@@ -77,11 +73,9 @@ class GDPO(ClippedMethod):
     """GDPO (Rojas et al. 2025): the ratio of bounds found by quadrature.
 
     Attributes:
-        samples: Gauss-Legendre nodes.
         ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the authors' page and in eq. 9; it overflows
             float32 at a difference of 88 nats. "sequence": its root of the length, as in ports of their code. At the first update both
             have the same gradient.
-        kl_unbiased: see `surrogate`.
     """
 
     name = "gdpo"
@@ -93,7 +87,7 @@ class GDPO(ClippedMethod):
     samples: int = plan_setting(3)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """At each node t a view of ceil(t L) hidden tokens, of the node's weight times L/k.
+        """At each of `samples` Gauss-Legendre nodes t a view of ceil(t L) hidden tokens, of the node's weight times L/k.
 
         Its only bias is the quadrature's: each count stands for its own L-th of the times. The published code hides floor(t L) tokens and
         weighs them by 1/t, which for short completions hides none at small t and underestimates.
@@ -121,12 +115,7 @@ class GDPO(ClippedMethod):
 
 @register
 class BGPO(Method):
-    """BGPO (Lin et al. 2025): a lower bound of the objective that is a mean over views.
-
-    Attributes:
-        samples: views.
-        dual_clip: bound of the ratio where the advantage is negative; None: unbounded.
-    """
+    """BGPO (Lin et al. 2025): a lower bound of the objective that is a mean over views."""
 
     name = "bgpo"
     estimator = "bound"

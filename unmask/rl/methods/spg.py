@@ -59,14 +59,7 @@ def upper_bound(log_prob_BMT: Tensor, target_BMT: Tensor, length_B1: Tensor, bet
 
 @register
 class SPG(Method):
-    """SPG.
-
-    Attributes:
-        samples: views.
-        prompt_mask_rate: probability with which each token of what is clean, the prompt and finished blocks, is hidden.
-        eubo_beta: exponent of the upper bound.
-        eubo_share: weight of the upper bound in its mixture with the lower one.
-    """
+    """SPG."""
 
     name = "spg"
     estimator = "mean"
@@ -79,8 +72,8 @@ class SPG(Method):
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
         """Views of what block by block sampling sees (`block_by_block`), whose hidden tokens weigh 1 over their number.
 
-        Clean tokens that are hidden are scored where they are the completion's, as published. The published code draws blocks unevenly: it
-        takes a permutation of all blocks of the canvas modulo those of the completion.
+        Each clean token is hidden with probability `prompt_mask_rate`, and then scored if it is the completion's, as published. The
+        published code draws blocks unevenly: it takes a permutation of all blocks of the canvas modulo those of the completion.
         """
         hidden_BMT, clean_BMT = block_by_block(rollout, draw, self.samples)
         noise_BMT = draw.uniform(columns(rollout.ids_BT), self.samples, Stream.PROMPT) < self.prompt_mask_rate

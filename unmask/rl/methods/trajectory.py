@@ -20,15 +20,7 @@ from torch import Tensor
 from unmask.diffusion.rng import Stream
 from unmask.diffusion.views import Draw, Views, columns
 from unmask.rl.losses import AdvantageKind, Aggregation
-from unmask.rl.methods.base import (
-    Loss,
-    LossInputs,
-    PolicyGradientMethod,
-    TokenMethod,
-    fixed,
-    plan_setting,
-    register,
-)
+from unmask.rl.methods.base import Loss, LossInputs, PolicyGradientMethod, TokenMethod, fixed, plan_setting, register
 from unmask.rl.rollout import Rollout
 
 
@@ -97,11 +89,7 @@ class CJGRPO(ReplayMethod):
 
 @register
 class StepMerge(ReplayMethod):
-    """d2's step merging (Wang et al. 2025).
-
-    Attributes:
-        segments: views: stretches of a completion's steps, as equal as possible. They are the same in any batch.
-    """
+    """d2's step merging (Wang et al. 2025): views of stretches of a completion's steps, as equal as possible, and the same in any batch."""
 
     name = "step-merge"
     segments: int = plan_setting(4)
@@ -115,11 +103,7 @@ class StepMerge(ReplayMethod):
 
 @register
 class TraceRL(ReplayMethod):
-    """TraceRL (Wang et al. 2025), as its code has it for LLaDA, and by blocks for SDAR.
-
-    Attributes:
-        shrink: steps in a view.
-    """
+    """TraceRL (Wang et al. 2025), as its code has it for LLaDA, and in block-causal models for SDAR: `shrink` steps in a view."""
 
     name = "trace-rl"
     epsilon: float = 0.2
@@ -160,11 +144,7 @@ class DiPO(ReplayMethod):
 
 @register
 class AGRPO(OnPolicyReplayMethod):
-    """AGRPO (2510.04019).
-
-    Attributes:
-        samples: steps that are scored, of each completion.
-    """
+    """AGRPO (2510.04019): `samples` random steps of each completion."""
 
     name = "agrpo"
     aggregation: Aggregation | None = "constant"
