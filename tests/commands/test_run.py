@@ -384,7 +384,7 @@ def test_problems_are_put_as_conversations_and_each_status_is_logged(tmp_path):
     lm.save(tmp_path / "chat")
     task = ["--task", "sudoku", "data.style=chat"]
     refused = unmask("grpo", "--model", tmp_path / "chat", "--output", tmp_path / "early", *QUICK, *GRPO, *task)
-    assert_refused(refused, "128 new ones pass the context of 256")  # of the evaluation, before training
+    assert_refused(refused, "128 new ones exceed the context of 256")  # of the evaluation, before training
     assert not list((tmp_path / "early").iterdir())
     task.append("sampler.max_new_tokens=17")
     result = unmask("grpo", "--model", tmp_path / "chat", "--output", tmp_path / "out", *QUICK, *GRPO, *task)

@@ -184,7 +184,7 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
         ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
         ("bidirectional", None, {"drafts": 2}, "drafts: arithmetic, not memory, limits passes over whole canvases"),
-        ("causal", None, {"drafts": 2}, "drafts: nothing to draft ahead in blocks of one"),
+        ("causal", None, {"drafts": 2}, "drafts: blocks of one token have no states to draft"),
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
         ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
         ("bidirectional", None, {"sub_block_size": 2}, "sub_block_size: 2 for bidirectional attention. Use block_size in its place"),
@@ -202,7 +202,7 @@ def test_settings_that_do_not_fit_the_model(attention, block_size, settings, mes
 
 def test_tokens_that_cannot_be_produced():
     lm = tiny("phi", "bidirectional")
-    with pytest.raises(GenerationError, match="allowed_tokens: none of them can be produced"):
+    with pytest.raises(GenerationError, match="allowed_tokens: all of them are forbidden"):
         make_requests(lm, [[4]], SamplerConfig(allowed_tokens=[lm.mask_token_id], max_new_tokens=4))
     everything = [token for token in range(lm.mask_token_id)]
     with pytest.raises(GenerationError, match="every token is forbidden"):
@@ -215,7 +215,7 @@ def test_texts_that_cannot_be_filled_in():
     config = SamplerConfig()
     with pytest.raises(GenerationError, match=r"text 1: hides nothing\. Write <"):
         make_infill_requests(lm, [[4, mask], [4, 5]], config)
-    with pytest.raises(GenerationError, match="text 0: 41 tokens pass the context of 40"):
+    with pytest.raises(GenerationError, match="text 0: 41 tokens exceed the context of 40"):
         make_infill_requests(lm, [[mask] * 41], config)
     with pytest.raises(GenerationError, match="text 0: the first token is hidden"):
         make_infill_requests(lm, [[mask, 4]], config)

@@ -198,7 +198,7 @@ def test_requests_that_cannot_be_served(generate):
     fitting = SamplerConfig(max_new_tokens=30)
     with pytest.raises(GenerationError, match=r"prompts: prompts is one string\. Give a list"):
         generate(tiny(), "abc", fitting)
-    with pytest.raises(GenerationError, match=r"prompt 1: 11 prompt tokens and 30 new ones pass the context of 40\. .*max_new_tokens"):
+    with pytest.raises(GenerationError, match=r"prompt 1: 11 prompt tokens and 30 new ones exceed the context of 40\. .*max_new_tokens"):
         generate(tiny(), [[4] * 10, [4] * 11], fitting)
     with pytest.raises(GenerationError, match=r"prompt 2: the prompt is empty\. Give at least one token"):
         generate(tiny(), [[4], [5], []], fitting)

@@ -68,11 +68,11 @@ def test_a_run_whose_server_stays_away_stops_with_a_checkpoint_and_goes_on_from_
         def dying(*arguments: Any) -> Any:
             calls.append(1)
             if len(calls) == 3:
-                raise RemoteError("the server has taken no requests for 0.5 seconds", where=url, remedy="Start it")
+                raise RemoteError("the server has accepted no requests for 0.5 seconds", where=url, remedy="Start it")
             return generate(*arguments)
 
         trainer.collector.backend.generate = dying  # type: ignore[method-assign]
-        with pytest.raises(RemoteError, match="taken no requests"):
+        with pytest.raises(RemoteError, match="accepted no requests"):
             trainer.train()
         assert (tmp_path / "run" / "checkpoint-2").is_dir()
         resumed = run(url)

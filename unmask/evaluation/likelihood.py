@@ -106,7 +106,7 @@ def _completion_ids(lm: DiffusionLM, prompt: Prompt, completion: str | Sequence[
 
 def _check(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:
     if lm.context_length is not None and prompt + completion > lm.context_length:
-        what = f"{prompt} prompt and {completion} completion tokens pass the context of {lm.context_length}"
+        what = f"{prompt} prompt and {completion} completion tokens exceed the context of {lm.context_length}"
         raise GenerationError(what, where=f"pair {index}", remedy="Shorten the prompt or the completion")
     if lm.logit_shift and prompt == 0 and completion:
         raise GenerationError("the prompt is empty", where=f"pair {index}", remedy="Give at least one token (such as BOS)")

@@ -1,4 +1,4 @@
-"""Generation: the slow truth (`unmask.generation.naive`) and the batched sampler, with keyed noise."""
+"""Generation: the slow reference (`unmask.generation.naive`) and the batched sampler, with keyed noise."""
 
 from unmask.generation import naive
 

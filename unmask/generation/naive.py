@@ -1,4 +1,4 @@
-"""The slow truth: one sequence at a time, the whole model at every step, no cache. The fast sampler must give the same tokens.
+"""The reference sampler: one sequence at a time, the whole model at every step, no cache. The engine must give the same tokens.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -22,14 +22,14 @@ from unmask.models.model_state import evaluating
 
 @torch.no_grad()
 def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`, but nothing here is lossy."""
+    """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`; lossy settings are ignored."""
     config = config or SamplerConfig()
     return complete(lm, make_requests(lm, prompts, config, keys), config)
 
 
 @torch.no_grad()
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
-    """The same of requests that are made already."""
+    """Complete requests."""
     with evaluating(lm):
         traces = [_denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)
@@ -76,7 +76,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
 
 
 def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig) -> Tensor:
-    """[T, V]; with guidance away from what a hidden prompt would give."""
+    """Logits [T, V]; with guidance, moved away from those of a hidden prompt."""
     hidden_1T = torch.tensor([hidden], device=lm.device)
     logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
     if config.guidance:
@@ -87,12 +87,12 @@ def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool
 
 
 def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:
-    """How many tokens the predictions let this step reveal."""
-    scores = [float(decisions[at].priority_N) for at in order]
+    """The number of tokens that this step reveals by threshold, factor or entropy bound."""
+    log_probs = [float(decisions[at].priority_N) for at in order]
     if config.threshold is not None:
-        good = [math.exp(score) >= config.threshold for score in scores]
+        good = [math.exp(log_prob) >= config.threshold for log_prob in log_probs]
     elif config.factor is not None:
-        good = [math.exp(score) >= 1 - config.factor / (n + 1) for n, score in enumerate(scores, start=1)]
+        good = [math.exp(log_prob) >= 1 - config.factor / (n + 1) for n, log_prob in enumerate(log_probs, start=1)]
     else:
-        good = [-sum(scores[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(scores))]
+        good = [-sum(log_probs[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(log_probs))]
     return max(1, sum(good))

@@ -1,4 +1,4 @@
-"""What came out of generation, and what was revealed when."""
+"""The results of generation: completions, and the step that revealed each token."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @dataclass
 class Trace:
-    """The whole canvas of a completion, also behind its end: what reinforcement learning and the playground read.
+    """The whole canvas of a completion, also behind its end.
 
     Attributes:
-        canvas: token ids; the mask token where decoding stopped before.
-        steps: the step at which each position was revealed (the last time, with remasking), -1 for never or given.
-        log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where never revealed.
-        sampled_log_probs: the same under the distribution that it was drawn from; only of a config with a trace.
-        entropies: of the model's distribution there, in nats; only of a config with a trace.
-        forward_passes: how often the model saw the sequence.
+        canvas: token ids; the mask token at positions that decoding did not reach.
+        steps: the step that revealed each position (the last one, with remasking); -1: none did, or it was given.
+        log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where none was revealed.
+        sampled_log_probs: the same under the distribution that it was drawn from; only with `config.trace`.
+        entropies: of the model's distribution there, in nats; only with `config.trace`.
+        forward_passes: passes over the sequence.
     """
 
     canvas: list[int]
@@ -38,15 +38,15 @@ class Generation:
     """Completions, one entry per prompt.
 
     Attributes:
-        prompts: token ids, as the model saw them.
+        prompts: token ids.
         texts: decoded, without special tokens and without the end token.
-        tokens: completion ids, up to and including the first end token; of infilling the whole sequence.
+        tokens: completion ids, up to and including the first end token; for infilling the whole sequence.
         log_probs: of these tokens when they were revealed, in nats, at temperature 1.
-        steps: the denoising step at which each of them was revealed.
-        forward_passes: how often the model saw each sequence.
-        trace: the whole canvases, when the config asks for them.
-        agreement: of lossy settings, the share of tokens that the exact sampler gives too, measured on some of the prompts.
-        prompt_reuse: the share of prompt tokens whose keys and values came from another sequence with the same prompt; None without an
+        steps: the denoising step that revealed each of them.
+        forward_passes: passes over each sequence.
+        trace: the whole canvases, with `config.trace`.
+        agreement: with lossy settings, the fraction of tokens equal to the exact sampler's, measured on some of the prompts.
+        prompt_reuse: the fraction of prompt tokens whose keys and values came from another sequence with the same prompt; None without an
             exact cache, and from vLLM.
     """
 
@@ -62,7 +62,7 @@ class Generation:
 
 
 def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
-    """How many tokens there are up to and including the first end token; without one all."""
+    """The number of tokens up to and including the first end token; without one all."""
     return next((number for number, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
 
 

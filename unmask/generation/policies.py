@@ -1,6 +1,6 @@
-"""Pure functions of logits: which token would stand at a row, and how soon it should be revealed.
+"""Pure functions of logits: which token to reveal at each position, and with which priority.
 
-Shapes: N rows, V vocabulary, G groups of the vocabulary, B sequences, W positions of the current block.
+Shapes: N rows, V vocabulary, G groups of the vocabulary, K entries of a group, B sequences, W positions of the current block.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 
-GROUP = 256  # entries of the vocabulary that a draw sums up before it looks inside
-LOGITS_AT_ONCE = 2**28  # 1 GB of them
-LOGITS_ON_CPU = 2**19  # what stays in its cache between the passes over them
+GROUP = 256  # entries of the vocabulary that a draw sums before it searches within
+LOGITS_AT_ONCE = 2**28  # 1 GB in float32
+LOGITS_ON_CPU = 2**19  # these stay in the processor's cache between the passes over them
 
 
 class Decision(NamedTuple):
-    """What would be revealed at each row.
+    """The token that would be revealed at each row.
 
     Attributes:
-        token_N: the ids.
-        log_prob_N: their log-probability under the model at temperature 1.
-        priority_N: the policy's score, float32 so that rounding does not part equals; the highest are revealed first, ties go to
-            the lower position.
-        sampled_log_prob_N: the log-probability under the distribution that they are drawn from; with a trace.
+        token_N: its id.
+        log_prob_N: its log-probability under the model at temperature 1.
+        priority_N: the policy's confidence, float32 so that rounding does not separate equal ones. The highest are revealed first, ties
+            by the lower position.
+        sampled_log_prob_N: its log-probability under the distribution that it is drawn from; with a trace.
         entropy_N: of the model's distribution, in nats; with a trace or where the policy ranks by it.
-        margin_N: between the model's probabilities of the two best tokens; where the policy or an early commit asks for it.
+        margin_N: between the model's probabilities of the two best tokens; where the policy or an early commit needs it.
     """
 
     token_N: Tensor
@@ -50,18 +50,22 @@ def decide(
     Args:
         logits_NV: aligned logits at hidden positions.
         config: policy, temperature, filters, seed.
-        key_N: keys of the sequences that the rows belong to.
-        step_N: denoising steps that each sequence has made.
+        key_N: keys of the rows' sequences.
+        step_N: denoising steps of each sequence so far.
         position_N: positions counted from the start of the sequence.
-        present_NV: the tokens that stand in each row's sequence, for a repetition penalty.
+        present_NV: the tokens that occur in each row's sequence, for a repetition penalty.
 
     Raises:
-        GenerationError: the logits are not numbers.
+        GenerationError: the logits are NaN.
     """
     rows, vocabulary = logits_NV.shape
     portion = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
-    streams = [Stream.TOKEN] * (config.temperature > 0) + [Stream.ORDER] * (config.policy == "random")
-    streams += [Stream.ORDER_NOISE] * (config.order_temperature > 0)
+    needed = {
+        Stream.TOKEN: config.temperature > 0,
+        Stream.ORDER: config.policy == "random",
+        Stream.ORDER_NOISE: config.order_temperature > 0,
+    }
+    streams = [stream for stream, used in needed.items() if used]
     noise = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
     parts = []
     for first in range(0, max(rows, 1), portion):
@@ -70,18 +74,19 @@ def decide(
         parts.append(_decide(logits_NV[at], config, {stream: noise_N[at] for stream, noise_N in noise.items()}, present))
     if len(parts) == 1:
         return parts[0]
-    return Decision(*(None if piece[0] is None else torch.cat(piece) for piece in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)))  # type: ignore[arg-type]
 
 
 def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
-    shaped_NV = reshape_logits(logits_NV, config, present_NV)
-    twice = shaped_NV is logits_NV and config.temperature not in (0, 1)
+    reshaped = reshapes(config)
+    shaped_NV = reshape_logits(logits_NV, config, present_NV) if reshaped else logits_NV
+    same_weights = not reshaped and config.temperature in (0, 1)  # those of the model's distribution and of the sampled one
     best_N = logits_NV.amax(-1)
     below_NV = logits_NV - best_N[:, None]
-    weight_NV = below_NV.exp() if twice else below_NV.exp_()  # at temperature 1 it serves the statistics and the draw
+    weight_NV = below_NV.exp_() if reshaped or same_weights else below_NV.exp()  # else `below_NV` is used again
     total_N = weight_NV.sum(-1)
     normaliser_N = best_N + total_N.log()
-    if normaliser_N.isnan().any():  # a NaN anywhere in a row spoils all of it
+    if normaliser_N.isnan().any():  # one NaN makes its whole row NaN
         remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
         raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
     entropy_N = margin_N = sampled_N = None
@@ -91,20 +96,20 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
     if config.temperature > 0 or config.filtered_confidence:
-        if shaped_NV is not logits_NV:
+        if reshaped:
             below_NV = shaped_NV - shaped_NV.amax(-1, keepdim=True)
-        if shaped_NV is not logits_NV or twice:
+        if not same_weights:
             weight_NV = below_NV.div_(config.temperature or 1.0).exp_()
         weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
     token_N = best(shaped_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN])
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
-    if config.trace:  # at temperature 0 it is the most probable token for certain
-        sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_share(weight_NV, token_N)
+    if config.trace:  # at temperature 0 the most probable token has probability 1
+        sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
     match config.policy:
         case "random":
             priority_N = noise[Stream.ORDER]
         case "left_to_right":
-            priority_N = torch.zeros_like(log_prob_N)  # ties go to the lower position
+            priority_N = torch.zeros_like(log_prob_N)  # ties by the lower position
         case policy if config.filtered_confidence:
             priority_N = _filtered_priority(weight_NV, token_N, policy)
         case "confidence":
@@ -116,21 +121,21 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
             assert entropy_N is not None
             priority_N = -entropy_N
     if config.order_temperature > 0:
-        score_N = priority_N.exp() if config.policy == "confidence" else priority_N
-        priority_N = score_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
-    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf is where there is no row
+        confidence_N = priority_N.exp() if config.policy == "confidence" else priority_N
+        priority_N = confidence_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
+    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf stands for positions without a row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
-def _log_share(weight_NV: Tensor, token_N: Tensor) -> Tensor:
-    """The log-probability of a token in each row under a distribution that is proportional to weights."""
+def _log_fraction(weight_NV: Tensor, token_N: Tensor) -> Tensor:
+    """The log-probability of a token in each row, under the distribution proportional to the weights."""
     return (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
 
 
 def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
-    """The policy's score of the distribution that is proportional to weights: after penalty, bans, temperature and filters (Dream)."""
+    """The policy's confidence under the distribution proportional to the weights: after penalty, bans, temperature and filters (Dream)."""
     if policy == "confidence":
-        return _log_share(weight_NV, token_N)
+        return _log_fraction(weight_NV, token_N)
     prob_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
     if policy == "entropy":
         return -torch.special.entr(prob_NV).sum(-1)
@@ -139,16 +144,20 @@ def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tenso
 
 
 def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
-    """Logits moved by `guidance` times their distance from those without the prompt (Nie et al. 2025); what cannot be stays so."""
+    """Logits moved by `guidance` times their difference from those without the prompt (Nie et al. 2025); -inf stays."""
     return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
 
 
+def reshapes(config: SamplerConfig) -> bool:
+    """Whether `reshape_logits` changes anything."""
+    return config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
+
+
 def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
-    """Logits after the repetition penalty (Keskar et al. 2019) and without tokens that may not be produced; the same tensor where the
-    config asks for neither."""
+    """Logits after the repetition penalty (Keskar et al. 2019), -inf for forbidden tokens."""
     if config.repetition_penalty != 1 and present_NV is not None:
-        less_NV = torch.where(logits_NV > 0, logits_NV / config.repetition_penalty, logits_NV * config.repetition_penalty)
-        logits_NV = torch.where(present_NV, less_NV, logits_NV)
+        penalised_NV = torch.where(logits_NV > 0, logits_NV / config.repetition_penalty, logits_NV * config.repetition_penalty)
+        logits_NV = torch.where(present_NV, penalised_NV, logits_NV)
     if config.allowed_tokens or config.forbidden_tokens:
         banned_V = torch.full(logits_NV.shape[1:], bool(config.allowed_tokens), device=logits_NV.device)
         banned_V[torch.tensor(config.allowed_tokens or [], dtype=torch.long)] = False
@@ -158,7 +167,7 @@ def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor 
 
 
 def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Weights with zeros outside the `top_k` largest (0: all) and, of these, the fewest that hold `top_p` of their sum: the order of
+    """Weights with zeros outside the `top_k` largest (0: all) and, of these, the fewest that sum to `top_p` of them: the order of
     transformers and vLLM."""
     if top_k == 0 and top_p == 1.0:
         return weight_NV
@@ -170,21 +179,21 @@ def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
 
 
 def best(logits_NV: Tensor) -> Tensor:
-    """The first of the highest of each row, by groups: argmax over a row takes 15 times as long as its maximum."""
+    """The argmax of each row, the first among equals. By groups, since argmax over a row takes 15 times as long as its maximum."""
     group_N1 = _by_group(logits_NV, torch.amax).argmax(-1, keepdim=True)
     return (group_N1 * GROUP + _inside(logits_NV, group_N1, -torch.inf).argmax(-1, keepdim=True)).squeeze(1)
 
 
 def draw(weight_NV: Tensor, noise_N: Tensor) -> Tensor:
-    """Inverse-CDF sampling: one uniform number a row picks a token in proportion to its weight. Groups of the vocabulary first, then
-    within the group, so that only the sums of groups are accumulated (in float64)."""
+    """Inverse-CDF sampling: one uniform number per row picks a token in proportion to its weight. First a group of the vocabulary, then a
+    token of it, so that only the sums of groups are accumulated (in float64)."""
     group_N1, before_N1, goal_N1 = _search(_by_group(weight_NV, torch.sum), noise_N[:, None], None)
     inside_NK = _inside(weight_NV, group_N1, 0.0)
     return (group_N1 * GROUP + _search(inside_NK, noise_N[:, None], goal_N1 - before_N1)[0]).squeeze(1)
 
 
 def _by_group(value_NV: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
-    """The sums or maxima [N, G] of groups of the vocabulary; the last group is what is left over."""
+    """The sums or maxima [N, G] of groups of the vocabulary; the last group has the remainder."""
     even = value_NV.shape[1] // GROUP * GROUP
     whole_NG = reduce(value_NV[:, :even].unflatten(1, (-1, GROUP)), -1) if even else value_NV[:, :0]
     if even == value_NV.shape[1]:
@@ -193,25 +202,25 @@ def _by_group(value_NV: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
 
 
 def _inside(value_NV: Tensor, group_N1: Tensor, beyond: float) -> Tensor:
-    """The entries [N, GROUP] of one group a row; `beyond` past the end of the vocabulary."""
+    """The entries [N, K] of one group per row; `beyond` past the end of the vocabulary."""
     column_NK = group_N1 * GROUP + torch.arange(GROUP, device=value_NV.device)
     inside_NK = value_NV.gather(1, column_NK.clamp_max(value_NV.shape[1] - 1))
     return inside_NK.masked_fill(column_NK >= value_NV.shape[1], beyond)
 
 
 def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The entry in which the cumulative sum passes the goal (None: the noise's share of the whole), the sum before it, and the goal.
-    Rounding never leads to an entry of weight 0."""
+    """The entry in which the cumulative sum exceeds the goal (None: the noise times the total), the sum before it, and the goal. Rounding
+    never selects an entry of weight 0."""
     sum_NK = weight_NK.double().cumsum(-1)
     total_N1 = sum_NK[:, -1:].contiguous()
     goal_N1 = noise_N1 * total_N1 if goal_N1 is None else goal_N1
     found_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
-    found_N1 = torch.minimum(found_N1, torch.searchsorted(sum_NK, total_N1))  # the last possible one
+    found_N1 = torch.minimum(found_N1, torch.searchsorted(sum_NK, total_N1))  # the last entry of positive weight
     return found_N1, F.pad(sum_NK, (1, 0)).gather(1, found_N1), goal_N1
 
 
 def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
-    """How many tokens [B] the predictions let a step reveal, best first and at least one, where the config fixes no number.
+    """The number of tokens [B] that a step reveals by threshold, factor or entropy bound, at least one.
 
     Args:
         priority_BW: of the hidden positions of the current blocks, -inf elsewhere.
@@ -229,12 +238,12 @@ def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
 
 
 def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:
-    """The `count` positions of highest priority in each row, as a boolean [B, T]; ties go to the lower position."""
+    """The `count` positions of highest priority in each row, as a boolean [B, T]; ties by the lower position."""
     order_BT = priority_BT.sort(dim=-1, descending=True, stable=True).indices
     rank_BT = torch.zeros_like(order_BT).scatter(1, order_BT, torch.arange(order_BT.shape[1], device=order_BT.device).expand_as(order_BT))
     return (rank_BT < count_B[:, None]) & (priority_BT > -torch.inf)
 
 
 def hidden_again(counts: list[int], step: int, remask: float) -> int:
-    """How many tokens step number `step` of a block reveals beyond its count, and hides of earlier steps (ReMDM, Wang et al. 2025)."""
+    """The number of tokens that step `step` of a block hides again, and reveals beyond its count (ReMDM, Wang et al. 2025)."""
     return min(int(remask * sum(counts[:step])), sum(counts[step + 1 :]))

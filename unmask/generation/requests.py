@@ -1,4 +1,4 @@
-"""What to generate: sequences with hidden positions, and the plan by which these are revealed."""
+"""Requests to generate: sequences with hidden positions, and how many of these each step reveals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM
 
-LAST_TIME = 1e-3  # of the schedules of Dream, whose times run from 1 to here
+LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
 
 
 @dataclass(frozen=True)
@@ -24,15 +24,14 @@ class Request:
     """One sequence to decode.
 
     Attributes:
-        prompt: what was given: ids before the completion, or of infilling the text with its marks.
+        prompt: ids before the completion; for infilling, of the text with its mask tokens.
         ids: of the whole sequence, with the mask token at hidden positions.
-        hidden: which positions are to be filled.
-        start: where the result begins: the completion, or 0 for infilling, whose result is the whole sequence.
+        hidden: True at positions to fill in.
+        start: the first position of the result: that of the completion; for infilling 0, since the result is the whole sequence.
         key: of its random numbers.
-        blocks: (start, stop) of each decoding block that hides something, in positions of the whole sequence; none crosses the edge
-            of an attention block.
-        counts: for each block the number of tokens to reveal at each of its steps; None where the predictions decide.
-        stops: whether it ends with the block that produces an end token.
+        blocks: (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block.
+        counts: for each block the number of tokens to reveal at each of its steps; None: the predictions decide.
+        stops: whether decoding stops with the block that produces an end token.
     """
 
     prompt: list[int]
@@ -46,12 +45,12 @@ class Request:
 
     @property
     def length(self) -> int:
-        """Of the whole sequence."""
+        """Tokens of the whole sequence."""
         return len(self.ids)
 
 
 def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
-    """Encode prompts and plan their completion.
+    """Encode prompts into requests.
 
     Args:
         prompts: strings, chat messages or lists of token ids.
@@ -74,7 +73,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
         if lm.context_length is not None and stop > lm.context_length:
             raise GenerationError(
-                f"{start} prompt tokens and {config.max_new_tokens} new ones pass the context of {lm.context_length}",
+                f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of {lm.context_length}",
                 where=where,
                 remedy="Shorten the prompt or lower max_new_tokens",
             )
@@ -90,7 +89,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
 
 
 def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
-    """The same for texts whose mask tokens are to be replaced, wherever they stand.
+    """Encode texts with mask tokens to fill in into requests.
 
     Raises:
         GenerationError: a text without mask tokens or longer than the context, or settings that do not fit the model.
@@ -103,10 +102,10 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
         if not any(hidden):
             raise GenerationError("hides nothing", where=where, remedy=f"Write {lm.tokenizer.mask_token} for every token to fill in")
         if lm.context_length is not None and len(ids) > lm.context_length:
-            raise GenerationError(f"{len(ids)} tokens pass the context of {lm.context_length}", where=where, remedy="Shorten the text")
+            raise GenerationError(f"{len(ids)} tokens exceed the context of {lm.context_length}", where=where, remedy="Shorten the text")
         check_ids(lm, ids, where)
         if lm.logit_shift and hidden[0]:
-            raise GenerationError("the first token is hidden, and nothing before it predicts it", where=where, remedy="Begin with BOS")
+            raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
         blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), grid, config) if any(hidden[a:b])]
         counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
         requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stops=False))
@@ -114,7 +113,7 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
 
 
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
-    """The block of the model's attention, on which decoding blocks lie; None for a bidirectional model.
+    """The attention block size, to which decoding blocks are aligned; None for a bidirectional model.
 
     Raises:
         GenerationError: settings that do not fit the model.
@@ -132,7 +131,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     if grid is not None and config.cache != "exact":
         raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
     if config.drafts and (grid is None or grid == 1):
-        what = "nothing to draft ahead in blocks of one" if grid else "arithmetic, not memory, limits passes over whole canvases"
+        what = "blocks of one token have no states to draft" if grid else "arithmetic, not memory, limits passes over whole canvases"
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
@@ -141,7 +140,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
     impossible = {lm.mask_token_id, *(config.forbidden_tokens or ())}
     if config.allowed_tokens and impossible.issuperset(config.allowed_tokens):
-        raise GenerationError("none of them can be produced", where="allowed_tokens", remedy="Allow some that are not forbidden")
+        raise GenerationError("all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden")
     if len(impossible) >= rows:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
     return grid
@@ -156,7 +155,7 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
 
 
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
-    """Tokens to reveal at each step of blocks that hide so many: at least one step a block, and one token a step.
+    """Tokens to reveal at each step of each block: at least one step per block, and one token per step.
 
     Args:
         sizes: hidden tokens of each block.
@@ -179,13 +178,13 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
                 number_N = torch.arange(first, first + size)
                 noise_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
                 shared = _ancestral_counts(noise_N.tolist(), steps)
-        counts.append([count for count in shared if count])  # a step that reveals nothing changes nothing
+        counts.append([count for count in shared if count])  # steps that reveal nothing are left out
         first += size
     return counts
 
 
 def _dream_counts(size: int, steps: int) -> list[int]:
-    """Tokens that each step reveals, with zeros, by Dream's rule (Ye et al. 2025): of what is still hidden the share 1 - s / t, rounded
+    """Tokens that each step reveals, with zeros, by Dream's rule (Ye et al. 2025): the fraction 1 - s / t of the hidden ones, rounded
     down, at times t > s from 1 to 0.001, and at the last step the rest. In float32, as published."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1)
     counts: list[int] = []
@@ -195,8 +194,8 @@ def _dream_counts(size: int, steps: int) -> list[int]:
 
 
 def _ancestral_counts(noise: Sequence[float], steps: int) -> list[int]:
-    """Tokens that each step reveals, with zeros, where at each step a hidden token stays hidden with probability s / t, on its own
-    (Sahoo et al. 2024): it is revealed at the first time that lies below its number of `noise`, uniform in [0, 1)."""
+    """Tokens that each step reveals, with zeros, when a hidden token stays hidden with probability s / t, independently of the others
+    (Sahoo et al. 2024): it is revealed at the first time below its number of `noise`, uniform in [0, 1)."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float64)[1:-1]
     step_N = (torch.tensor(noise, dtype=torch.float64)[:, None] < time_S).sum(-1)
     return torch.bincount(step_N, minlength=steps).tolist()
@@ -215,10 +214,10 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: 
 
 
 def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
-    """The caller's keys of the random numbers, or hashes of the prompts.
+    """The given keys of the random numbers, or hashes of the prompts.
 
     Raises:
-        GenerationError: they are too few or too many, or not integers of 64 bits.
+        GenerationError: their number is wrong, or they are not integers of 64 bits.
     """
     if keys is None:
         return sequence_keys(encoded)
@@ -231,12 +230,12 @@ def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -
 
 
 def block_start(position: int, block_size: int | None) -> int:
-    """Where the attention block of a position begins (without blocks every position is one)."""
+    """The start of the attention block of a position (without blocks every position is one)."""
     return position - position % (block_size or 1)
 
 
 def _blocks(lm: DiffusionLM, start: int, stop: int, grid: int | None, config: SamplerConfig) -> list[tuple[int, int]]:
-    """The decoding blocks of the positions from start to stop: on the grid of the attention or within it, or from the start on."""
+    """The decoding blocks of the positions from start to stop: aligned to the attention blocks if there are any, else to the start."""
     first, size = start if grid is None else block_start(start, grid), grid or config.block_size or stop - start
     inside = {0} if config.sub_block_size is None else {*range(0, size, config.sub_block_size), int(lm.logit_shift)}
     edges = {block + part for block in range(first, stop, size) for part in inside}

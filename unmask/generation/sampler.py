@@ -1,4 +1,4 @@
-"""Completing and infilling: the reference's tokens, by way of the engine."""
+"""Completing and infilling with the engine."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
 
 
 def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-    """Fill in what texts leave open. A bidirectional model reads what stands before and behind, a block-causal one what stands up to
-    the end of the block, a causal one what stands before.
+    """Fill in the mask tokens of texts. A bidirectional model reads what is before and behind them, a block-causal one what is before the
+    end of the block, a causal one what is before.
 
     Args:
         lm: any attention pattern.
-        texts: strings, chat messages or lists of token ids, with the tokenizer's mask token wherever a token is to be filled in.
-        config: policy, steps (over all that is hidden), temperature, ...; max_new_tokens is not read.
+        texts: strings, chat messages or lists of token ids, with the tokenizer's mask token for every token to fill in.
+        config: policy, steps (over all hidden tokens), temperature, ...; max_new_tokens is not read.
         keys: as for `generate`.
 
     Returns:
-        One whole text each, with what was filled in. End tokens are filled in only where `allowed_tokens` names them.
+        The whole texts. End tokens are filled in only if `allowed_tokens` names them.
 
     Raises:
-        GenerationError: a text that hides nothing or is too long, or settings that do not fit the model.
+        GenerationError: a text without mask tokens, or too long, or settings that do not fit the model.
     """
     config = config or SamplerConfig()
     ends = [token for token in lm.eos_token_ids if token not in (config.allowed_tokens or [])]
@@ -56,34 +56,34 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
 
 
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
-    """The same for requests that are made already."""
-    made = _run(lm, requests, config)
+    """Complete requests."""
+    generation = _run(lm, requests, config)
     if config.lossy is None or not config.agreement_prompts or not requests:
-        return made
+        return generation
     some = requests[: config.agreement_prompts]
     exact = config.model_copy(update={"cache": "exact", "refresh_interval": None, "early_commit": None})
-    return replace(made, agreement=agreement(_filled_in(_run(lm, some, exact), some), _filled_in(made, some)))
+    return replace(generation, agreement=agreement(_filled_in(_run(lm, some, exact), some), _filled_in(generation, some)))
 
 
 def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) -> float:
-    """The share of positions, up to the end of the longer one, at which completions hold the same token; the shorter list counts."""
+    """The fraction of equal tokens over pairs of completions, each counted up to the end of the longer one."""
     pairs = list(zip(exact, lossy, strict=False))
     same = sum(sum(a == b for a, b in zip(one, other, strict=False)) for one, other in pairs)
     return same / sum(max(len(one), len(other)) for one, other in pairs)
 
 
-def _filled_in(made: Generation, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens that were not given."""
-    pairs = zip(made.tokens, (request.hidden[request.start :] for request in requests), strict=False)
+def _filled_in(generation: Generation, requests: Sequence[Request]) -> list[list[int]]:
+    """The tokens of the hidden positions."""
+    pairs = zip(generation.tokens, (request.hidden[request.start :] for request in requests), strict=False)
     return [[token for token, hidden in zip(*pair, strict=False) if hidden] for pair in pairs]
 
 
 def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
-    """The requests through an engine, those of a length together, the longest first, so that memory is reserved once; of these those of
-    a prompt, so that it is read once."""
+    """Run requests through an engine: the longest first, so that memory is allocated once, and equal prompts together, so that their keys
+    are computed once."""
     engine = Engine(lm, batch_size=config.batch_size, max_batch_tokens=config.max_batch_tokens)
     order = sorted(range(len(requests)), key=lambda i: (-requests[i].length, requests[i].prompt))
     index = {engine.submit(requests[i], config): i for i in order}
     traces = {index[ticket]: trace for ticket, trace in engine.run()}
-    made = make_generation(lm, requests, [traces[i] for i in range(len(requests))], config)
-    return replace(made, prompt_reuse=engine.prompt_reuse)
+    generation = make_generation(lm, requests, [traces[i] for i in range(len(requests))], config)
+    return replace(generation, prompt_reuse=engine.prompt_reuse)

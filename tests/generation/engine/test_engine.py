@@ -15,7 +15,7 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation import naive
 from unmask.generation.engine.engine import Engine
-from unmask.generation.engine.steps import Job
+from unmask.generation.engine.steps import SequenceState
 from unmask.generation.requests import make_requests
 
 
@@ -84,7 +84,7 @@ def test_memory_is_bounded_by_the_configuration(attention, block_size):
         if engine.slots.cache is not None:
             assert engine.slots.cache.shape == (rows, columns)
     assert sorted(finished) == tickets
-    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + drafts} tokens pass {30 + drafts}\. Raise it"):
+    with pytest.raises(GenerationError, match=rf"max_batch_tokens: {31 + drafts} tokens exceed {30 + drafts}\. Raise it"):
         engine.submit(make_requests(lm, [[4] * 23], config)[0], config)
 
 
@@ -255,7 +255,7 @@ def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
     found |= dict(engine.run())
     assert [found[ticket].canvas for ticket in tickets] == expected
     for failing in range(1, 12):
-        calls, whole = [], Job.__dict__["counts"].fget
+        calls, whole = [], SequenceState.__dict__["counts"].fget
         found, engine = {}, Engine(lm)
 
         def fail(self, calls=calls, whole=whole, failing=failing):
@@ -266,7 +266,7 @@ def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
 
         tickets = [engine.submit(request, config) for request in requests]
         with monkeypatch.context() as patch:
-            patch.setattr(Job, "counts", property(fail))
+            patch.setattr(SequenceState, "counts", property(fail))
             with contextlib.suppress(KeyboardInterrupt):
                 for ticket, trace in engine.run():
                     found[ticket] = trace
@@ -285,7 +285,7 @@ def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
     engine.submit(request, config)
     while engine.waiting or engine.working:
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
-            patch.setattr(Engine, "_guess", stop)  # between a step and the drafts that follow from it
+            patch.setattr(Engine, "_draft", stop)  # between a step and the drafts that follow from it
             engine.step()
         for sequence in engine.working:
             if sequence.step == 0:
@@ -300,7 +300,7 @@ def test_an_engine_refuses_what_it_could_never_finish():
     with pytest.raises(GenerationError, match="batch_size: 0 is refused"):
         Engine(lm, batch_size=0)
     (request,) = make_requests(lm, ["ab"], config)
-    with pytest.raises(GenerationError, match="planned with other settings"):
+    with pytest.raises(GenerationError, match="made with other settings"):
         Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, threshold=0.5))
     with pytest.raises(GenerationError, match="guidance: a causal model"):
         Engine(lm).submit(request, SamplerConfig(max_new_tokens=4, guidance=1.0))

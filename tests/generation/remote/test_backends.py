@@ -93,7 +93,7 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
     trained = adapted(lm)
     with served(copied(lm, tmp_path / "model")) as url:
         server = make_backend(to_server(url), lm, tmp_path)
-        with pytest.raises(GenerationError, match=r"sync: the weights of a PeftModelForCausalLM do not stand alone\. Merge"):
+        with pytest.raises(GenerationError, match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge"):
             server.sync(trained, step=0)
         server.sync(merged(trained), step=0)
         made = server.generate(PROMPTS, CONFIG, KEYS)
@@ -272,7 +272,7 @@ def test_vllm_serves_adapters_under_a_name_of_their_own(fake, tmp_path):
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path)
     vllm.version = "/run/rollout_weights/step-9"
-    with pytest.raises(GenerationError, match=r"the server's own weights are from /run/rollout_weights/step-9\. Start the server again"):
+    with pytest.raises(GenerationError, match=r"the server's own weights are from /run/rollout_weights/step-9\. Restart the server"):
         backend.sync(adapted(lm), 0)
     vllm.version = "default"
     backend.sync(adapted(lm), 0)
@@ -311,7 +311,7 @@ def test_a_vllm_that_lost_the_weights_is_given_them_again_and_samples_all_anew(f
     again = paths.index("/reset_prefix_cache")
     assert paths[again + 1 :].count("/v1/completions") == 4
     vllm.restarts = 1000
-    with pytest.raises(RemoteError, match=r"does not keep the weights.*Give every run a server of its own"):
+    with pytest.raises(RemoteError, match=r"does not keep the weights.*Use one server per run"):
         backend.generate(PROMPTS, CONFIG.model_copy(update={"batch_size": 1}), KEYS)
     backend.close()
 
@@ -354,7 +354,7 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
         assert told in serve.end(signal.SIGINT)
         assert serve.process.returncode == 130
         backend.http.patience = 0.6
-        with pytest.raises(RemoteError, match=r"has taken no requests for 0\.6 seconds"):
+        with pytest.raises(RemoteError, match=r"has accepted no requests for 0\.6 seconds"):
             backend.generate(prompts, config, keys)
         backend.close()
     finally:

@@ -106,7 +106,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path)
         ({"prompts": "abc"}, "prompts"),
         ({"prompts": [[99]], "keys": [1]}, "token id 99 is outside the vocabulary"),
         ({"config": {"stepz": 3}}, "config.stepz: is not a known key. Did you mean 'steps'"),
-        ({"config": {"max_new_tokens": 1000}}, "pass the context of 40"),
+        ({"config": {"max_new_tokens": 1000}}, "exceed the context of 40"),
         ({"surprise": 1}, "surprise: is not a known key"),
     ],
 )

@@ -1,6 +1,6 @@
-"""Continuous batching: sequences enter and leave between steps, and those in work share forward passes wherever they stand.
+"""Continuous batching: sequences enter and leave between steps, and running sequences share forward passes at any position.
 
-Shapes: B sequences in work, N hidden rows of their current blocks, V vocabulary.
+Shapes: B running sequences, N hidden positions of their current blocks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
 from unmask.generation.engine.cached_forward import commit
 from unmask.generation.engine.forward import Rows, buckets, predict
-from unmask.generation.engine.slots import Slots, Window
-from unmask.generation.engine.steps import Job, draft_ahead, reveal
+from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
 from unmask.generation.policies import guide
 from unmask.generation.requests import Request, block_start, check_settings
@@ -27,22 +27,21 @@ from unmask.models.model_state import evaluating
 
 
 class Engine:
-    """Sequences of one model, each with settings of its own. What comes out does not depend on what else is in work.
+    """Samples sequences of one model, each with its own settings. The result of one does not depend on the others.
+
+    Call `submit`, then `step` until the request is among the finished ones. Not thread-safe.
 
     Args:
-        batch_size: sequences in work at once, at least 1.
-        max_batch_tokens: sequences in work (with guidance twice) times the longest of them, room for drafts included; None: no bound
-            but batch_size.
+        batch_size: sequences that run at once, at least 1.
+        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: only
+            batch_size bounds them.
 
     Attributes:
-        prompt_tokens: what stands before the first hidden token of all sequences so far (with guidance twice); of models with an exact
-            cache only.
-        prompt_tokens_shared: those of them whose keys and values were copied from a sequence with the same prompt, and not read again.
-
-    Use: `submit`, then `step` until what you wait for is among the finished. Not from several threads: a model has one pass at a time.
+        prompt_tokens: tokens before the first hidden one, of all sequences so far (with guidance twice); only with an exact cache.
+        prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
     Raises:
-        GenerationError: no room for one sequence.
+        GenerationError: batch_size is below 1.
     """
 
     def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
@@ -53,33 +52,33 @@ class Engine:
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
             self.slots.keep_keys()
-        self.waiting: deque[Job] = deque()
-        self.working: list[Job] = []
-        self.finished: deque[tuple[int, Trace]] = deque()  # and not given out yet
+        self.waiting: deque[SequenceState] = deque()
+        self.working: list[SequenceState] = []
+        self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
         self.passes = 0
         self.prompt_tokens = self.prompt_tokens_shared = 0
-        self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # of equals one, so that they are decided together
+        self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # equal ones are one object
         self._tickets = 0
 
     @property
     def prompt_reuse(self) -> float | None:
-        """The share of prompt tokens that were not read again; None where there is no exact cache, or were no prompts."""
+        """The fraction of prompt tokens whose keys and values were copied; None without an exact cache or prompts."""
         return self.prompt_tokens_shared / self.prompt_tokens if self.prompt_tokens else None
 
     def submit(self, request: Request, config: SamplerConfig) -> int:
-        """Accept a request; the number that names it.
+        """Accept a request, and return its ticket.
 
         Raises:
-            GenerationError: it alone passes the memory that the engine may use, or was made for other settings or another model.
+            GenerationError: it alone exceeds max_batch_tokens, or was made for other settings or another model.
         """
         check_settings(self.lm, config)
         if (request.counts is None) != config.parallel:
-            raise GenerationError("the request was planned with other settings", where="config", remedy="Make it with these")
+            raise GenerationError("the request was made with other settings", where="config", remedy="Make it with these")
         config = self._settings.setdefault(config.model_dump_json(), config)
         columns = request.length + config.drafts * (self.lm.block_size or 1)
-        sequence = Job(self._tickets, request, config, columns)
-        if self.max_batch_tokens is not None and sequence.size * columns > self.max_batch_tokens:
-            what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} pass {self.max_batch_tokens}"
+        sequence = SequenceState(self._tickets, request, config, columns)
+        if self.max_batch_tokens is not None and sequence.num_slots * columns > self.max_batch_tokens:
+            what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
             self.slots.keep_keys()
@@ -88,7 +87,7 @@ class Engine:
         return sequence.ticket
 
     def cancel(self, ticket: int) -> bool:
-        """Forget a request and free its slot. False where it is unknown or finished."""
+        """Drop a request and free its slot; False if it is unknown or finished."""
         for sequence in [*self.waiting, *self.working]:
             if sequence.ticket == ticket:
                 if sequence in self.working:
@@ -99,7 +98,7 @@ class Engine:
         return False
 
     def run(self) -> Iterator[tuple[int, Trace]]:
-        """All that is accepted, as it finishes."""
+        """All accepted requests, in the order in which they finish."""
         while self.waiting or self.working or self.finished:
             if not self.finished:
                 self._step()
@@ -107,7 +106,7 @@ class Engine:
                 yield self.finished.popleft()
 
     def step(self) -> list[tuple[int, Trace]]:
-        """One denoising step of everything in work; what finished with it (or with one that failed), by ticket."""
+        """One denoising step of all running sequences; returns those that finished, by ticket."""
         self._step()
         finished = list(self.finished)
         self.finished.clear()
@@ -119,11 +118,11 @@ class Engine:
             self._admit()
             if self.working:
                 everyone, rows = list(self.working), self._predict()
-                self._guess(everyone, rows, self._reveal(everyone, rows))
+                self._draft(everyone, rows, self._reveal(everyone, rows))
 
-    def _reveal(self, everyone: list[Job], rows: Rows) -> dict[int, int]:
-        """Take a step, and one more for every draft that comes true. How many drafts were used of each sequence that goes on with its
-        block."""
+    def _reveal(self, everyone: list[SequenceState], rows: Rows) -> dict[int, int]:
+        """Take a step, and one more for every draft that proves right. Returns the number of drafts used for each sequence that stays in
+        its block."""
         active, used = list(range(len(everyone))), [0] * len(everyone)
         began = [sequence.block for sequence in everyone]
         for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
@@ -134,32 +133,32 @@ class Engine:
             for index in active:
                 used[index] = ahead
             some = [everyone[i] for i in active]
-            reveal(self.slots, some, self._of(rows, active, len(everyone), rows.ahead_N == ahead))
+            reveal(self.slots, some, self._rows_of(rows, active, len(everyone), rows.ahead_N == ahead))
             self._advance(some)
         staying = [i for i, sequence in enumerate(everyone) if sequence in self.working and sequence.block == began[i]]
         return {index: used[index] for index in staying}
 
-    def _guess(self, everyone: list[Job], rows: Rows, used: dict[int, int]) -> None:
-        """Draft the next states of sequences that go on with their block from what was predicted at the last state known."""
+    def _draft(self, everyone: list[SequenceState], rows: Rows, used: dict[int, int]) -> None:
+        """Draft the next states of sequences that stay in their block, from the predictions at the last known state."""
         for sequence in everyone:
             sequence.draft = None
         drafting = [index for index in used if everyone[index].config.drafts]
         if drafting:
             used_B = torch.tensor([used.get(index, 0) for index in range(len(everyone))], device=rows.member_N.device)
-            own = self._of(rows, drafting, len(everyone), rows.ahead_N == used_B[rows.member_N])
+            own = self._rows_of(rows, drafting, len(everyone), rows.ahead_N == used_B[rows.member_N])
             draft_ahead(self.slots, [everyone[i] for i in drafting], own)
 
     @staticmethod
-    def _of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
-        """The rows of some members, which are numbered anew."""
+    def _rows_of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
+        """The rows of some members, renumbered."""
         if len(members) == count and not rows.drafted:
             return rows
         number_B = torch.full((count,), -1, device=keep_N.device)
         number_B[members] = torch.arange(len(members), device=keep_N.device)
         return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
 
-    def _confirmed(self, candidates: list[int], everyone: list[Job], ahead: int) -> list[int]:
-        """Those of them whose draft of so many steps ago has come true."""
+    def _confirmed(self, candidates: list[int], everyone: list[SequenceState], ahead: int) -> list[int]:
+        """The candidates whose draft of this many steps ahead equals the state that was reached."""
         same, asked = [], []
         for index in candidates:
             sequence, draft = everyone[index], everyone[index].draft
@@ -171,11 +170,11 @@ class Engine:
         return [index for index, true in zip(asked, torch.stack(same).tolist() if same else [], strict=True) if true]
 
     def _admit(self) -> None:
-        """Let waiting requests in, in their order, as long as there is room."""
-        entering: list[Job] = []
+        """Start waiting requests in their order, as long as there is room."""
+        entering: list[SequenceState] = []
         members, columns = self.slots.count, max((sequence.num_columns for sequence in self.working), default=0)
         while self.waiting and len(self.working) + len(entering) < self.batch_size:
-            room = members + self.waiting[0].size, max(columns, self.waiting[0].num_columns)
+            room = members + self.waiting[0].num_slots, max(columns, self.waiting[0].num_columns)
             if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
                 break
             entering.append(self.waiting.popleft())
@@ -195,44 +194,44 @@ class Engine:
         if self.exact_cache:
             self._prefill(set(entering))
 
-    def _texts(self, sequence: Job) -> list[list[int]]:
-        """The ids of its slots: its own, and with guidance those of a hidden prompt."""
-        return [sequence.request.ids, [self.lm.mask_token_id] * sequence.request.length][: sequence.size]
+    def _texts(self, sequence: SequenceState) -> list[list[int]]:
+        """The ids of its slots: the sequence, and with guidance the one with a hidden prompt."""
+        return [sequence.request.ids, [self.lm.mask_token_id] * sequence.request.length][: sequence.num_slots]
 
-    def _prefill(self, entering: set[Job]) -> None:
-        """Read prompts into the cache: each once, also where an earlier request has it in work."""
+    def _prefill(self, entering: set[SequenceState]) -> None:
+        """Compute the keys and values of prompts: once for each, and not if a running sequence has them."""
         assert self.slots.cache is not None
         known: dict[tuple[bool, tuple[int, ...]], int] = {}
-        uncached: list[Window] = []
+        uncached: list[BatchEntry] = []
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.working:
-            base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # what is hidden from there on differs once revealed
+            base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # from there on tokens differ once revealed
             if base == 0 or (sequence not in entering and sequence.clean < base):
                 continue
             for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
                 source = known.setdefault((sequence.config.deterministic, tuple(ids[:base])), slot)
                 if sequence in entering and source == slot:
-                    uncached.append(Window(slot, base, base, base))
+                    uncached.append(BatchEntry(slot, base, base, base))
                 elif sequence in entering:
                     copies.setdefault((source, base), []).append(slot)
         alone = any(sequence.config.deterministic for sequence in self.working)
-        for bucket in buckets([window.start for window in uncached], alone):
+        for bucket in buckets([entry.start for entry in uncached], alone):
             commit(self.lm, self.slots, [uncached[index] for index in bucket])
             self.passes += 1
         for (source, base), targets in copies.items():
             self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
-        for sequence in entering:  # not before it is true
+        for sequence in entering:  # only now, when the cache holds them
             first = sequence.request.blocks[0][0]
             sequence.clean = block_start(first, self.lm.block_size)
-            self.prompt_tokens += first * sequence.size
+            self.prompt_tokens += first * sequence.num_slots
 
     def _predict(self) -> Rows:
-        """Logits at every hidden position of the blocks in work."""
-        guided = [sequence for sequence in self.working if sequence.size == 2]
+        """Logits at every hidden position of the current blocks."""
+        guided = [sequence for sequence in self.working if sequence.num_slots == 2]
         members = [(sequence, sequence.slots[0]) for sequence in self.working] + [(sequence, sequence.slots[1]) for sequence in guided]
-        windows = [self._window(sequence, slot) for sequence, slot in members]
-        rows = predict(self.lm, self.slots, windows, alone=any(sequence.config.deterministic for sequence in self.working))
+        entries = [self._entry(sequence, slot) for sequence, slot in members]
+        rows = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.working))
         self.passes += 1
         for sequence in self.working:
             sequence.num_forward_passes += 1
@@ -249,31 +248,32 @@ class Engine:
         blind_NV = rows.logits_NV[place_BC[blind_B[own.member_N], own.position_N]]
         return own._replace(logits_NV=guide(own.logits_NV, blind_NV, weight_B[own.member_N][:, None]))
 
-    def _window(self, sequence: Job, slot: int) -> Window:
+    def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
         if config.cache != "exact":
-            anew = sequence.step % (config.refresh_interval or sys.maxsize) == 0
-            return Window(slot, length, start, stop, read=(0, length) if anew else (start, stop if config.cache == "dual" else length))
+            refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
+            stale = (start, stop if config.cache == "dual" else length)
+            return BatchEntry(slot, length, start, stop, read=(0, length) if refresh else stale)
         state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
-        return Window(slot, length, start, stop, sequence.clean, state=state, draft=sequence.draft)
+        return BatchEntry(slot, length, start, stop, sequence.clean, state=state, draft=sequence.draft)
 
-    def _advance(self, sequences: list[Job]) -> None:
-        """Go on to the next step or block; sequences that are through leave."""
+    def _advance(self, sequences: list[SequenceState]) -> None:
+        """Advance to the next step or block; finished sequences leave."""
         ended = self._ended(sequences)
-        for sequence, through in zip(sequences, ended, strict=True):
+        for sequence, block_ended in zip(sequences, ended, strict=True):
             first = sequence.span[0]
             sequence.clean = max(sequence.clean, block_start(first, self.lm.block_size))
             sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
-            if through:
+            if block_ended:
                 sequence.block, sequence.step, sequence.draft = sequence.block + 1, 0, None
-        stopped = self._stopped([sequence for sequence, through in zip(sequences, ended, strict=True) if through])
+        stopped = self._stopped([sequence for sequence, block_ended in zip(sequences, ended, strict=True) if block_ended])
         for sequence in [s for s in sequences if s in stopped or s.block == len(s.request.blocks)]:
             trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
             self.finished.append((sequence.ticket, trace))
             self._leave(sequence)
 
-    def _ended(self, sequences: list[Job]) -> list[bool]:
-        """Whether the block in work of each sequence has nothing hidden left."""
+    def _ended(self, sequences: list[SequenceState]) -> list[bool]:
+        """Whether the current block of each sequence has no hidden token left."""
         ended = [sequence.step + 1 == len(sequence.counts) for sequence in sequences]
         asking = [i for i, sequence in enumerate(sequences) if sequence.config.parallel or sequence.config.early_commit is not None]
         left = [self.slots.hidden_SC[sequences[i].slots[0], slice(*sequences[i].span)].any() for i in asking]
@@ -281,8 +281,8 @@ class Engine:
             ended[i] = not some
         return ended
 
-    def _stopped(self, sequences: list[Job]) -> set[Job]:
-        """Those of them that have produced an end token."""
+    def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
+        """The sequences that have produced an end token."""
         ends = self.lm.eos_token_ids
         asking = [sequence for sequence in sequences if sequence.request.stops]
         if not ends or not asking:
@@ -292,10 +292,10 @@ class Engine:
         found = [torch.isin(self.slots.ids_SC[span], end_E).any() for span in spans]
         return {sequence for sequence, stops in zip(asking, torch.stack(found).tolist(), strict=True) if stops}
 
-    def _leave(self, sequence: Job) -> None:
+    def _leave(self, sequence: SequenceState) -> None:
         self.working.remove(sequence)
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
             for other in self.working:
                 other.slots = [slot if own == moved else own for own in other.slots]
-        self.working.sort(key=lambda other: other.slots[0])  # slots that lie together are read without a copy
+        self.working.sort(key=lambda other: other.slots[0])  # adjacent slots are read without a copy

@@ -1,6 +1,6 @@
-"""Forward passes over the slots: the logits at the hidden positions of the blocks in work, and nothing else.
+"""Forward passes over the slots: the logits at the hidden positions of the current blocks, and nothing else.
 
-Shapes: B sequences of a pass, C columns of the slots, N hidden rows, V vocabulary.
+Shapes: B sequences of a pass, C columns of the slots, N hidden positions, J some of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 
 from unmask.generation.engine.cached_forward import cached_pass, partial_pass
-from unmask.generation.engine.slots import Slots, Window
+from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.models.diffusion_lm import DiffusionLM
 
-WASTE = 1024  # tokens of padding in a pass from which a pass of its own is worth it
-Pass = Callable[[DiffusionLM, Slots, Sequence[Window], Tensor, Tensor, Tensor], Tensor]
+WASTE = 1024  # tokens of padding above which a separate pass is cheaper
+Pass = Callable[[DiffusionLM, Slots, Sequence[BatchEntry], Tensor, Tensor, Tensor], Tensor]
 
 
 class Rows(NamedTuple):
-    """Predictions at hidden positions, ordered by sequence of the pass and position; those for states ahead come after all others.
+    """Predictions at hidden positions, ordered by sequence and position; those of drafts come last.
 
     Attributes:
         logits_NV: aligned logits.
-        member_N: which of the windows a row belongs to.
-        position_N: where.
-        ahead_N: how many steps ahead the state that it was predicted from is drafted.
-        drafted: whether any is.
+        member_N: index of the sequence in the pass.
+        position_N: position in the sequence.
+        ahead_N: how many steps ahead the predicted state is drafted; 0: the current state.
+        drafted: whether there are drafts.
     """
 
     logits_NV: Tensor
@@ -38,42 +38,42 @@ class Rows(NamedTuple):
     drafted: bool
 
     def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Rows:
-        """Some of the rows, perhaps with other numbers for their members."""
-        at_M = keep_N.nonzero().squeeze(1)
-        member_M = self.member_N[at_M]
+        """Some of the rows, optionally with their members renumbered."""
+        index_J = keep_N.nonzero().squeeze(1)
+        member_J = self.member_N[index_J]
         if number_B is not None:
-            member_M = number_B[member_M]
-        return Rows(self.logits_NV[at_M], member_M, self.position_N[at_M], self.ahead_N[at_M], self.drafted)
+            member_J = number_B[member_J]
+        return Rows(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted)
 
 
-def predict(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], alone: bool = False) -> Rows:
-    """Logits at every hidden position of the blocks in work. What stands in the same state is computed once, what is of different
-    lengths apart (`alone`: every sequence)."""
-    member_N, position_N, ahead_N = slots.hidden_rows(windows)
-    computed, twin = _distinct(slots, windows)
+def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Rows:
+    """Logits at every hidden position of the current blocks. Equal states are computed once. Sequences of very different lengths have
+    separate passes; with `alone` every sequence has."""
+    member_N, position_N, ahead_N = slots.hidden_rows(entries)
+    computed, twin = _distinct(slots, entries)
     parts: list[Tensor] = []
-    place_N = torch.empty_like(member_N)  # of each row among those computed
+    place_N = torch.empty_like(member_N)  # index of each row among the computed ones
     count = 0
-    for members, run in _portions(lm, windows, computed, alone):
-        number_B = torch.full((len(windows),), -1)
+    for members, run in _portions(lm, entries, computed, alone):
+        number_B = torch.full((len(entries),), -1)
         number_B[members] = torch.arange(len(members))
         number_N = number_B.to(member_N.device)[member_N]
-        at_M = (number_N >= 0).nonzero().squeeze(1)
-        parts.append(run(lm, slots, [windows[member] for member in members], number_N[at_M], position_N[at_M], ahead_N[at_M]))
-        place_N[at_M] = torch.arange(count, count + len(at_M), device=member_N.device)
-        count += len(at_M)
-    if len(computed) < len(windows):  # none of them with drafts
-        place_BC = torch.empty(len(windows), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
+        index_J = (number_N >= 0).nonzero().squeeze(1)
+        parts.append(run(lm, slots, [entries[member] for member in members], number_N[index_J], position_N[index_J], ahead_N[index_J]))
+        place_N[index_J] = torch.arange(count, count + len(index_J), device=member_N.device)
+        count += len(index_J)
+    if len(computed) < len(entries):  # such sequences have no drafts
+        place_BC = torch.empty(len(entries), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
         place_BC[member_N, position_N] = place_N
         place_N = place_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if len(parts) > 1 or len(computed) < len(windows):
+    if len(parts) > 1 or len(computed) < len(entries):
         logits_NV = logits_NV[place_N]
-    return Rows(logits_NV, member_N, position_N, ahead_N, any(window.draft for window in windows))
+    return Rows(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries))
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
-    """Indices of sequences that go into one pass: those of a length, as long as padding costs less than a pass of its own."""
+    """Indices of sequences that share a pass: of similar lengths, as long as padding costs less than a separate pass."""
     bucket: list[int] = []
     padding = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -86,41 +86,43 @@ def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
         yield sorted(bucket)
 
 
-def full_pass(lm: DiffusionLM, slots: Slots, windows: Sequence[Window], member_N: Tensor, position_N: Tensor, ahead_N: Tensor) -> Tensor:
-    """Whole canvases."""
-    length_B = torch.tensor([window.length for window in windows], device=member_N.device)
-    slot_B = torch.tensor([window.slot for window in windows], device=member_N.device)
-    width = max(window.length for window in windows)
-    padded = any(window.length < width for window in windows)
+def full_pass(
+    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
+) -> Tensor:
+    """A pass of a bidirectional model over whole sequences."""
+    length_B = torch.tensor([entry.length for entry in entries], device=member_N.device)
+    slot_B = torch.tensor([entry.slot for entry in entries], device=member_N.device)
+    width = max(entry.length for entry in entries)
+    padded = any(entry.length < width for entry in entries)
     real_BT = (torch.arange(width, device=member_N.device) < length_B[:, None]).long() if padded else None
     inputs = lm.single(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
     index_N = (member_N * width + position_N - int(lm.logit_shift)).clamp_min(0)
     return lm.forward(replace(inputs, index_N=index_N, pruned=True))
 
 
-def _portions(lm: DiffusionLM, windows: Sequence[Window], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
-    """Which members go together, and through which pass."""
-    whole = [member for member in computed if windows[member].read is None]
-    part = [member for member in computed if windows[member].read is not None]
+def _portions(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
+    """The members of each pass, and its function."""
+    whole = [member for member in computed if entries[member].read is None]
+    part = [member for member in computed if entries[member].read is not None]
     kinds: list[tuple[list[int], Pass]] = [(part, partial_pass), (whole, full_pass if lm.attention == "bidirectional" else cached_pass)]
     for members, run in kinds:
-        lengths = [windows[member].queries(lm) for member in members]
+        lengths = [entries[member].num_queries(lm) for member in members]
         for bucket in buckets(lengths, alone):
             yield [members[index] for index in bucket], run
 
 
-def _distinct(slots: Slots, windows: Sequence[Window]) -> tuple[list[int], list[int]]:
-    """The members to compute, and for every member the one whose state it shares (or itself)."""
+def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], list[int]]:
+    """The members to compute, and for every member the one that has its state (or itself)."""
     groups: dict[tuple, list[int]] = {}
-    for member, window in enumerate(windows):
-        if window.state is not None:
-            groups.setdefault(window.state, []).append(member)
-    twin = list(range(len(windows)))
+    for member, entry in enumerate(entries):
+        if entry.state is not None:
+            groups.setdefault(entry.state, []).append(member)
+    twin = list(range(len(entries)))
     for members in groups.values():
         if len(members) > 1:
-            slot_B = torch.tensor([windows[member].slot for member in members], device=slots.ids_SC.device)
+            slot_B = torch.tensor([entries[member].slot for member in members], device=slots.ids_SC.device)
             state_BC = torch.where(slots.hidden_SC[slot_B], -1, slots.ids_SC[slot_B])
             first: dict[int, int] = {}
             for member, kind in zip(members, state_BC.unique(dim=0, return_inverse=True)[1].tolist(), strict=True):
                 twin[member] = first.setdefault(kind, member)
-    return [member for member in range(len(windows)) if twin[member] == member], twin
+    return [member for member in range(len(entries)) if twin[member] == member], twin

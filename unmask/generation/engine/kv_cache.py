@@ -1,7 +1,7 @@
-"""Keys and values of the sequences in work.
+"""Keys and values of the running sequences.
 
-Column c of a slot holds position c: a block in work writes its own columns at every step, until the clean pass that commits it
-overwrites them (the last noisy step's keys are never kept).
+Column c of a slot holds position c. The current block writes its columns at every step, until the pass over its clean tokens
+overwrites them (the keys of the last noisy step are never kept).
 
 Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
 """
@@ -17,13 +17,13 @@ from transformers.cache_utils import Cache
 
 
 class SlotCache(Cache):
-    """A key-value cache of slots, bounded by what is reserved.
+    """A key-value cache of slots, of the reserved size.
 
     Attributes:
-        slot_B: those of the running pass, in the order of its batch.
-        first: of them, where they lie one after the other.
-        column_BQ: where the pass writes; beyond the columns for padding.
-        width: how many columns it reads.
+        slot_B: the slots of the current pass, in the order of its batch.
+        first: the first of them if they are consecutive.
+        column_BQ: the columns that the pass writes; behind the last one for padding.
+        width: the number of columns that it reads.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class SlotCache(Cache):
         self.width = 0
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Make room for so many slots of so many columns; what is stored stays, as far as there is room."""
+        """Allocate slots and columns; stored keys and values stay, as far as they fit."""
         kept = [min(old, new) for old, new in zip(self.shape, (slots, columns), strict=True)]
         for layer, pair in enumerate(self.stored):
             grown = self._empty(pair[0], slots, columns), self._empty(pair[1], slots, columns)
@@ -46,12 +46,12 @@ class SlotCache(Cache):
         self.shape = (slots, columns)
 
     def copy(self, source: int, targets: int | Tensor, columns: int) -> None:
-        """Give another slot, or several, the first columns of one."""
+        """Copy the first columns of a slot to another, or to several."""
         for stored in (one for pair in self.stored for one in pair):
             stored[targets, :, :columns] = stored[source, :, :columns]
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Forget what earlier sequences left: an unseen key has weight 0, but 0 x NaN is NaN."""
+        """Zero the slots: a key outside the attention has weight 0, but 0 x NaN is NaN."""
         for stored in (one for pair in self.stored for one in pair):
             stored[list(slots)] = 0
 
@@ -73,10 +73,10 @@ class SlotCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """What a model takes for the number of tokens before the queries; positions are given, so none."""
+        """The number of tokens before the queries, for models; 0, since positions are passed."""
         return 0
 
     @staticmethod
     def _empty(like: Tensor, slots: int, columns: int) -> Tensor:
-        """One more column takes what is padding."""
+        """One more column, which padding writes."""
         return like.new_zeros(slots, like.shape[1], columns + 1, like.shape[3])

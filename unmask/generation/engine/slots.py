@@ -1,6 +1,6 @@
-"""The sequences in work, on the device: what stands where, and what was revealed when.
+"""The running sequences on the device: their tokens, what is hidden, and when it was revealed.
 
-Shapes: S slots, C columns (positions).
+Shapes: S slots, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W positions of a block, R distinct slots.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ class Draft(NamedTuple):
 
     Attributes:
         ids_GW: token ids, with the mask token at hidden positions.
-        hidden_GW: what would still be hidden.
+        hidden_GW: True where a token would still be hidden.
     """
 
     ids_GW: Tensor
     hidden_GW: Tensor
 
 
-class Window(NamedTuple):
-    """What a pass has to know of one sequence.
+class BatchEntry(NamedTuple):
+    """What a pass reads of one sequence.
 
     Attributes:
-        slot: where it stands.
+        slot: its index.
         length: of the whole sequence.
-        start, stop: the block in work.
-        clean: the first position that its cached keys lack.
-        read: of a lossy cache, the positions to compute; None: exact.
-        state: equal for sequences that may stand in the same state; None where no other can.
-        draft: states ahead to compute too.
+        start, stop: the current decoding block.
+        clean: the first position without cached keys.
+        read: with a lossy cache, the positions to compute; None: exact.
+        state: equal for sequences that may be in the same state; None: no other can be.
+        draft: drafted states to compute too.
     """
 
     slot: int
@@ -53,15 +53,15 @@ class Window(NamedTuple):
     draft: Draft | None = None
 
     def base(self, lm: DiffusionLM) -> int:
-        """Where the attention's block in work begins, before which all is clean."""
+        """The start of the current attention block; all before it is clean."""
         return block_start(self.start, lm.block_size)
 
     def end(self, lm: DiffusionLM) -> int:
-        """Where it ends, or the sequence does."""
+        """The end of the current attention block, or of the sequence."""
         return min(self.base(lm) + (lm.block_size or 1), self.length)
 
-    def queries(self, lm: DiffusionLM) -> int:
-        """How many positions a pass computes of it."""
+    def num_queries(self, lm: DiffusionLM) -> int:
+        """The number of positions that a pass computes."""
         if self.read is not None:
             return self.read[1] - self.read[0]
         if lm.attention == "bidirectional":
@@ -71,15 +71,14 @@ class Window(NamedTuple):
 
 
 class Slots:
-    """Rows of tensors, used from the first on: when a sequence leaves, the last row takes its place.
+    """Rows of tensors, of which the first `count` are in use: when a sequence leaves, the last one moves to its row.
 
     Attributes:
         ids_SC: token ids, with the mask token at hidden positions.
-        hidden_SC: what is still to be revealed.
-        step_SC: when it was revealed, -1 for never.
-        log_prob_SC, sampled_SC, entropy_SC: of what was revealed.
+        hidden_SC: True where a token is still to be revealed.
+        step_SC: the step that revealed it; -1: none.
+        log_prob_SC, sampled_SC, entropy_SC: as of `Decision`, of revealed tokens.
         cache: keys and values.
-        count: the slots in use.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
@@ -96,7 +95,7 @@ class Slots:
         return ["ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC"]
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Make room; what is in use stays."""
+        """Allocate slots and columns; rows in use stay."""
         for name in self._tables:
             old = getattr(self, name)
             new = old.new_full((slots, columns), self.mask_token_id if name == "ids_SC" else 0)
@@ -107,26 +106,26 @@ class Slots:
             self.cache.reserve(slots, columns)
 
     def keep_keys(self) -> None:
-        """Have a cache."""
+        """Create the cache, if there is none."""
         if self.cache is None:
             self.cache = SlotCache()
             self.cache.reserve(*self.ids_SC.shape)
 
-    def hidden_rows(self, windows: Sequence[Window]) -> tuple[Tensor, Tensor, Tensor]:
-        """Member, position and step ahead (0: none) of every hidden position of the blocks in work."""
-        slot_B, start_B, stop_B = torch.tensor([(w.slot, w.start, w.stop) for w in windows], device=self.ids_SC.device).unbind(1)
+    def hidden_rows(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
+        """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
+        slot_B, start_B, stop_B = torch.tensor([(w.slot, w.start, w.stop) for w in entries], device=self.ids_SC.device).unbind(1)
         at_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
         rows_BC = self.hidden_SC[slot_B] & (at_C >= start_B[:, None]) & (at_C < stop_B[:, None])
         rows = [F.pad(rows_BC.nonzero(), (0, 1))]
-        for member, window in enumerate(windows):
-            if window.draft is not None:
-                ahead_M, column_M = window.draft.hidden_GW.nonzero(as_tuple=True)
-                rows.append(torch.stack([torch.full_like(ahead_M, member), window.start + column_M, 1 + ahead_M], 1))
+        for member, entry in enumerate(entries):
+            if entry.draft is not None:
+                ahead_J, column_J = entry.draft.hidden_GW.nonzero(as_tuple=True)
+                rows.append(torch.stack([torch.full_like(ahead_J, member), entry.start + column_J, 1 + ahead_J], 1))
         member_N, position_N, ahead_N = torch.cat(rows).T.contiguous().unbind()
         return member_N, position_N, ahead_N
 
     def add(self, ids: list[int], hidden: list[bool]) -> int:
-        """Take the next slot for a sequence."""
+        """Put a sequence into the next slot."""
         slot, width = self.count, len(ids)
         self.count += 1
         self.ids_SC[slot] = self.mask_token_id
@@ -139,7 +138,7 @@ class Slots:
         return slot
 
     def remove(self, slot: int) -> int:
-        """Free a slot; the last one in use moves there, and its old number is returned."""
+        """Free a slot: the last one in use moves there. Returns the old index of that one."""
         self.count -= 1
         if slot != self.count:
             for name in self._tables:
@@ -149,7 +148,7 @@ class Slots:
         return self.count
 
     def trace(self, slot: int, request: Request, passes: int, full: bool) -> Trace:
-        """What a slot's sequence came to."""
+        """The trace of a slot's sequence."""
         at = (slot, slice(request.start, request.length))
         trace = Trace(self.ids_SC[at].tolist(), self.step_SC[at].tolist(), self.log_prob_SC[at].tolist(), forward_passes=passes)
         if full:
@@ -157,7 +156,7 @@ class Slots:
         return trace
 
     def present(self, slot_N: Tensor, vocabulary: int) -> Tensor:
-        """The tokens [N, V] that stand in these slots' sequences."""
+        """The tokens [N, V] that occur in the sequences of these slots."""
         slot_R, row_N = slot_N.unique(return_inverse=True)
         shown_RC = torch.where(self.hidden_SC[slot_R], self.mask_token_id, self.ids_SC[slot_R])
         return torch.zeros(len(slot_R), vocabulary, dtype=torch.bool, device=slot_N.device).scatter_(1, shown_RC, True)[row_N]

@@ -1,6 +1,6 @@
-"""One step of the sequences in work: what is decided, what of it is revealed, and what is drafted of the steps to come.
+"""One step of the running sequences: choose tokens, reveal the best, and draft the states of later steps.
 
-Shapes: B sequences, N hidden rows of their blocks, C chosen ones, W positions of a block, G drafts, V vocabulary.
+Shapes: B sequences, N hidden positions of their blocks, C chosen ones, W positions of a block, G drafts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from unmask.generation.requests import Request
 
 
 @dataclass(eq=False)
-class Job:
-    """A request and how far it has come.
+class SequenceState:
+    """A request and its progress.
 
     Attributes:
-        slots: its own, and with guidance that of its twin with a hidden prompt.
-        block, step: the decoding block in work, and how many steps it has had.
-        done: denoising steps in all.
+        slots: its slot, and with guidance that of the copy with a hidden prompt.
+        block, step: the current decoding block, and its steps so far.
+        done: denoising steps of all blocks so far.
         num_columns: KV-cache columns reserved for the sequence: positions and drafts.
         num_forward_passes: forward passes so far.
-        clean: the first position that the cache lacks.
-        draft: what its next states may be.
+        clean: the first position without cached keys.
+        draft: its drafted next states.
     """
 
     ticket: int
@@ -51,31 +51,31 @@ class Job:
 
     @property
     def counts(self) -> list[int]:
-        """Tokens to reveal at each step of the block; nothing where the predictions decide."""
+        """Tokens to reveal at each step of the block; empty where the predictions decide."""
         return self.request.counts[self.block] if self.request.counts else []
 
     def tokens_to_reveal(self, ahead: int) -> int:
-        """At the step so many steps ahead; 0 beyond the last one."""
+        """The number at the step `ahead` of the current one; 0 behind the last step."""
         step = self.step + ahead
         return self.counts[step] if step < len(self.counts) else 0
 
     @property
-    def again(self) -> int:
-        """How many tokens the step hides again."""
+    def num_remasked(self) -> int:
+        """The number of tokens that the step hides again."""
         return hidden_again(self.counts, self.step, self.config.remask)
 
     @property
-    def size(self) -> int:
-        """How many slots it takes."""
+    def num_slots(self) -> int:
+        """2 with guidance, else 1."""
         return 1 + (self.config.guidance > 0)
 
 
-def reveal(slots: Slots, sequences: list[Job], rows: Rows) -> None:
-    """Take one step: what is chosen is revealed, and recorded."""
+def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
+    """Take one step: reveal the chosen tokens, and record them."""
     decision = decide_rows(slots, sequences, rows)
     device = rows.member_N.device
     row_C, _ = choose(sequences, rows, decision)
-    again = [sequence.again for sequence in sequences]
+    again = [sequence.num_remasked for sequence in sequences]
     if any(again):
         _hide_again(slots, sequences, again)
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.done) for sequence in sequences], device=device).unbind(1)
@@ -88,16 +88,16 @@ def reveal(slots: Slots, sequences: list[Job], rows: Rows) -> None:
         if values_N is not None:
             table[at] = values_N[row_C].double()
     for sequence in sequences:
-        if sequence.size == 2:
+        if sequence.num_slots == 2:
             own, blind = sequence.slots
             block = slice(*sequence.span)
-            asked_W = slots.hidden_SC[own, block] | (slots.step_SC[own, block] >= 0)  # its other tokens were given
-            slots.ids_SC[blind, block] = torch.where(asked_W, slots.ids_SC[own, block], slots.mask_token_id)
+            filled_W = slots.hidden_SC[own, block] | (slots.step_SC[own, block] >= 0)  # its other tokens belong to the prompt
+            slots.ids_SC[blind, block] = torch.where(filled_W, slots.ids_SC[own, block], slots.mask_token_id)
             slots.hidden_SC[blind, block] = slots.hidden_SC[own, block]
 
 
-def decide_rows(slots: Slots, sequences: list[Job], rows: Rows, ahead: int = 0) -> Decision:
-    """What would be revealed at each row, by the settings of its sequence."""
+def decide_rows(slots: Slots, sequences: list[SequenceState], rows: Rows, ahead: int = 0) -> Decision:
+    """The token that would be revealed at each row, by the settings of its sequence."""
     facts = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
     key_N, step_N, slot_N = torch.tensor(facts, device=rows.member_N.device)[rows.member_N].unbind(1)
     parts = []
@@ -109,14 +109,14 @@ def decide_rows(slots: Slots, sequences: list[Job], rows: Rows, ahead: int = 0) 
     return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
 
 
-def choose(sequences: list[Job], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
-    """The rows [C] that are revealed, and their columns in the block."""
+def choose(sequences: list[SequenceState], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """The rows [C] to reveal, and their columns in the block."""
     start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=rows.member_N.device)
     column_N = rows.position_N - start_B[rows.member_N]
     width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
     priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
     priority_BW[rows.member_N, column_N] = decision.priority_N
-    fixed = [sequence.tokens_to_reveal(ahead) + sequence.again for sequence in sequences]
+    fixed = [sequence.tokens_to_reveal(ahead) + sequence.num_remasked for sequence in sequences]
     count_B = torch.tensor(fixed, device=column_N.device)
     for config, mine_B in _by_settings(sequences, column_N.device):
         asked_B = torch.ones_like(count_B, dtype=torch.bool) if mine_B is None else mine_B
@@ -131,8 +131,8 @@ def choose(sequences: list[Job], rows: Rows, decision: Decision, ahead: int = 0)
     return row_C, column_N[row_C]
 
 
-def draft_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
-    """What the next states would be if the predictions stayed as they are."""
+def draft_ahead(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
+    """Draft the next states, as if the predictions stayed the same."""
     states: list[tuple[Tensor, Tensor]] = []
     spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
     width = max(span.stop - span.start for _, span in spans)
@@ -154,23 +154,23 @@ def draft_ahead(slots: Slots, sequences: list[Job], rows: Rows) -> None:
     if not states:
         return
     ids_GBW, hidden_GBW = (torch.stack(tables) for tables in zip(*states, strict=True))
-    open_B = hidden_GBW.any(2).sum(0).tolist()  # a state with nothing left to predict is not worth a pass
+    open_B = hidden_GBW.any(2).sum(0).tolist()  # a state without hidden tokens needs no pass
     for member, sequence in enumerate(sequences):
         count, size = min(open_B[member], sequence.config.drafts), sequence.span[1] - sequence.span[0]
         if count:
             sequence.draft = Draft(ids_GBW[:count, member, :size], hidden_GBW[:count, member, :size])
 
 
-def _by_settings(sequences: list[Job], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
-    """The settings of the sequences, each with those [B] that have it; None: all."""
+def _by_settings(sequences: list[SequenceState], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
+    """Each of the settings with the sequences [B] that have it; None: all."""
     kinds = {id(sequence.config): sequence.config for sequence in sequences}
     for kind, config in kinds.items():
         mine = None if len(kinds) == 1 else torch.tensor([id(sequence.config) == kind for sequence in sequences], device=device)
         yield config, mine
 
 
-def _hide_again(slots: Slots, sequences: list[Job], again: list[int]) -> None:
-    """Hide the least probable tokens that earlier steps of the blocks revealed."""
+def _hide_again(slots: Slots, sequences: list[SequenceState], again: list[int]) -> None:
+    """Hide the least probable tokens among those that earlier steps of the blocks revealed."""
     spans, device = [sequence.span for sequence in sequences], slots.ids_SC.device
     slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=device)[:, :, None].unbind(1)
     at_BW = start_B1 + torch.arange(max(stop - start for start, stop in spans), device=device)
@@ -183,7 +183,7 @@ def _hide_again(slots: Slots, sequences: list[Job], again: list[int]) -> None:
 
 
 def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:
-    """Decisions of some rows each, in the order of all."""
+    """The decisions of groups of rows, in the order of all rows."""
     merged = []
     for values in zip(*(decision for _, decision in parts), strict=True):
         present = [(at, value) for (at, _), value in zip(parts, values, strict=True) if value is not None]

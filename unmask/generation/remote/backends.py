@@ -1,7 +1,7 @@
-"""Where completions for reinforcement learning come from: the model in process, `unmask serve`, or a vLLM server.
+"""Backends that sample for reinforcement learning: the model in process, `unmask serve`, or a vLLM server.
 
-A server is given the weights that are trained through a folder that both can read. It forgets them when it dies: every rollout names
-the weights that it is to be sampled from, and a server that came back without them is given them again.
+A server gets the trained weights through a folder that both can read, and loses them when it dies. Every rollout therefore names its
+weights, and a restarted server gets them again.
 """
 
 from __future__ import annotations
@@ -36,39 +36,39 @@ TRIES = 3
 
 
 class Backend(Protocol):
-    """Samples for a trainer. In a distributed run every process has its own, and calls `sync` when the others do."""
+    """Samples for a trainer. In a distributed run every process has one, and all call `sync` at the same time."""
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
-        """Arguments and result as of `unmask.generate`."""
+        """Complete prompts, as `unmask.generate`."""
         ...
 
     def due(self, step: int | None) -> bool:
-        """Whether weights must be sent before this rollout; None: before an evaluation, which is of the weights as they are."""
+        """Whether weights must be sent before this rollout. None: an evaluation, which always needs the current ones."""
         ...
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Sample from these weights from now on. The first process of a run sends them; the others must wait for it before they sample.
+        """Sample from these weights from now on. The first process of a run sends them; the others wait for it before they sample.
 
         Args:
-            lm: of the layout that the backend was made for; for a server that takes all weights with adapters merged in.
-            step: the optimizer steps that the weights have had, by which they are called.
+            lm: a model like the one that the backend was made for; with adapters merged unless these alone are sent.
+            step: the optimizer steps of the weights, which name them.
         """
         ...
 
     def close(self) -> None:
-        """Give connections back; a server stays as it is."""
+        """Close connections; a server keeps running."""
         ...
 
 
 def make_backend(config: RolloutConfig, lm: DiffusionLM, output_dir: str | Path) -> Backend:
-    """The backend that a config asks for.
+    """The backend of a config.
 
     Args:
-        lm: the model that is trained.
-        output_dir: of the run, where weights for a server are written unless the config says where.
+        lm: the trained model.
+        output_dir: of the run; weights for a server are written there unless the config names a folder.
 
     Raises:
-        GenerationError: the server is absent or holds another model, or vLLM is asked for a model that is not causal.
+        GenerationError: the server is absent or holds another model, or the backend is vllm and the model is not causal.
     """
     if config.backend == "local":
         return LocalBackend(lm)
@@ -77,7 +77,7 @@ def make_backend(config: RolloutConfig, lm: DiffusionLM, output_dir: str | Path)
 
 
 class LocalBackend:
-    """The model that is trained, in process."""
+    """The trained model, in this process."""
 
     def __init__(self, lm: DiffusionLM):
         self.lm = lm
@@ -89,16 +89,16 @@ class LocalBackend:
         return False
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Nothing: it samples from the weights as they are."""
+        """Nothing to do: it samples from the current weights."""
 
     def close(self) -> None: ...
 
 
 class RemoteBackend:
-    """What backends with a server share: which weights it should hold, and the folders that it reads them from.
+    """The base of backends with a server: the weights that it should hold, and the folders from which it reads them.
 
     Attributes:
-        version: the name of the weights that it was given; None: none yet.
+        version: the name of the weights sent last; None: none yet.
     """
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
@@ -124,7 +124,7 @@ class RemoteBackend:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write(self, lm: DiffusionLM, path: Path) -> None:
-        """Write weights so that they are whole wherever they are seen under this name. Raises RemoteError where that cannot be."""
+        """Write weights atomically. Raises RemoteError if they cannot be written."""
         staging = path.with_name(f"{path.name}-unfinished")
         for old in (staging, path):
             shutil.rmtree(old, ignore_errors=True)
@@ -135,25 +135,25 @@ class RemoteBackend:
                 lm.save(staging)
             staging.rename(path)
         except (OSError, SafetensorError) as error:
-            remedy = "Make room there, or set rollout.folder to another folder that both sides see"
+            remedy = "Make room there, or set rollout.folder to another folder that both sides can read"
             raise RemoteError(f"the weights cannot be written ({first_line(error)})", where=str(path), remedy=remedy) from error
 
     def check_weights(self, lm: DiffusionLM) -> None:
-        """Raise GenerationError for a model whose weights do not stand alone, or has no adapters where these are asked for."""
+        """Raise GenerationError for unmerged adapters, or for a model without adapters when these are to be sent."""
         if self.config.sync == "lora":
             check_adapters(lm)
             return
         kind = type(lm.model).__name__
         if not isinstance(lm.model, PreTrainedModel):
-            raise GenerationError(f"the weights of a {kind} do not stand alone", where="sync", remedy="Merge its adapters before")
+            raise GenerationError(f"weights of a {kind} cannot be used without its base model", where="sync", remedy="Merge its adapters")
 
     def send(self) -> None:
-        """Have the server take the weights."""
+        """Make the server load the weights."""
         raise NotImplementedError
 
 
 def check_adapters(lm: DiffusionLM) -> None:
-    """Raise GenerationError for a model without adapters, or with some that vLLM does not compute as they are trained."""
+    """Raise GenerationError for a model without adapters, or with adapters that vLLM computes differently."""
     adapters = getattr(lm.model, "peft_config", None)
     if adapters is None:
         what = f"a {type(lm.model).__name__} has no adapters to send"
@@ -169,7 +169,7 @@ def check_adapters(lm: DiffusionLM) -> None:
 
 
 class ServerBackend(RemoteBackend):
-    """`unmask serve`: any model, with the tokens that it would give in process.
+    """`unmask serve`: any model, with the same tokens as in process.
 
     Raises:
         GenerationError: the server is absent, or its model has another vocabulary, attention or architecture.
@@ -182,7 +182,7 @@ class ServerBackend(RemoteBackend):
         try:
             there = self.http.read(self.http.call("GET", "/health"), lambda answer: dict(answer["model"]))
             if differ := differences(there, model_facts(lm)):
-                remedy = "Start `unmask serve` with the model that is trained"
+                remedy = "Start `unmask serve` with the trained model"
                 raise GenerationError(f"the server holds another model: {differ}", where=url, remedy=remedy)
         except GenerationError:
             self.close()
@@ -197,7 +197,7 @@ class ServerBackend(RemoteBackend):
         except RemoteError as error:
             if error.status != OTHER_WEIGHTS:
                 raise
-            self.send()  # it was started again
+            self.send()  # it was restarted
             answer = self.http.call("POST", "/generate", json=body)
         return self.http.read(answer, read_generation)
 
@@ -209,18 +209,17 @@ class ServerBackend(RemoteBackend):
 
 
 class VLLMBackend(RemoteBackend):
-    """A vLLM server, for causal models. Its tokens are drawn with noise of its own; those of temperature 0 are the same as in process.
+    """A vLLM server, for causal models. It draws tokens with its own noise; at temperature 0 they are the same as in process.
 
     Start it from a model that Unmask saved or exported, whose vocabulary has the mask token; docs/generation.md has the command.
 
-    Of the traces, `sampled_log_probs` are those that tokens were drawn with if the server computes "processed_logprobs". In its default
-    mode they are known at temperature 0 and, but for the share of the mask token, at temperature 1 without filters; else they are
-    empty. `log_probs`, at temperature 1, are in "processed_logprobs" known at temperatures 0 and 1 without filters; else they are NaN.
-    `entropies` are empty.
+    In the mode "processed_logprobs" the traces have the exact `sampled_log_probs`, and `log_probs` at temperatures 0 and 1 without
+    filters, else NaN. In the server's default mode they have `sampled_log_probs` at temperature 0 and, but for the probability of the
+    mask token, at temperature 1 without filters; else they are empty. `entropies` are empty.
 
     Raises:
-        GenerationError: the model is not causal, the weights cannot be sent as `sync` says, or the server is absent or holds a model
-            without the mask token.
+        GenerationError: the model is not causal, its weights cannot be sent by `sync`, or the server is absent or its model lacks the
+            mask token.
     """
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
@@ -264,7 +263,7 @@ class VLLMBackend(RemoteBackend):
     def send(self) -> None:
         if self.config.sync == "lora":
             if os.path.isabs(version := self.remote.weight_version):
-                remedy = "Start the server again, with the model that the run began with"
+                remedy = "Restart the server with the model that the run began with"
                 raise GenerationError(f"the server's own weights are from {version}", where=str(self.config.url), remedy=remedy)
             self.remote.load_adapter(self.adapter, str(self.source))
         else:
@@ -275,8 +274,8 @@ class VLLMBackend(RemoteBackend):
         self.remote.close()
 
     def _complete(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None) -> Generation:
-        """Completions by the weights that the server was given, all of them: one that died on the way is given them again. Adapters are
-        asked for by their name, and a server that died does not know it."""
+        """Completions from the weights sent last. A server that dies meanwhile gets them again; adapters are requested by a name that a
+        restarted server does not know."""
         if self.config.sync == "lora" and self.version is not None:
             self.remote.model = self.adapter
         for _ in range(TRIES):
@@ -288,11 +287,11 @@ class VLLMBackend(RemoteBackend):
                 if self.version is None or error.status != UNKNOWN_MODEL:
                     raise
             self.send()
-        raise self.remote.http.error("the server does not keep the weights that it is given", "Give every run a server of its own")
+        raise self.remote.http.error("the server does not keep the weights that it gets", "Use one server per run")
 
     def _probe(self) -> bool:
-        """Whether the server computes the log-probabilities of the distributions that it draws from: of a single allowed token this is 0,
-        and of two tokens the model gives to one at most a half."""
+        """Whether the server returns log-probabilities of the distributions that it draws from: for a single allowed token that is 0,
+        while one of two tokens has at most 1/2 under the model."""
         log_probs = []
         for token in [token for token in range(3) if token != self.lm.mask_token_id][:2]:
             config = SamplerConfig(max_new_tokens=1, temperature=1.0, allowed_tokens=[token], stop_at_eos=False)

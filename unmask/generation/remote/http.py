@@ -1,4 +1,4 @@
-"""Requests to a server that may be absent, slow, or die and come back."""
+"""Requests to a server that may be absent, slow, or die and restart."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import httpx2 as httpx
 
 from unmask.errors import GenerationError
 
-BUSY = {429, 500, 502, 503, 504}  # 500: an engine that died answers so until it is started again
+BUSY = {429, 500, 502, 503, 504}  # 500: a dead engine answers this until it restarts
 
 
 class RemoteError(GenerationError):
     """The server failed for good, refused a request, or cannot be given its weights.
 
     Attributes:
-        status: of the answer that refused it; None: there was none.
-        completed: what it had given until then, by the number of the prompt: token ids and their log-probabilities.
+        status: of the refusal; None: there was no answer.
+        completed: completions before the failure, by the index of the prompt: token ids and their log-probabilities.
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, status: int | None = None):
@@ -34,9 +34,9 @@ class HttpClient:
 
     Args:
         url: of the server.
-        kind: of server that is expected, for errors.
+        kind: the expected server, for errors.
         timeout: seconds to wait for an answer.
-        patience: seconds to wait for a server that does not take requests, from the first failure on.
+        patience: seconds to wait for a server that does not accept requests, from the first failure on.
         api_key: sent with every request.
     """
 
@@ -47,18 +47,18 @@ class HttpClient:
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
 
     def call(self, method: str, path: str, **content: Any) -> Any:
-        """One exchange: the JSON of the answer, None of an empty one. Arguments and errors as of `send`."""
+        """Send a request; the JSON of the answer, None if it is empty. Arguments and errors as of `send`."""
         text = self.send(method, path, **content)
         return self.read(text, json.loads) if text else None
 
     def send(self, method: str, path: str, **content: Any) -> str:
-        """One exchange: the text of the answer. A server that takes no requests is asked again as long as there is patience.
+        """Send a request; the text of the answer. Retries for `patience` seconds while the server accepts no requests.
 
         Args:
-            content: as httpx takes it: `json=...`.
+            content: arguments of httpx: `json=...`.
 
         Raises:
-            RemoteError: the server stays away or silent, or refuses.
+            RemoteError: the server accepts no requests, does not answer, or refuses.
         """
         deadline: float | None = None  # from the first failure on
         while True:
@@ -78,22 +78,22 @@ class HttpClient:
                 return text
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
-        """What is asked of an answer; RemoteError where it lacks that."""
+        """A part of an answer; RemoteError if it is missing."""
         try:
             return pick(answer)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
-            raise self.error(f"an answer without what was asked for ({error!r}): {str(answer)[:200]}", f"Use {self.kind}") from error
+            raise self.error(f"the answer lacks a field ({error!r}): {str(answer)[:200]}", f"Use {self.kind}") from error
 
     def error(self, what: str, remedy: str, status: int | None = None) -> RemoteError:
-        """An error that names the server."""
+        """An error with the server's address."""
         return RemoteError(what, where=str(self._client.base_url), remedy=remedy, status=status)
 
     def close(self) -> None:
-        """Give the connections back; the server stays as it is."""
+        """Close connections; the server keeps running."""
         self._client.close()
 
     def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
-        """Status and text, within the timeout as a whole: httpx's own holds for each read."""
+        """Status and text. The timeout bounds the whole exchange; httpx's own bounds each read."""
         started, parts = time.monotonic(), []
         with self._client.stream(method, path, **content) as response:
             for part in response.iter_bytes():
@@ -105,7 +105,7 @@ class HttpClient:
     def _wait(self, deadline: float | None, error: Exception) -> float:
         deadline = deadline or time.monotonic() + self.patience
         if time.monotonic() > deadline:
-            what = f"the server has taken no requests for {self.patience} seconds ({error})"
+            what = f"the server has accepted no requests for {self.patience} seconds ({error})"
             raise self.error(what, "Start it, or correct the address") from error
         time.sleep(0.5)
         return deadline

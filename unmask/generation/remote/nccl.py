@@ -1,4 +1,4 @@
-"""A model's weights over NCCL to the server that generates with it, by vLLM's own sending side: from one GPU to another, past the disk."""
+"""Send a model's weights over NCCL to a vLLM server, from GPU to GPU, with vLLM's own sender."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from unmask.errors import GenerationError
 
-Call = Callable[..., Any]  # (method, path, json=...) -> what the server answers
+Call = Callable[..., Any]  # (method, path, json=...) -> the server's answer
 
 
 class ControlPlane:
-    """The steps of an update, as vLLM's trainer side asks for them."""
+    """The steps of an update, as vLLM's sender calls them."""
 
     def __init__(self, call: Call):
         self._call = call
@@ -38,24 +38,24 @@ class ControlPlane:
 
 
 def check_nccl() -> None:
-    """Raise GenerationError without a GPU, or without vLLM beside this package."""
+    """Raise GenerationError without a GPU, or if vLLM is not installed here."""
     where, remedy = "update_weights", "Give a folder that the server can read instead (sync disk)"
     if not torch.cuda.is_available():
         raise GenerationError("NCCL needs a GPU on either side", where=where, remedy=remedy)
     if importlib.util.find_spec("vllm") is None:
-        raise GenerationError("NCCL needs vLLM's sending side, which is not installed", where=where, remedy=f"Install vllm, or {remedy}")
+        raise GenerationError("NCCL needs vLLM, which is not installed here", where=where, remedy=f"Install vllm, or {remedy}")
 
 
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
-    """What sends this model's weights, as they are at the time, with `send_weights()`.
+    """A sender whose `send_weights()` sends the model's current weights.
 
     Args:
-        model: its parameters are named as in the checkpoint that the server holds.
-        call: to the server.
+        model: its parameters have the names of the server's checkpoint.
+        call: a request to the server.
         address: of this machine, as the server's workers reach it.
 
     Raises:
-        GenerationError: no GPU, or no vLLM beside this package.
+        GenerationError: no GPU, or vLLM is not installed here.
     """
     check_nccl()
     try:
@@ -63,7 +63,7 @@ def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
         what, remedy = (
-            f"NCCL needs vLLM's sending side ({error})",
+            f"NCCL needs vLLM's sender ({error})",
             "Install another vllm, or give a folder that the server can read instead",
         )
         raise GenerationError(what, where="update_weights", remedy=remedy) from error

@@ -1,4 +1,4 @@
-"""What `unmask serve` and its clients say to one another: JSON of requests and of completions, and what both must agree on."""
+"""The protocol of `unmask serve`: JSON of requests and completions, and the facts in which server and client must agree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unmask.config.run import SamplerConfig
 from unmask.generation.output import Generation, Trace
 from unmask.models.diffusion_lm import DiffusionLM
 
-OTHER_WEIGHTS = 409  # the status that answers a request for weights that the server does not hold
+OTHER_WEIGHTS = 409  # the status of a request for weights that the server does not hold
 
 
 class GenerateRequest(Config):
@@ -24,9 +24,9 @@ class GenerateRequest(Config):
     config: SamplerConfig
     """How to sample."""
     keys: list[int]
-    """Of the random numbers, one per prompt."""
+    """Keys of the random numbers, one per prompt."""
     version: str | None = None
-    """The weights to sample from; unset: whichever are there."""
+    """The weights to sample from; unset: any."""
 
 
 class UpdateRequest(Config):
@@ -35,12 +35,11 @@ class UpdateRequest(Config):
     path: str
     """A folder that the server can read, as `DiffusionLM.save` writes it."""
     version: str
-    """What these weights are called from now on."""
+    """The name of these weights."""
 
 
 def model_facts(lm: DiffusionLM) -> dict[str, Any]:
-    """What the model of a server must share with the one that is trained: everything but the weights and their type. `settings`
-    have the end tokens."""
+    """The facts that a server's model shares with the trained one: all but the weights and their dtype. `settings` have the end tokens."""
     vocabulary = json.dumps(sorted(lm.tokenizer.get_vocab().items()))
     return {
         "model_type": lm.config.model_type,
@@ -52,20 +51,20 @@ def model_facts(lm: DiffusionLM) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """In words, in what the facts of two models differ; empty: in nothing."""
+    """A description of the differing facts of two models; empty: none differ."""
     return ", ".join(f"{name} is {there.get(name)!r} and not {fact!r}" for name, fact in here.items() if there.get(name) != fact)
 
 
 def dump_generation(generation: Generation) -> str:
-    """JSON of all fields; numbers come back as they are, bit for bit."""
+    """JSON of all fields; numbers are restored bit for bit."""
     return json.dumps(dataclasses.asdict(generation))
 
 
 def read_generation(fields: Mapping[str, Any]) -> Generation:
-    """The completions that a parsed `dump_generation` holds.
+    """The completions of a parsed `dump_generation`.
 
     Raises:
-        TypeError: it holds none.
+        TypeError: it is something else.
     """
     traces = fields["trace"]
     return Generation(**{**fields, "trace": None if traces is None else [Trace(**trace) for trace in traces]})

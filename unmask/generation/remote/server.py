@@ -1,10 +1,10 @@
 """A server that samples for reinforcement learning: `unmask serve`. Its client is `unmask.generation.remote.backends.ServerBackend`.
 
-    POST /generate        a `GenerateRequest`; answered by the fields of a `Generation`, with the tokens of `unmask.generate`
-    POST /update_weights  an `UpdateRequest`: the weights in a folder take the place of the model's own
+    POST /generate        a `GenerateRequest`; the answer has the fields of a `Generation`, with the tokens of `unmask.generate`
+    POST /update_weights  an `UpdateRequest`: the weights in a folder replace the model's
     GET /health           the facts of the model that a client must share, and the name of its weights
 
-What is refused is answered by 4xx and `{"error": ...}`: 409 where other weights are asked for than it holds, else 422.
+A refusal is 4xx with `{"error": ...}`: 409 for weights that the server does not hold, else 422.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ except ImportError as missing:
 
 
 class OtherWeightsError(UnmaskError):
-    """Weights are asked for that the server does not hold."""
+    """A request names weights that the server does not hold."""
 
 
 class RolloutServer:
-    """A model that many may ask, one at a time.
+    """A model that serves one request at a time.
 
     Attributes:
-        version: what a client called its weights; None: those that it started with.
+        version: the name that a client gave its weights; None: it has its first ones.
     """
 
     def __init__(self, lm: DiffusionLM):
         self.lm = lm
         self.version: str | None = None
-        self._lock = Lock()  # a model has one pass at a time
+        self._lock = Lock()  # one forward pass at a time
 
     def health(self) -> dict[str, Any]:
         return {"version": self.version, "model": model_facts(self.lm)}
@@ -61,15 +61,15 @@ class RolloutServer:
         return dump_generation(made)
 
     def update_weights(self, request: UpdateRequest) -> None:
-        """Take the weights in a folder; nothing changes if they are not a whole model like this one.
+        """Load the weights of a folder.
 
         Raises:
-            ModelError: they are not.
+            ModelError: they are not those of a whole model like this one; its weights stay.
         """
-        where, remedy = request.path, "Give what DiffusionLM.save wrote of the same model"
+        where, remedy = request.path, "Give a folder that DiffusionLM.save wrote from the same model"
         if not Path(where).is_dir():
-            raise ModelError("no such folder on the server", where=where, remedy="Use a folder that both sides see")
-        with self._lock:  # also while loading, which changes torch's default type for all threads
+            raise ModelError("no such folder on the server", where=where, remedy="Use a folder that both sides can read")
+        with self._lock:  # loading too, as it changes torch's default dtype for all threads
             own = self.lm.model.state_dict()
             new = load(where, dtype=str(next(self.lm.model.parameters()).dtype).removeprefix("torch."))
             if differ := differences(model_facts(new), model_facts(self.lm)):
@@ -86,7 +86,7 @@ def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
     """The server of a model.
 
     Args:
-        api_key: asked of every client, as a bearer token; None: none.
+        api_key: the bearer token that clients must send; None: none.
     """
     server, app = RolloutServer(lm), FastAPI(title="Unmask")
 
@@ -118,10 +118,10 @@ def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """An address to serve at, taken but deaf until `run`; port 0: any.
+    """A bound address, which accepts no connections until `run`; port 0: any free one.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: it cannot be bound.
     """
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -134,7 +134,7 @@ def open_port(host: str, port: int) -> socket.socket:
 
 
 def run(lm: DiffusionLM, listener: socket.socket) -> None:
-    """Serve a model until interrupted; clients must send UNMASK_API_KEY, where it is set."""
+    """Serve a model until interrupted; clients must send UNMASK_API_KEY if it is set."""
     host, port = listener.getsockname()[:2]
     print(f"{lm} is served at http://{host}:{port}", flush=True)
     app = make_app(lm, os.environ.get(API_KEY))

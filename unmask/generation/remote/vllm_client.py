@@ -1,6 +1,6 @@
-"""A causal model on a vLLM server, by the interface of `unmask.generate`: completions with log-probabilities, and new weights.
+"""A causal model on a vLLM server, with the interface of `unmask.generate`: completions with log-probabilities, and new weights.
 
-The server is started by its own means; docs/generation.md has the command.
+docs/generation.md has the command that starts the server.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from unmask.generation.remote.nccl import nccl_sender
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.models.chat_template import turn_end
 
-BANNED = -100.0  # the least bias that a server accepts
+BANNED = -100.0  # the lowest bias that a server accepts
 
 
 class RemoteLM:
-    """A causal model that a vLLM server holds.
+    """A causal model on a vLLM server.
 
     Args:
         url: of the server, such as http://localhost:8000.
-        tokenizer: the model's, or the path to it.
-        model: its name there; None: the only one.
+        tokenizer: the model's, or its path.
+        model: its name on the server; None: the only one.
         timeout: seconds to wait for an answer.
-        patience: seconds to wait for a server that does not take requests, at the start or after it died.
-        api_key: what the server was started with, if anything.
+        patience: seconds to wait for a server that does not accept requests, at the start or after it died.
+        api_key: the one that the server was started with, if any.
         eos_token_ids: the tokens that end a text, besides those that the server finds in the model's generation_config.json; None: the
             tokenizer's EOS and its chat template's end of turn.
 
@@ -66,16 +66,16 @@ class RemoteLM:
         self.model = model or models[0]
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-        """Complete prompts; arguments and result as of `unmask.generate`. The noise is the server's own, seeded for every prompt by
-        `config.seed` and its key; log-probabilities are those at temperature 1 (the server's default mode).
+        """Complete prompts; arguments and result as of `unmask.generate`. The server draws its own noise, seeded for every prompt by
+        `config.seed` and its key; log-probabilities are at temperature 1 (the server's default mode).
 
         Raises:
-            GenerationError: settings that only diffusion knows, or a request that the server refuses.
-            RemoteError: it stays away or silent; what was completed before is kept there.
+            GenerationError: settings of diffusion only, or a request that the server refuses.
+            RemoteError: the server accepts no requests or does not answer; has the completions so far.
         """
         config = config or SamplerConfig()
         if (name := unread_by_vllm(config)) is not None:
-            raise GenerationError("means nothing to a causal server", where=name, remedy="Leave it out")
+            raise GenerationError("has no effect on a causal server", where=name, remedy="Leave it out")
         encoded = encode_all(self.tokenizer, prompts, "prompts")
         bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
         done: dict[int, tuple[list[int], list[float]]] = {}
@@ -104,16 +104,16 @@ class RemoteLM:
         )
 
     def update_weights(self, source: str | Path | nn.Module, address: str = "127.0.0.1") -> None:
-        """Give the server new weights, and have it forget the keys that the old ones left.
+        """Send new weights to the server, and clear its prefix cache.
 
         Args:
-            source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to the server's own GPUs. That
-                takes vLLM beside this package, and a server that was started with `--weight-transfer-config '{"backend": "nccl"}'`.
+            source: a folder that the server can read; or a model on a GPU, whose weights go over NCCL to the server's GPUs. That needs
+                vLLM installed here, and a server started with `--weight-transfer-config '{"backend": "nccl"}'`.
             address: of this machine, as the server's workers reach it (NCCL).
 
         Raises:
-            GenerationError: NCCL is not to be had here, or the server refuses.
-            RemoteError: it stays away or silent.
+            GenerationError: NCCL cannot be used here, or the server refuses.
+            RemoteError: the server accepts no requests or does not answer.
         """
         if not isinstance(source, nn.Module):
             self.http.call("POST", "/collective_rpc", json={"method": "reload_weights", "kwargs": {"weights_path": str(source)}})
@@ -124,14 +124,14 @@ class RemoteLM:
         self.reset_prefix_cache()
 
     def load_adapter(self, name: str, folder: str | Path) -> None:
-        """Have the server load adapters in PEFT's layout, in the place of earlier ones of this name; `model = name` completes with them.
-        Takes a server that was started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
+        """Make the server load PEFT adapters, replacing earlier ones of this name; `model = name` completes with them. Needs a server
+        started with `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True.
 
         Args:
-            folder: that the server can read; new weights need a new one.
+            folder: one that the server can read; new weights need a new folder.
 
         Raises:
-            RemoteError: the server refuses, stays away or silent.
+            RemoteError: the server refuses, accepts no requests or does not answer.
         """
         body = {"lora_name": name, "lora_path": str(folder), "load_inplace": True}
         self.http.send("POST", "/v1/load_lora_adapter", json=body)
@@ -139,7 +139,7 @@ class RemoteLM:
 
     @property
     def weight_version(self) -> str:
-        """What the server's weights were called last; a server that was started again has forgotten it with the weights."""
+        """The name of the weights sent last; a restarted server has lost it, and the weights."""
         return self.http.read(self.http.call("GET", "/weight_info"), lambda answer: str(answer["weight_version"]))
 
     @weight_version.setter
@@ -147,7 +147,7 @@ class RemoteLM:
         self.http.call("POST", "/update_weight_version", json={"new_version": name})
 
     def close(self) -> None:
-        """Give the connections back; the server stays as it is."""
+        """Close connections; the server keeps running."""
         self.http.close()
 
     def __enter__(self) -> RemoteLM:
@@ -157,7 +157,7 @@ class RemoteLM:
         self.close()
 
     def reset_prefix_cache(self) -> None:
-        """Forget the keys and values of earlier prompts."""
+        """Clear the server's prefix cache."""
         self.http.call("POST", "/reset_prefix_cache")
 
     def _body(self, ids: Sequence[int], config: SamplerConfig, key: int) -> dict[str, Any]:
@@ -182,10 +182,10 @@ class RemoteLM:
     def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
         choice = self.http.read(self.http.call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
         if choice.get("finish_reason") == "abort":
-            raise self.http.error("a completion was called off there", "Look at the server")
+            raise self.http.error("the server aborted a completion", "Look at the server")
         return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
 
 
 def base_models(answer: Any) -> list[str]:
-    """The models that a server lists, without the adapters that it was given for them."""
+    """The models that a server lists, without adapters."""
     return [card["id"] for card in answer["data"] if not card.get("parent")]
