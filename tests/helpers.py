@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import pathlib
 import shutil
+import timeit
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -22,6 +27,17 @@ def shared_path(*parts: str) -> pathlib.Path:
     if not path.exists():
         pytest.skip(f"needs the shared test data, and {'/'.join(parts)} is not there (set UNMASK_SHARED to its folder)")
     return path
+
+
+def cost(function: Callable[..., Any], *arguments: Any) -> float:
+    """The time of a call, as a multiple of `work_unit`: the best of three."""
+    return min(timeit.repeat(functools.partial(function, *arguments), number=1, repeat=3)) / work_unit()
+
+
+@functools.cache
+def work_unit() -> float:
+    """The seconds that a fixed piece of work takes on this machine, about 0.01: what time limits are measured by."""
+    return min(timeit.repeat(lambda: json.dumps(list(range(100_000))), number=1, repeat=3))
 
 
 def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.helpers import cost
 from unmask.rewards.format import boxed_in_answer, code_format, integer, published_answer, soft_format, strict_format, xml_count
 
 GOOD = "<reasoning>\nsix times seven\n</reasoning>\n<answer>\n42\n</answer>\n"
@@ -70,7 +70,5 @@ def test_code_that_parses_is_worth_more():
 )
 def test_no_text_takes_long(piece):
     text = "<reasoning>\n" + piece * (16_000 // len(piece))
-    started = time.perf_counter()
     for function in (xml_count, soft_format, strict_format, integer, boxed_in_answer):
-        function(text)
-    assert time.perf_counter() - started < 0.5
+        assert cost(function, text) < 10

@@ -12,13 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.helpers import work_unit
 from unmask.rewards.format import code_format
 from unmask.rewards.symbolic import equivalent
 from unmask.tasks import Task, get_task
 from unmask.tasks.code import program_in
 
 MANY = 100_000
-LIMIT = 0.050
+LIMIT = 5 * work_unit()
 PIECES = [
     *("<answer>", "</answer>", "<reasoning>\n", "\n</reasoning>\n", "####", "\\boxed{", "}", "{", "\\", "$", "```", "```python\n", "\n```"),
     *("\\frac", "\\sqrt", "\\le", "=", "%", "^", "_", "**", "+", "-", "*", "/", "(", ")", "[", "]", ",", ".", "0", "7", "12", "999999999"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -83,9 +82,8 @@ def test_answers_that_came_in_time_are_kept():
     threading.Thread(target=server.serve_forever, daemon=True).start()
     judge = HttpJudge(f"http://127.0.0.1:{server.server_port}/judge")
     try:
-        started = time.monotonic()
         found = judge.ask({"prompts": ["p"] * 5, "completions": [*"axyzb"], "trainer_state": object(), "log_extra": print}, 0.7)
-        assert time.monotonic() - started < 5
+        assert not Slow.end.is_set()  # it did not wait for the answer that does not end
         assert [found[0], found[4]] == [1, 1]
         assert isinstance(found[1], LateError) and isinstance(found[2], httpx.HTTPError) and isinstance(found[3], LateError)
     finally:

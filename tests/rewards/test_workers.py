@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 
 import pytest
 
@@ -103,10 +102,9 @@ def test_a_late_call_is_killed_and_the_next_one_is_served(path):
     worker = Worker(f"{path}:sleeps")
     worker.start()
     process = worker._process
-    started = time.monotonic()
     with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.2 seconds"):
         worker.call(timeout=0.2)
-    assert time.monotonic() - started < 5 and process.poll() is not None
+    assert process.poll() is not None
     worker.target = f"{path}:length"
     assert worker.call(timeout=60, completions=["a"]) == [1.0]
     worker.close()

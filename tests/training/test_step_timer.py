@@ -175,18 +175,11 @@ def test_on_a_gpu_memory_is_that_of_its_allocator_and_time_waits_for_it():
     assert taken["time/backward"] > 0.1
 
 
-def test_phases_are_ranges_of_a_trace_and_cost_little():
+def test_phases_are_ranges_of_a_trace():
     phases = Phases(CPU)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as record, phases("generation"):
         torch.ones(1)
     assert "generation" in {event.key for event in record.key_averages()}
-    phases = Phases(CPU, memory=True)
-    phases.begin_step()
-    started = time.perf_counter()
-    for _ in range(100):
-        with phases("reward"):
-            pass
-    assert time.perf_counter() - started < 0.5
 
 
 def test_a_trainer_tells_its_phases(tmp_path):
