@@ -614,13 +614,20 @@ def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path)
 
 
 def test_updates_that_an_earlier_version_stored_are_read(tmp_path, monkeypatch):
-    """Its checkpoints hold the classes by the names of the modules that these were in."""
-    trainer = make("grpo", tmp_path, num_iterations=2, reward=ranks)
-    updates = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
+    """Its checkpoints have other module names of the classes, and other names of their fields."""
+    trainer = make("grpo", tmp_path, num_iterations=2, reward=ranks, beta=0.1)
+    rows = [trainer.train_dataset[index] for index in range(4)]
+    updates, expected = trainer.experience([rows]), trainer.experience([rows])
+    for update in updates[0]:
+        for record in (update, update.views):
+            for name in [name for name in vars(record) if name.endswith("_BMT")]:
+                vars(record)[name.replace("target", "scored").replace("_BMT", "_BVT")] = vars(record).pop(name)
     for kind, module in ((Update, "unmask.training.grpo"), (Rollout, "unmask.methods.base")):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
         monkeypatch.setattr(kind, "__module__", module)
     save_updates(tmp_path, updates, trainer.args)
     monkeypatch.undo()
-    [[first, _]] = load_updates(tmp_path, trainer.args, trainer.lm.device)
-    assert torch.equal(first.rollout.ids_BT, updates[0][0].rollout.ids_BT) and torch.equal(first.advantage_BT, updates[0][0].advantage_BT)
+    for update, same in zip(load_updates(tmp_path, trainer.args, trainer.lm.device)[0], expected[0], strict=True):
+        assert update.views.equals(same.views) and torch.equal(update.rollout.ids_BT, same.rollout.ids_BT)
+        assert torch.equal(update.advantage_BT, same.advantage_BT) and torch.equal(update.reference_BMT, same.reference_BMT)
+        assert (update.old_BMT is None) == (same.old_BMT is None)
