@@ -55,7 +55,7 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
     args = training_arguments(verb, config)
     plan, watch = plan_run(config, args), Watch()
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display, display.stage(verb) as stage, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=stage) as trainer:
+    with display, display.phase(verb) as phase, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=phase) as trainer:
         steps, before = trainer.planned_steps(args), trainer.planned_seconds(args)
         trainer.train()
     seconds = watch.seconds[STEPS - 1 :: STEPS]
