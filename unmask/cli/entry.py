@@ -207,35 +207,37 @@ def inspect(
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
     copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,
-    max_memory_gb: Annotated[float | None, typer.Option(min=0.001, help="Plan for at most this much on each device.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Plan for adapters of this rank.")] = None,
+    max_memory_gb: Annotated[
+        float | None, typer.Option(min=0.001, help="Memory that may be used on each device, in GB (1e9 bytes).")
+    ] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank; unset: all weights.")] = None,
     measure: Annotated[bool, typer.Option("--measure", help="Also make such steps here, at most 4 rows unless --batch-size says.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a model is, what conversion would change, and what a training step takes on which hardware. Reads no weights."""
     from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import MEASURED_ROWS, Planner, Preset, preset_names
+    from unmask.planning.hardware import MEASURED_ROWS, Preset, StepEstimator, preset_names
 
     dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
     presets = [Preset.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or preset_names()]
     blueprint = Blueprint.read(model)
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
-    planner = Planner(blueprint, work)
+    estimator = StepEstimator(blueprint, work)
     facts, changes = blueprint.facts(), blueprint.changes()
-    plans = {preset.name: planner.plan(preset, batch_size) for preset in presets}
+    estimates = {preset.name: estimator.estimate(preset, batch_size) for preset in presets}
     measured = {}
     for preset in presets if measure else ():
         if preset.device or hardware:  # of all presets only the one that is here; of those named each must be
-            rows = batch_size or min(plans[preset.name].workload.batch, MEASURED_ROWS)
-            measured[preset.name] = planner.compare(preset, rows)
+            rows = batch_size or min(estimates[preset.name].workload.batch, MEASURED_ROWS)
+            measured[preset.name] = estimator.compare(preset, rows)
     if as_json:
-        plain = {name: plan.to_dict() for name, plan in plans.items()}
+        plain = {name: estimate.to_dict() for name, estimate in estimates.items()}
         typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))
         return
     show_table(facts.items(), title=model.path)
     show_table(changes.items(), title="what conversion would change")
-    lines = [plan.describe(name) for name, plan in plans.items()]
-    show_table([line.values() for line in lines], title=f"a training step: {planner.work.describe()}", head=lines[0])
+    lines = [estimate.describe(name) for name, estimate in estimates.items()]
+    show_table([line.values() for line in lines], title=f"a training step: {estimator.work.describe()}", head=lines[0])
     for name, figures in measured.items():
         show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
 

@@ -48,7 +48,7 @@ class Network:
         parameters: all of them; tied ones once.
         linears: in and out width of every matrix but the output head and those of experts.
         experts: in and out width of every matrix of an expert, that is one of many.
-        expert_share: of these, what a token is multiplied with.
+        expert_fraction: of these, what a token is multiplied with.
         layers, hidden, vocabulary: as the architecture has them (vocabulary: rows of the embeddings).
         attention_width: heads times their width.
         tied: whether the output head is the embedding table.
@@ -66,7 +66,7 @@ class Network:
     saved_fixed: int
     saved_per_row: int
     experts: tuple[tuple[int, int], ...] = ()
-    expert_share: float = 1.0
+    expert_fraction: float = 1.0
 
     @property
     def linear_weights(self) -> int:
@@ -79,7 +79,7 @@ class Network:
     @property
     def multiplied_weights(self) -> float:
         """Those that a token is multiplied with."""
-        return self.linear_weights + self.expert_share * self.expert_weights
+        return self.linear_weights + self.expert_fraction * self.expert_weights
 
     def adapter_parameters(self, rank: int) -> int:
         """Of low-rank adapters on every linear layer but the head, and on every expert."""
