@@ -102,11 +102,10 @@ class Blueprint:
         window = getattr(self.config.get_text_config(), "sliding_window", None)  # for layers without their own
         windows = sum(getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model))
         tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
+        grown = f"full: they grow from {vocabulary:,} to {table:,} rows" if table > vocabulary else f"no: {vocabulary:,} rows have room"
         return {
             "mask token": f"added, with an embedding row{tied}" if new else "already there",
-            "embeddings": f"full: they grow from {vocabulary:,} to {table:,} rows"
-            if table > vocabulary
-            else f"no: {vocabulary:,} rows have room",
+            "embeddings": grown,
             "attention": f"{len(attention_modules(lm.model))} layers, to bidirectional or block_causal",
             "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
             "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
