@@ -54,7 +54,8 @@ class SamplerConfig(Config):
     top_k: int = Field(default=0, ge=0)
     """Draw among this many most probable tokens; 0: all."""
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
-    """Noise in the order: positions are drawn without replacement in proportion to exp(value / order_temperature), where value is what the policy orders by."""
+    """Noise in the order: positions are drawn without replacement in proportion to exp(value / order_temperature), where value is the
+    quantity that the policy orders by."""
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
     Dream, and not the model's own. Temperature 0 counts as 1 here."""
