@@ -105,8 +105,8 @@ def make_start(task: str, folder: Path, seed: int = 0) -> None:
     demo = Demo(TASKS[task], folder, seed, START[task])
     with Progress([("pretrain", 70.0), ("convert", 120.0), ("sft", 36.0)]) as progress:
         for name in ("pretrain", "convert", "sft"):
-            with progress.stage(name) as stage:
-                getattr(demo, name)(stage)
+            with progress.phase(name) as phase:
+                getattr(demo, name)(phase)
     demo.lm.save(folder / "model")
 
 

@@ -29,17 +29,17 @@ class Terminal(io.StringIO):
 @given(pace=st.floats(0.1, 10), seconds=st.lists(st.floats(1, 500), min_size=1, max_size=6))
 def test_time_left_follows_the_observed_pace(pace, seconds):
     """A run that goes `pace` times slower than expected: the estimate moves from the expected time to the true one."""
-    clock, stages = Clock(), [(f"stage {i}", weight) for i, weight in enumerate(seconds)]
-    with Progress(stages, stream=io.StringIO(), clock=clock) as progress:
+    clock, phases = Clock(), [(f"phase {i}", weight) for i, weight in enumerate(seconds)]
+    with Progress(phases, stream=io.StringIO(), clock=clock) as progress:
         assert progress.fraction == 0
         assert progress.seconds_left == (pytest.approx(sum(seconds)) if len(seconds) > 1 else None)
         true_left, last = pace * sum(seconds), 0.0
-        for name, weight in stages:
-            with progress.stage(name) as stage:
+        for name, weight in phases:
+            with progress.phase(name) as phase:
                 for step in range(1, 21):
                     clock.now += pace * weight / 20
                     true_left -= pace * weight / 20
-                    stage.update(step / 20)
+                    phase.update(step / 20)
                     assert last <= progress.fraction <= 1 + 1e-9
                     last = progress.fraction
                     expected_left = true_left / pace
@@ -49,23 +49,23 @@ def test_time_left_follows_the_observed_pace(pace, seconds):
         assert progress.fraction == pytest.approx(1) and progress.seconds_left == pytest.approx(0, abs=1e-6)
 
 
-def test_a_single_stage_needs_no_estimate_of_its_time():
+def test_a_single_phase_needs_no_estimate_of_its_time():
     clock = Clock()
-    with Progress([("sft", 1.0)], stream=io.StringIO(), clock=clock) as progress, progress.stage("sft") as stage:
+    with Progress([("sft", 1.0)], stream=io.StringIO(), clock=clock) as progress, progress.phase("sft") as phase:
         clock.now += 30
-        stage.update(0.25)
+        phase.update(0.25)
         assert progress.seconds_left == pytest.approx(90)
 
 
-def test_stages_passed_over_count_as_not_needed_and_names_may_come_again():
+def test_skipped_phases_count_as_not_needed_and_names_may_come_again():
     clock = Clock()
     with Progress([("train", 10.0), ("evaluate", 5.0), ("train", 10.0), ("evaluate", 5.0)], stream=io.StringIO(), clock=clock) as progress:
-        with progress.stage("evaluate"):
+        with progress.phase("evaluate"):
             clock.now += 5
         assert progress.fraction == pytest.approx(5 / 20) and progress.seconds_left == pytest.approx(15)
-        with progress.stage("evaluate"):
+        with progress.phase("evaluate"):
             assert progress.seconds_left == pytest.approx(5)
-        with pytest.raises(AssertionError, match="no stage 'train' is left"), progress.stage("train"):
+        with pytest.raises(AssertionError, match="no phase 'train' is left"), progress.phase("train"):
             pass
 
 
@@ -73,12 +73,12 @@ def test_without_a_terminal_lines_are_plain_and_rare(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     clock, stream = Clock(), io.StringIO()
     with Progress([("pretrain", 75.0), ("grpo", 25.0)], stream=stream, clock=clock) as progress:
-        with progress.stage("pretrain") as stage:
+        with progress.phase("pretrain") as phase:
             for step in range(75):
                 clock.now += 1
-                stage.update((step + 1) / 75, loss=2.0 - step / 100)
-        with progress.stage("grpo") as stage:
-            stage.update(0.5, loss=0.1, reward=0.875)
+                phase.update((step + 1) / 75, loss=2.0 - step / 100)
+        with progress.phase("grpo") as phase:
+            phase.update(0.5, loss=0.1, reward=0.875)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "[ 10%] pretrain 13% · loss 1.91 · 0:10 elapsed, 1:30 left"
     assert lines[-2] == "[ 75%] pretrain done in 1:15 · loss 1.26 · 1:15 elapsed, 0:25 left"
@@ -87,15 +87,15 @@ def test_without_a_terminal_lines_are_plain_and_rare(monkeypatch):
     assert stream.getvalue().replace("\n", "").isprintable()
 
 
-def test_a_failing_stage_says_so_and_the_error_goes_on():
+def test_a_failing_phase_says_so_and_the_error_goes_on():
     clock, stream = Clock(), io.StringIO()
     with (
         pytest.raises(KeyError),
         Progress([("sft", 10.0), ("dpo", 10.0)], stream=stream, clock=clock) as progress,
-        progress.stage("sft") as stage,
+        progress.phase("sft") as phase,
     ):
         clock.now += 4
-        stage.update(0.5)
+        phase.update(0.5)
         raise KeyError("label")
     assert stream.getvalue().startswith("[ 25%] sft stopped after 0:04 · ")
 
@@ -107,8 +107,8 @@ def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, 
     stream = Terminal()
 
     def run():
-        with Progress([("convert [1]", 10.0), ("sft", 10.0)], stream=stream) as progress, progress.stage("convert [1]") as stage:
-            stage.update(0.5, loss=1.5)
+        with Progress([("convert [1]", 10.0), ("sft", 10.0)], stream=stream) as progress, progress.phase("convert [1]") as phase:
+            phase.update(0.5, loss=1.5)
             if fails:
                 raise RuntimeError("broken")
 
@@ -127,7 +127,7 @@ def test_on_a_terminal_the_display_is_live_and_leaves_the_terminal_clean(fails, 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
-    with Progress([("sft", 1.0)], stream=stream) as progress, progress.stage("sft"):
+    with Progress([("sft", 1.0)], stream=stream) as progress, progress.phase("sft"):
         pass
     assert stream.getvalue() == "[100%] sft done in 0:00 · 0:00 elapsed, 0:00 left\n"
 

@@ -59,7 +59,7 @@ def test_a_byte_order_mark_is_dropped(tmp_path):
         ("t.jsonl", b"[" * 200_000, "line 1: malformed JSON"),
         ("t.jsonl", b'{"a": ' + b"1" * 5000 + b"}", "line 1: malformed JSON"),
         ("t.json", b'[{"a": 1},\n{"a": 2}', "line 2: malformed JSON, .*; the text ends in the middle of a record"),
-        ("t.json", b'[{"a": 1},\n{"a" 2}]', "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Mend"),
+        ("t.json", b'[{"a": 1},\n{"a" 2}]', "line 2: malformed JSON, column 6: Expecting ':' delimiter\\. Fix"),
         ("t.jsonl", b'"text"\n', "line 1: a row is an object"),
         ("t.jsonl", b"\n \n", "empty"),
         ("t.jsonl", b'{"a": "\xff"}\n', "byte 7 is not UTF-8"),

@@ -1,6 +1,7 @@
 """Unmask: turn an autoregressive language model into a diffusion language model, train it, sample from it, evaluate it.
 
-The names below are imported when they are first used, so that `import unmask` and `unmask --help` are instant.
+Public names are imported on first use, so that `import unmask` and `unmask --help` are instant. `PUBLIC_NAMES` lists them; the imports
+above it are for type checkers only.
 """
 
 from __future__ import annotations
@@ -11,79 +12,59 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from unmask import generation
-    from unmask.config.run import SamplerConfig
-    from unmask.convert.config import ConvertConfig
-    from unmask.convert.trainer import ConvertTrainer
-    from unmask.errors import UnmaskError
-    from unmask.evaluation.likelihood import log_likelihood
-    from unmask.generation.output import Generation
-    from unmask.generation.sampler import generate, infill
-    from unmask.models.attention import clear_mask_cache, mask_cache_stats
-    from unmask.models.diffusion_lm import DiffusionLM
-    from unmask.models.load import load
-    from unmask.preference.config import DPOConfig
-    from unmask.preference.trainer import DPOTrainer
-    from unmask.rl.config import GRPOConfig
-    from unmask.rl.trainer import GRPOTrainer
-    from unmask.supervised.pretrain import PretrainConfig, PretrainTrainer
-    from unmask.supervised.sft import SFTConfig, SFTTrainer
+    from unmask import generation as generation
+    from unmask.config.run import SamplerConfig as SamplerConfig
+    from unmask.convert.config import ConvertConfig as ConvertConfig
+    from unmask.convert.trainer import ConvertTrainer as ConvertTrainer
+    from unmask.errors import UnmaskError as UnmaskError
+    from unmask.evaluation.likelihood import log_likelihood as log_likelihood
+    from unmask.generation.output import Generation as Generation
+    from unmask.generation.sampler import generate as generate
+    from unmask.generation.sampler import infill as infill
+    from unmask.models.attention import clear_mask_cache as clear_mask_cache
+    from unmask.models.attention import mask_cache_stats as mask_cache_stats
+    from unmask.models.diffusion_lm import DiffusionLM as DiffusionLM
+    from unmask.models.load import load as load
+    from unmask.preference.config import DPOConfig as DPOConfig
+    from unmask.preference.trainer import DPOTrainer as DPOTrainer
+    from unmask.rl.config import GRPOConfig as GRPOConfig
+    from unmask.rl.trainer import GRPOTrainer as GRPOTrainer
+    from unmask.supervised.pretrain import PretrainConfig as PretrainConfig
+    from unmask.supervised.pretrain import PretrainTrainer as PretrainTrainer
+    from unmask.supervised.sft import SFTConfig as SFTConfig
+    from unmask.supervised.sft import SFTTrainer as SFTTrainer
 
-_HOMES = {
-    "SamplerConfig": "unmask.config.run",
-    "UnmaskError": "unmask.errors",
+PUBLIC_NAMES = {  # each with its module, in the order of the pipeline
+    "load": "unmask.models.load",
+    "DiffusionLM": "unmask.models.diffusion_lm",
     "log_likelihood": "unmask.evaluation.likelihood",
-    "Generation": "unmask.generation.output",
     "generate": "unmask.generation.sampler",
     "infill": "unmask.generation.sampler",
+    "Generation": "unmask.generation.output",
+    "SamplerConfig": "unmask.config.run",
+    "PretrainTrainer": "unmask.supervised.pretrain",
+    "PretrainConfig": "unmask.supervised.pretrain",
+    "ConvertTrainer": "unmask.convert.trainer",
+    "ConvertConfig": "unmask.convert.config",
+    "SFTTrainer": "unmask.supervised.sft",
+    "SFTConfig": "unmask.supervised.sft",
+    "DPOTrainer": "unmask.preference.trainer",
+    "DPOConfig": "unmask.preference.config",
+    "GRPOTrainer": "unmask.rl.trainer",
+    "GRPOConfig": "unmask.rl.config",
+    "UnmaskError": "unmask.errors",
     "clear_mask_cache": "unmask.models.attention",
     "mask_cache_stats": "unmask.models.attention",
-    "DiffusionLM": "unmask.models.diffusion_lm",
-    "load": "unmask.models.load",
-    "ConvertConfig": "unmask.convert.config",
-    "ConvertTrainer": "unmask.convert.trainer",
-    "DPOConfig": "unmask.preference.config",
-    "DPOTrainer": "unmask.preference.trainer",
-    "GRPOConfig": "unmask.rl.config",
-    "GRPOTrainer": "unmask.rl.trainer",
-    "PretrainConfig": "unmask.supervised.pretrain",
-    "PretrainTrainer": "unmask.supervised.pretrain",
-    "SFTConfig": "unmask.supervised.sft",
-    "SFTTrainer": "unmask.supervised.sft",
 }
-
-__all__ = [  # noqa: RUF022 (in the order of the pipeline)
-    "load",
-    "DiffusionLM",
-    "log_likelihood",
-    "generate",
-    "infill",
-    "Generation",
-    "SamplerConfig",
-    "generation",
-    "PretrainTrainer",
-    "PretrainConfig",
-    "ConvertTrainer",
-    "ConvertConfig",
-    "SFTTrainer",
-    "SFTConfig",
-    "DPOTrainer",
-    "DPOConfig",
-    "GRPOTrainer",
-    "GRPOConfig",
-    "UnmaskError",
-    "clear_mask_cache",
-    "mask_cache_stats",
-    "__version__",
-]
+__all__ = [*PUBLIC_NAMES, "generation", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "generation":
         return import_module("unmask.generation")
-    if name not in _HOMES:
+    if name not in PUBLIC_NAMES:
         raise AttributeError(f"module 'unmask' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(PUBLIC_NAMES[name]), name)
 
 
 def __dir__() -> list[str]:

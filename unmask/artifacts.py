@@ -1,4 +1,4 @@
-"""Files that a run leaves behind: written whole or not at all, metrics as JSON lines, the manifest."""
+"""Files that a run writes: atomic text files, metrics as JSON lines, the manifest."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", 
 
 
 def write_atomic(path: str | Path, text: str) -> None:
-    """Write a UTF-8 file whole or not at all: a crash leaves the earlier file as it was. Makes the folder where needed."""
+    """Write a UTF-8 file atomically: after a crash the earlier file is still there. Creates missing parent folders."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -30,14 +30,14 @@ def write_atomic(path: str | Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp gives it to its owner alone
+        Path(temporary).chmod(0o644)  # mkstemp lets only its owner read it
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
 
 
 def plain(value: Any) -> Any:
-    """`value` in types that JSON has: numbers that are not finite become None, arrays and tensors lists or numbers, the rest text."""
+    """Convert a value to JSON types: non-finite numbers become None, arrays and tensors lists or numbers, other objects strings."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -50,23 +50,23 @@ def plain(value: Any) -> Any:
 
 
 class MetricsLog:
-    """Metrics of a run, one JSON object a line, each flushed before `write` returns."""
+    """The metrics of a run, one JSON object per line; each line is flushed before `write` returns."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
 
     def write(self, metrics: Mapping[str, Any]) -> None:
-        """Append one line; numbers may be Python's, numpy's or scalar tensors. NaN and infinity are written as null: JSON has neither."""
+        """Append one line. Numbers may be Python's, numpy's or scalar tensors; NaN and infinity are written as null."""
         line = json.dumps(plain(metrics), allow_nan=False) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab+") as file:
             written = file.seek(0, os.SEEK_END)
-            if written and file.seek(written - 1) >= 0 and file.read(1) != b"\n":  # a crash tore the last line
+            if written and file.seek(written - 1) >= 0 and file.read(1) != b"\n":  # a crash left an incomplete last line
                 file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
             file.write(line.encode())
 
     def read(self) -> list[dict[str, Any]]:
-        """All lines in order; a last line torn by a crash is left out. Raises `DataError` for a missing or malformed file."""
+        """Return all lines in order, without an incomplete last line. Raises `DataError` for a missing or malformed file."""
         if not self.path.exists():
             raise DataError("no such metrics file", where=str(self.path), remedy="Check the path, or train first")
         records = []
@@ -81,7 +81,7 @@ class MetricsLog:
 
 
 def package_version(package: str) -> str | None:
-    """The version that is installed, if any."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -89,13 +89,14 @@ def package_version(package: str) -> str | None:
 
 
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """What it takes to repeat a run: versions (None: not installed), machine, date, command line, config.
+    """What is needed to repeat a run: package versions (None: not installed), machine, date, command line, config.
 
     Args:
         config: the resolved configuration.
         extra: further entries, such as data hashes or timings.
 
-    Returns: a dictionary of JSON types only.
+    Returns:
+        A dictionary of JSON types only.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
@@ -112,7 +113,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
 
 
 def write_manifest(path: str | Path, config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """Write `run_manifest(config, **extra)` to `path` as JSON, whole or not at all, and return it."""
+    """Write `run_manifest(config, **extra)` to `path` as JSON, atomically, and return it."""
     manifest = run_manifest(config, **extra)
     write_atomic(path, json.dumps(manifest, indent=2, allow_nan=False) + "\n")
     return manifest

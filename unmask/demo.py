@@ -1,7 +1,7 @@
-"""The whole way on a small task: pretrain, convert, SFT, DPO, GRPO, each stage evaluated, one report.
+"""The whole pipeline on a small task: pretrain, convert, SFT, DPO and GRPO, an evaluation after each, and one report.
 
-Everything is made here and trained for real. The demonstrations hold mistakes, as people's do; what that leaves open is
-what preferences and rewards can mend (docs/demo.md).
+Data and model are generated here, and the training is real. Some demonstrations contain mistakes, so that preferences and rewards have
+something to improve (docs/demo.md).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers import LlamaConfig
 
 from unmask.artifacts import write_atomic, write_manifest
 from unmask.config.run import SamplerConfig, claim_output
-from unmask.console import Progress, Stage
+from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
@@ -42,14 +42,15 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class DemoSettings:
-    """How much of everything.
+    """The sizes of data, model and training.
 
     Attributes:
-        rows: training problems; test_rows: held-out ones, none of which shares its solution with a training problem.
-        text_mistakes: share of the answers in the text that hold a mistake.
-        mistakes: the same share in the demonstrations for SFT.
-        pretrain, convert, sft, dpo, grpo: optimizer steps of each stage.
-        seconds: what each stage takes on two cores, for the first estimate of the time left.
+        rows: number of training problems.
+        test_rows: number of held-out problems; none shares its solution with a training problem.
+        text_mistakes: fraction of the answers in the text that contain a mistake.
+        mistakes: the same fraction in the demonstrations for SFT.
+        pretrain, convert, sft, dpo, grpo: optimizer steps of each verb.
+        seconds: duration of each verb on two cores, for the first estimate of the time left.
     """
 
     rows: int = 20_000
@@ -68,7 +69,7 @@ class DemoSettings:
 
 
 class Demo:
-    """State of the demonstration: the model as it stands, and what each stage gave."""
+    """State of the demonstration: the current model and the results so far."""
 
     def __init__(self, task: Puzzle, output: Path, seed: int, settings: DemoSettings):
         self.task, self.output, self.seed, self.settings = task, output, seed, settings
@@ -81,7 +82,7 @@ class Demo:
         self.results: dict[str, TaskResult] = {}
 
     def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
-        """The TrainingArguments that all stages share."""
+        """The TrainingArguments that all verbs share."""
         return {
             "output_dir": str(self.output / name),
             "max_steps": steps,
@@ -96,50 +97,44 @@ class Demo:
             **more,
         }
 
-    def run(self, name: str, description: str, progress: Progress, train: Callable[[Stage], Sequence[Mapping[str, float]]]) -> None:
-        """Train one stage, evaluate it, save it."""
+    def run(self, name: str, description: str, progress: Progress, train: Callable[[Phase], Sequence[Mapping[str, float]]]) -> None:
+        """Train with one verb, save the model and evaluate it."""
         started = time.monotonic()
-        with progress.stage(name) as stage:
-            history = train(stage)
+        with progress.phase(name) as phase:
+            history = train(phase)
             self.lm.save(self.output / name)
-        with progress.stage(f"{name}: evaluate"):
+        with progress.phase(f"{name}: evaluate"):
             result = evaluate_task(self.lm, self.task, self.test)
         write_atomic(self.output / name / "evaluation.json", result.to_json())
         self.results[name] = result
         seconds = time.monotonic() - started
         self.stages.append(StageResult(name=name, description=description, metrics=result.metrics, seconds=seconds, curves=curves(history)))
 
-    def pretrain(self, stage: Stage) -> Any:
+    def pretrain(self, phase: Phase) -> Any:
         rows = [{"text": row["prompt"] + row["completion"]} for row in self.text]
         args = PretrainConfig(**self.arguments("pretrain", self.settings.pretrain, learning_rate=2e-3, packing=False))
-        trainer = PretrainTrainer(self.lm, args, rows, progress=stage)
-        trainer.train()
-        return trainer.state.log_history
+        return history_of(PretrainTrainer(self.lm, args, rows, progress=phase))
 
-    def convert(self, stage: Stage) -> Any:
+    def convert(self, phase: Phase) -> Any:
         args = ConvertConfig(**self.arguments("convert", self.settings.convert, learning_rate=2e-3, canvas_length=self.task.max_completion))
-        trainer = ConvertTrainer(self.lm, args, self.text, progress=stage)
+        trainer = ConvertTrainer(self.lm, args, self.text, progress=phase)
         trainer.train()
         self.lm = trainer.lm
         return trainer.log_history
 
-    def sft(self, stage: Stage) -> Any:
+    def sft(self, phase: Phase) -> Any:
         args = SFTConfig(**self.arguments("sft", self.settings.sft, learning_rate=1e-3, canvas_length=self.task.max_completion))
-        trainer = SFTTrainer(self.lm, args, self.demonstrations, progress=stage)
-        trainer.train()
-        return trainer.state.log_history
+        return history_of(SFTTrainer(self.lm, args, self.demonstrations, progress=phase))
 
-    def dpo(self, stage: Stage) -> Any:
+    def dpo(self, phase: Phase) -> Any:
         rng = random.Random(self.seed + 3)
         chosen = self.train[: self.settings.dpo * self.settings.batch // 4]
         pairs = [{"prompt": r["prompt"], "chosen": r["completion"], "rejected": self.task.corrupt(r, rng)} for r in chosen]
         arguments = self.arguments("dpo", self.settings.dpo, learning_rate=4e-6, canvas_length=self.task.max_completion)
         args = DPOConfig(**arguments | {"per_device_train_batch_size": self.settings.batch // 4})
-        trainer = DPOTrainer(self.lm, args, pairs, progress=stage)
-        trainer.train()
-        return trainer.state.log_history
+        return history_of(DPOTrainer(self.lm, args, pairs, progress=phase))
 
-    def grpo(self, stage: Stage) -> Any:
+    def grpo(self, phase: Phase) -> Any:
         args = GRPOConfig(
             **self.arguments("grpo", self.settings.grpo, learning_rate=5e-5, logging_steps=1, lr_scheduler_type="constant_with_warmup")
             | {"per_device_train_batch_size": 256},
@@ -147,16 +142,14 @@ class Demo:
             steps=6,
             prompt_mask_rate=0.0,
         )
-        trainer = GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=stage)
-        trainer.train()
-        return trainer.state.log_history
+        return history_of(GRPOTrainer(self.lm, self.task.rewards("partial"), args, self.train, progress=phase))
 
     def denoising(self) -> Denoising:
-        """One held-out problem, token by token."""
+        """How one held-out problem is denoised, token by token."""
         row = self.test[0]
         sampler = SamplerConfig(max_new_tokens=self.task.max_completion, trace=True)
         trace = generate(self.lm, [row["prompt"]], sampler).trace[0]  # type: ignore[index]
-        puzzle = row.get("puzzle")  # of a Sudoku: drawn as a grid
+        puzzle = row.get("puzzle")  # Sudoku only: drawn as a grid
         length = len(puzzle) if puzzle else self.task.max_completion
         cells = [self.lm.tokenizer.decode([token], skip_special_tokens=True) or "␄" for token in trace.canvas[:length]]
         frames: list[list[str]] = [[""] * length]
@@ -191,8 +184,8 @@ def run_demo(
     claim_output(output, overwrite=overwrite)
     settings = settings or DemoSettings()
     demo = Demo(as_puzzle(get_task(task)), output, seed, settings)
-    plan = [entry for name, seconds in settings.seconds for entry in ((name, seconds), (f"{name}: evaluate", 7.0))]
-    with Progress(plan) as progress:
+    phases = [phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", 7.0))]
+    with Progress(phases) as progress:
         for name, description in DESCRIPTIONS.items():
             demo.run(name, description, progress, getattr(demo, name))
     manifest = write_manifest(output / "manifest.json", {"task": task, "seed": seed, "settings": vars(settings)})
@@ -202,31 +195,37 @@ def run_demo(
 
 
 def make_report(demo: Demo, manifest: Mapping[str, Any]) -> Report:
-    """What the demonstration shows."""
+    """The report of a finished demonstration."""
     names = list(demo.results)
     comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in pairwise(names)]
     return Report(
         title=f"Unmask: the whole way on {demo.task.name}",
-        subtitle=f"{len(demo.test)} held-out problems; no solution of theirs was trained on.",
+        subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
         stages=demo.stages,
         comparisons=comparisons,
         denoising=demo.denoising(),
         notes=[
-            f"Answers that hold a mistake: {demo.settings.text_mistakes:.0%} in the text, {demo.settings.mistakes:.0%} in SFT.",
+            f"Answers with a mistake: {demo.settings.text_mistakes:.0%} in the text, {demo.settings.mistakes:.0%} in SFT.",
             f"Peak memory {peak_memory_bytes() / 1e9:.1f} GB.",
         ],
         manifest=manifest,
     )
 
 
+def history_of(trainer: Any) -> list[dict[str, float]]:
+    """Train, and return the logged metrics."""
+    trainer.train()
+    return trainer.state.log_history
+
+
 def answered(task: Puzzle, rows: Rows, mistakes: float, seed: int) -> Rows:
-    """The rows with answers as people write them."""
+    """The rows with demonstrated answers, of which the fraction `mistakes` is wrong."""
     rng = random.Random(seed)
     return [{**row, "completion": task.demonstrate(row, rng, mistakes)} for row in rows]
 
 
 def curves(history: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[float, float]]]:
-    """What a stage is watched by: the reward, or the loss (without the 1/t weights, which make it jump)."""
+    """The logged metrics to plot, as (step, value) pairs: the reward, or the loss (without the 1/t weights if logged: they add noise)."""
     logged = {name for line in history for name in line}
     if "reward" in logged:
         shown = {"reward": "reward"}
@@ -238,7 +237,7 @@ def curves(history: Sequence[Mapping[str, float]]) -> dict[str, list[tuple[float
 
 
 def small_model(task: Puzzle, settings: DemoSettings, seed: int) -> DiffusionLM:
-    """A new causal Llama over the task's characters."""
+    """A small causal Llama with random weights, whose tokens are the task's characters."""
     tokenizer = character_tokenizer(task.alphabet)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

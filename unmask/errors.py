@@ -1,6 +1,6 @@
-"""Exceptions that tell a user what is wrong, where, and what to do about it.
+"""Exceptions that say what is wrong, where, and what to do about it.
 
-Every error a user can cause is an `UnmaskError`: the command line prints it without a traceback and exits with 2.
+Every error that a user can cause is an `UnmaskError`: the command line prints it without a traceback and exits with status 2.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable
 
 
 class UnmaskError(ValueError):
-    """Base of all errors that a user can cause and mend.
+    """Base of all errors that a user can cause and fix.
 
     Args:
         what: what is wrong, with the offending value.
-        where: the file, row, key or argument that holds it.
+        where: the file, row, key or argument with the problem.
         remedy: what to do about it.
     """
 
@@ -32,8 +32,8 @@ class DataError(UnmaskError):
     """A missing or malformed file, row or column.
 
     Args:
-        what, where, remedy: as of `UnmaskError`.
-        reason: of a single row, where others may be sound: what is wrong with it, as a report counts it. Such a row may be left out.
+        what, where, remedy: see `UnmaskError`.
+        reason: the category under which a report counts the row, if the error concerns a single row that may be skipped.
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, reason: str | None = None):
@@ -42,7 +42,7 @@ class DataError(UnmaskError):
 
 
 class ModelError(UnmaskError):
-    """A model that cannot be loaded, converted or used as asked."""
+    """A model that cannot be loaded, converted or used as requested."""
 
 
 class GenerationError(UnmaskError):
@@ -50,7 +50,7 @@ class GenerationError(UnmaskError):
 
 
 class TrainingError(UnmaskError):
-    """A run that must not go on: a loss that is not finite, an output directory in use."""
+    """A run that must stop or cannot start: a loss that is not finite, an output directory in use."""
 
 
 NAMES_ELSEWHERE = {
@@ -60,16 +60,16 @@ NAMES_ELSEWHERE = {
     "epochs": "num_train_epochs",
     "seq_len": "max_length",
 }
-"""Settings that other training loops call by a name unlike ours (docs/switches.md), by that name."""
+"""Unmask's names of settings, by their names in other training loops (docs/switches.md)."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The remedy for an unknown name: the known one of that meaning, else the nearest, or all of them where none is near."""
+    """The remedy for an unknown name: the equivalent or most similar known name, or the list of all known names."""
     known = sorted(known)
     nearest = [ours] if (ours := NAMES_ELSEWHERE.get(name)) in known else difflib.get_close_matches(name, known, n=1)
     return f"Did you mean {nearest[0]!r}?" if nearest else f"Known: {', '.join(known)}."
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, for one clear message instead of a page."""
+    """The first line of an error's text, or the error's type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

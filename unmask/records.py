@@ -1,4 +1,4 @@
-"""Rows of local text files, with errors that name the file, the row and the remedy."""
+"""Read rows of local text files. Errors name the file, the row and the remedy."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from typing import Any
 from unmask.errors import DataError, did_you_mean
 
 Record = tuple[str, dict[str, Any]]
-"""Where a row stands ("file, line 3"), and the row."""
+"""The location of a row ("file, line 3"), and the row."""
 
 
 def kind_of(path: str | os.PathLike[str]) -> str:
-    """The suffix of a file in lower case, without the .gz of a compressed one."""
+    """The suffix of a file in lower case, ignoring .gz."""
     return Path(str(path).lower().removesuffix(".gz")).suffix
 
 
 def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The lines of a UTF-8 file, gzipped or not, one at a time, each with its end ("\\n"); a byte-order mark is dropped.
+    """Yield the lines of a UTF-8 file (gzipped or not), each with its newline; a byte-order mark is dropped.
 
     Raises:
-        DataError: for a missing or empty file, one that is not UTF-8, and a compressed one that is damaged or cut off.
+        DataError: a missing or empty file, one that is not UTF-8, or a compressed file that is damaged or cut off.
     """
-    with closing(_byte_lines(Path(path))) as lines:  # a line that cannot be read leaves no file open
+    with closing(_byte_lines(Path(path))) as lines:  # closes the file after an error, too
         for number, line in enumerate(lines, start=1):
             yield _text(line, str(path), number)
 
@@ -46,7 +46,7 @@ def _byte_lines(path: Path) -> Generator[bytes, None, None]:
                 blank = blank and not line.strip()
                 yield line
     except PermissionError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change who may read it.") from None
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change its permissions.") from None
     except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
         what = f"the compressed file is damaged or cut off: {error}"
         raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again.") from None
@@ -63,18 +63,18 @@ def _text(line: bytes, path: str, number: int) -> str:
 
 
 def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
-    """The rows of a .csv, .json (an array of objects) or .jsonl file, gzipped or not, in order; of all but .json one at a time.
+    """Yield the rows of a .csv, .json (an array of objects) or .jsonl file, gzipped or not. Only .json files are read whole.
 
-    A CSV file has no types: its values stay text, so that leading zeros survive.
+    CSV values stay strings, so that leading zeros are kept.
 
     Args:
         path: the file.
-        columns: names that every row must have.
+        columns: column names that every row must have.
 
     Raises:
-        DataError: for a missing, empty or malformed file, and for a row without a column.
+        DataError: a missing, empty or malformed file, or a row that lacks a column.
     """
-    with closing(_rows(str(path))) as rows:  # a line that cannot be read leaves no file open
+    with closing(_rows(str(path))) as rows:  # closes the file after an error, too
         for where, row in rows:
             if isinstance(row, DataError):
                 raise row
@@ -83,19 +83,19 @@ def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) ->
 
 
 def read_examples(path: str | os.PathLike[str], *, keep_malformed: bool = False) -> Generator[dict[str, Any] | DataError, None, None]:
-    """As `read_records`, without where the rows stand.
+    """Like `read_records`, without the locations of the rows.
 
     Args:
         path: the file.
-        keep_malformed: give the error of a line of a .jsonl file that is malformed, or not UTF-8, in place of its row, and go on. Other
-            files are read whole.
+        keep_malformed: for a line of a .jsonl file that is malformed or not UTF-8, yield the error in place of the row. In other files
+            such an error is raised.
     """
     rows = _rows(str(path)) if keep_malformed else read_records(path)
     yield from (row for _, row in rows)
 
 
 def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> None:
-    """Raise a DataError that names the wanted columns that are missing, those present, and the nearest."""
+    """Raise a DataError if wanted columns are missing; it names them, the columns present, and the most similar one."""
     present = list(present)
     missing = [name for name in wanted if name not in present]
     if not missing:
@@ -106,14 +106,14 @@ def require_names(present: Iterable[str], wanted: Iterable[str], where: str) -> 
 
 
 def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
-    """The rows of a file; in place of a line of a .jsonl file that cannot be read, its error."""
+    """Yield the rows of a file; for a line of a .jsonl file that cannot be read, its error."""
     reader = {".csv": _csv_rows, ".json": _json_rows}.get(kind_of(path), _jsonl_rows)
     empty = True
     for row in reader(path):
         empty = False
         yield row
     if empty:
-        raise DataError("the file holds no rows", where=path, remedy="Give a file with at least one row.")
+        raise DataError("the file contains no rows", where=path, remedy="Give a file with at least one row.")
 
 
 def _csv_rows(path: str) -> Iterator[Record]:
@@ -123,11 +123,11 @@ def _csv_rows(path: str) -> Iterator[Record]:
         for number, row in enumerate(reader, start=1):
             where = f"{path}, row {number}"
             if None in row or None in row.values():
-                what = f"the number of fields is not that of the header ({len(reader.fieldnames or ())})"
-                raise DataError(what, where=where, remedy="Quote fields that hold commas.")
+                what = f"the number of fields differs from the header ({len(reader.fieldnames or ())})"
+                raise DataError(what, where=where, remedy="Quote fields that contain commas.")
             yield where, row
     except csv.Error as error:
-        raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Mend or remove the row.") from None
+        raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Fix or remove the row.") from None
 
 
 def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
@@ -155,12 +155,13 @@ def _decode(text: str, path: str, first_line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        cut = error.pos >= len(text) or text[-1] not in "]}"
-        what = f"malformed JSON, column {error.colno}: {error.msg}" + cut * "; the text ends in the middle of a record"
+        what = f"malformed JSON, column {error.colno}: {error.msg}"
+        if error.pos >= len(text) or text[-1] not in "]}":
+            what += "; the text ends in the middle of a record"
         where = f"{path}, line {first_line + error.lineno - 1}"
     except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
         what, where = f"malformed JSON: {error}", f"{path}, line {first_line}"
-    raise DataError(what, where=where, remedy="Mend or remove the row.", reason="malformed JSON")
+    raise DataError(what, where=where, remedy="Fix or remove the row.", reason="malformed JSON")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:

@@ -388,7 +388,7 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
         (["--sequence-length", "65"], "65 tokens, but the model's context is 64. Use at most 64"),
         (
             ["--hardware", "a40-48gb-x3", "--sequence-length", "8", "--measure"],
-            "this machine has no such device. Measure there, or plan only",
+            "this machine has no such device. Leave out --measure, or run it there",
         ),
         (
             [
@@ -405,10 +405,10 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
             ],
             "--device-map and --quantization: quantised weights are not spread over devices. Leave one of the two out",
         ),
-        (["--quantization", "4bit"], "--quantization: quantised weights take no gradients. Plan for adapters (--lora-rank)"),
+        (["--quantization", "4bit"], "--quantization: quantised weights take no gradients. Set --lora-rank to train adapters"),
         (
             ["--hardware", "cpu", "--sequence-length", "8", "--lora-rank", "4", "--quantization", "8bit", "--measure"],
-            "steps on quantised weights are not measured. Plan only",
+            "steps on quantised weights are not measured. Leave one of the two out",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.training.tiny_runs import QUICK, make, tiny, unmask
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
-from unmask.commands.dry_run import plan_run, rehearse
+from unmask.commands.dry_run import estimate_run, rehearse
 from unmask.commands.run import training_arguments
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
 
 def test_a_teacher_is_planned_for(model, text, tmp_path):
     plain, taught = (run_config(model, text, tmp_path, max_steps=10, **more) for more in ({}, {"distillation": 1.0}))
-    plans = [plan_run(config, training_arguments("convert", config)) for config in (plain, taught)]
+    plans = [estimate_run(config, training_arguments("convert", config)) for config in (plain, taught)]
     weights = Blueprint.read(plain.model).network(plans[0].workload).parameters * 4
     assert plans[1].peak - plans[0].peak == weights
 
@@ -98,12 +98,12 @@ def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predi
     config = run_config(tmp_path / "model", tmp_path, tmp_path).model_copy(update={"training": {"use_cpu": True, **more}})
     config = config.model_copy(update={"training": config.training | {"per_device_train_batch_size": 4}})
     monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)
-    plan = plan_run(config, training_arguments("dpo", config))
-    assert plan is not None
+    estimate = estimate_run(config, training_arguments("dpo", config))
+    assert estimate is not None
     made = Products()
     trainer = make("dpo", tmp_path, lm, LONG_PAIRS, callbacks=[made], **more)
     trainer.train()
-    planned = plan.workload.rounds * matmul_flops(Blueprint.read(config.model).network(plan.workload), plan.workload)
+    planned = estimate.workload.rounds * matmul_flops(Blueprint.read(config.model).network(estimate.workload), estimate.workload)
     assert planned == pytest.approx(made.flops[-1], rel=0.07)  # checkpointing does not make the last product again
     trainer = make("dpo", tmp_path / "again", load(tmp_path / "model"), LONG_PAIRS, **more)
     weights = sum(weight.nbytes for weight in trainer.lm.model.parameters())
@@ -111,7 +111,7 @@ def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predi
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         trainer.train()
     changes = [event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert plan.memory.total == pytest.approx(held + max(itertools.accumulate(changes)), rel=0.15)
+    assert estimate.memory.total == pytest.approx(held + max(itertools.accumulate(changes)), rel=0.15)
 
 
 class Products(TrainerCallback):

@@ -132,7 +132,7 @@ def lines(*rows: Any) -> str:
     [
         ("sft", None, ["rows.jsonl", "no such file", "Check the path"]),
         ("sft", "\n \n", ["rows.jsonl", "empty", "at least one row"]),
-        ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Mend or remove"]),
+        ("sft", lines(PAIR, '{"prompt": "12", '), ["rows.jsonl, line 2", "malformed JSON", "Fix or remove"]),
         ("sft", lines(PAIR, {"prompt": "12="}), ["rows.jsonl, row 1", "no column 'completion'", "prompt"]),
         ("sft", lines(PAIR, {**PAIR, "prompt": "1" * 200}), ["rows.jsonl, row 1", "204 tokens", "a row holds 128", "drop the row"]),
         ("convert", lines({"text": "12"}, {"story": "12"}), ["rows.jsonl, row 1", "no value in column 'text'", "story"]),

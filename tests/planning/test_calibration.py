@@ -15,7 +15,7 @@ from tests.models.configurations import ALPHABET, CONFIGURATIONS, NAMES
 from unmask.data.characters import character_tokenizer
 from unmask.planning import calibration
 from unmask.planning.blueprint import Blueprint
-from unmask.planning.calibration import Step, built, calibrate, timed
+from unmask.planning.calibration import Step, build_model, calibrate, median_times
 from unmask.planning.cost_model import Workload, peak_memory
 
 SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
@@ -33,9 +33,9 @@ def llama(hidden: int, layers: int, vocabulary: int) -> Blueprint:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
-    model = built(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=1).model
+    model = build_model(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=1).model
     assert model.config.num_hidden_layers == 1
-    Step(built(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3), Workload(sequence_length=8))()
+    Step(build_model(blueprint(CONFIGURATIONS[name]), Workload(sequence_length=8), layers=3), Workload(sequence_length=8))()
 
 
 @pytest.mark.parametrize("work", [
@@ -47,14 +47,14 @@ def test_every_architecture_is_built_with_fewer_layers(name: str) -> None:
 def test_peak_memory_is_predicted_within_a_tenth(work: Workload) -> None:
     model = llama(64, 4, 1024)
     predicted = peak_memory(model.network(work), work).total
-    step = Step(built(model, work), work)
+    step = Step(build_model(model, work), work)
     step()
     assert predicted == pytest.approx(step.peak_bytes(), rel=0.1)
 
 
 def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
     work = Workload(batch=2, sequence_length=8, copies=2)
-    hidden_BMT = Step(built(llama(64, 1, 64), work), work).views.hidden_BMT
+    hidden_BMT = Step(build_model(llama(64, 1, 64), work), work).views.hidden_BMT
     assert hidden_BMT.sum(-1).tolist() == [[4, 4], [4, 4]]
     assert hidden_BMT.sum(1).eq(1).all()
 
@@ -86,4 +86,4 @@ def test_a_few_layers_tell_the_time_of_all(model: Blueprint, work: Workload, mon
     with Touched() as clock:  # that of the machine is read by `unmask inspect --measure`
         monkeypatch.setattr(calibration, "time", SimpleNamespace(perf_counter=lambda: clock.elements))
         predicted = calibrate(model, model.network(work), work)
-        assert predicted == pytest.approx(sum(timed([Step(built(model, work), work)], 0, at_least=1)[0]), rel=0.1)
+        assert predicted == pytest.approx(sum(median_times([Step(build_model(model, work), work)], 0, at_least=1)[0]), rel=0.1)

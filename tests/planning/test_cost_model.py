@@ -15,7 +15,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.models.hooks.head import LOGITS_AT_ONCE
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import LOGIT_COPIES, Network, Workload, matmul_flops, peak_memory, step_seconds
-from unmask.planning.plans import Plan, make_plan
+from unmask.planning.estimates import StepEstimate, estimate_step
 
 NETWORK = Network(
     parameters=600_000_000,
@@ -57,8 +57,8 @@ def machine(**changes: object) -> HardwareConfig:
     return HardwareConfig(**{"name": "machine", "devices": [GPU.model_dump()], **changes})
 
 
-def plan(work: Workload, hardware: HardwareConfig, batch: int | None = None) -> Plan:
-    return make_plan(lambda precision: NETWORK, work, hardware, batch=batch)
+def estimate(work: Workload, hardware: HardwareConfig, batch: int | None = None) -> StepEstimate:
+    return estimate_step(lambda precision: NETWORK, work, hardware, batch=batch)
 
 
 @given(workloads)
@@ -94,7 +94,7 @@ def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
 
 def test_an_optimiser_in_host_memory_takes_16_bytes_a_parameter_there_and_time() -> None:
     work = Workload(sequence_length=512, precision="bfloat16", host_optimiser=True, checkpointing=True)
-    there, here = plan(work, machine(), batch=1), plan(dataclasses.replace(work, host_optimiser=False), machine(), batch=1)
+    there, here = estimate(work, machine(), batch=1), estimate(dataclasses.replace(work, host_optimiser=False), machine(), batch=1)
     assert (there.host, here.host) == (16 * NETWORK.parameters, 0)
     assert (there.memory.optimiser, here.memory.optimiser) == (0, 4 * NETWORK.parameters)
     assert there.seconds > here.seconds and "9.6 GB in host memory" in there.describe("machine")["with"]
@@ -130,7 +130,7 @@ def test_a_blueprint_counts_what_the_real_model_has(name: str) -> None:
 
 
 def test_a_token_meets_some_of_the_experts() -> None:
-    mixture = dataclasses.replace(NETWORK, experts=((1024, 512),) * 64, expert_share=1 / 8)
+    mixture = dataclasses.replace(NETWORK, experts=((1024, 512),) * 64, expert_fraction=1 / 8)
     work, sharded = Workload(sequence_length=128), Workload(sequence_length=128, shards=2)
     assert matmul_flops(mixture, work) - matmul_flops(NETWORK, work) == 6 * 128 * 8 * 1024 * 512
     assert mixture.adapter_parameters(2) - NETWORK.adapter_parameters(2) == 64 * 2 * (1024 + 512)

@@ -20,8 +20,8 @@ from unmask.errors import ConfigError
 from unmask.planning import hardware
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Workload
-from unmask.planning.hardware import Planner, Preset, preset_names
-from unmask.planning.plans import device_limit, first_that_fits, largest_batch, make_plan
+from unmask.planning.estimates import device_limit, estimate_step, first_change_that_fits, largest_batch
+from unmask.planning.hardware import Preset, StepEstimator, preset_names
 
 NAMES = [
     *["cpu", "a100-40gb", "a40-48gb-x3", "a40-48gb-x3-ddp", "a6000-48gb", "a6000-48gb-a4500-20gb"],
@@ -29,10 +29,10 @@ NAMES = [
 ]
 
 
-def planner() -> Planner:
+def estimator() -> StepEstimator:
     settings = {"attention": "causal", "block_size": None, "logit_shift": True}
     blueprint = Blueprint("llama", CONFIGURATIONS["llama"], character_tokenizer(ALPHABET), settings)
-    return Planner(blueprint, Workload(sequence_length=32))
+    return StepEstimator(blueprint, Workload(sequence_length=32))
 
 
 SETTINGS = {"attention": "causal", "block_size": None, "logit_shift": True}
@@ -47,23 +47,25 @@ PHI = PhiConfig(
 
 
 @pytest.fixture(scope="module")
-def three_billion() -> Planner:
+def three_billion() -> StepEstimator:
     """A conversion of a model of the size and shape of Phi-2, 2.78B parameters, in rows of 512 tokens."""
-    return Planner(Blueprint("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512))
+    return StepEstimator(Blueprint("phi", PHI, character_tokenizer(ALPHABET), SETTINGS), Workload(sequence_length=512))
 
 
-def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(three_billion: Planner) -> None:
-    plan = three_billion.plan(Preset.read("a6000-48gb"))
-    assert plan.fits and plan.workload.batch >= 4 and plan.workload.checkpointing and plan.workload.optimiser == "adamw_8bit"
+def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(three_billion: StepEstimator) -> None:
+    estimate = three_billion.estimate(Preset.read("a6000-48gb"))
+    assert (
+        estimate.fits and estimate.workload.batch >= 4 and estimate.workload.checkpointing and estimate.workload.optimiser == "adamw_8bit"
+    )
 
 
-def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(three_billion: Planner) -> None:
-    plan = three_billion.plan(Preset.read("rtx3090-24gb"))
-    assert not plan.fits and plan.advice.startswith("the recipe bfloat16")
+def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(three_billion: StepEstimator) -> None:
+    estimate = three_billion.estimate(Preset.read("rtx3090-24gb"))
+    assert not estimate.fits and estimate.advice.startswith("the recipe bfloat16")
     recipe = read_recipe("bfloat16")
-    plan = three_billion.plan(Preset.read("rtx3090-24gb", dtype=recipe["model"]["dtype"]))
-    assert plan.fits and plan.workload.precision == "bfloat16"
-    assert plan.memory.parameters + plan.memory.optimiser == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
+    estimate = three_billion.estimate(Preset.read("rtx3090-24gb", dtype=recipe["model"]["dtype"]))
+    assert estimate.fits and estimate.workload.precision == "bfloat16"
+    assert estimate.memory.parameters + estimate.memory.optimiser == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
 
 
 LLAMA = {"vocab_size": 32_000, "max_position_embeddings": 2048}
@@ -78,21 +80,21 @@ SIZES = {
 CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb", "80 GB": "h100-80gb", "2 x 48 GB": "a6000-48gb"}
 
 
-def cell(planner: Planner, card: str) -> str:
+def cell(estimator: StepEstimator, card: str) -> str:
     """The least change of a recipe that a model of this size takes on a card, and the rows that then fit."""
     preset = Preset.read(CARDS[card])
     limit = device_limit(preset.hardware.devices[0], preset.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
-    work = replace(preset.workload(planner.work), checkpointing=True, optimiser="adamw_8bit")
+    work = replace(preset.workload(estimator.work), checkpointing=True, optimiser="adamw_8bit")
     found: tuple[str, Workload] | None = ("8-bit AdamW", work)
     if card.startswith("2 x"):  # two of them cannot become more, and bitsandbytes does not know shards
         work = replace(work, optimiser="adamw", shards=2)
-        fits = largest_batch(planner.network("mixed"), work, limit)
+        fits = largest_batch(estimator.network("mixed"), work, limit)
         found = ("FSDP", work) if fits else ("FSDP, cpu_offload", replace(work, offload=True))
-    elif not largest_batch(planner.network("mixed"), work, limit):
-        found = first_that_fits(planner.network, work, preset.hardware, limit)
+    elif not largest_batch(estimator.network("mixed"), work, limit):
+        found = first_change_that_fits(estimator.network, work, preset.hardware, limit)
     assert found is not None
     name, fitting = found
-    rows = largest_batch(planner.network(fitting.precision), fitting, limit)
+    rows = largest_batch(estimator.network(fitting.precision), fitting, limit)
     return f"{name.removeprefix('the ')}: {rows}" if rows else "-"
 
 
@@ -101,8 +103,8 @@ def test_the_table_of_sizes_in_the_docs_is_the_planners() -> None:
     lines = ["| | " + " | ".join(CARDS) + " |", "|---" * (len(CARDS) + 1) + "|"]
     for size, config in SIZES.items():
         blueprint = Blueprint(size, config, character_tokenizer(ALPHABET), SETTINGS)
-        planner = Planner(blueprint, Workload(sequence_length=512))
-        lines.append(f"| {size} | " + " | ".join(cell(planner, card) for card in CARDS) + " |")
+        estimator = StepEstimator(blueprint, Workload(sequence_length=512))
+        lines.append(f"| {size} | " + " | ".join(cell(estimator, card) for card in CARDS) + " |")
     table = "\n".join(lines)
     assert table in (REPOSITORY / "docs" / "planning.md").read_text(encoding="utf-8"), table
 
@@ -114,7 +116,7 @@ def test_the_recipe_bfloat16_is_planned_as_it_trains() -> None:
 
 
 def test_float64_is_not_planned() -> None:
-    with pytest.raises(ConfigError, match="no plan is made of float64 weights"):
+    with pytest.raises(ConfigError, match="float64 weights cannot be estimated"):
         Preset.read("cpu", dtype="float64")
 
 
@@ -161,18 +163,18 @@ def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict)
 
 
 def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:
-    plan = planner().plan(Preset.read("a6000-48gb-a4500-20gb"))
-    assert (plan.limit, plan.devices, plan.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
+    estimate = estimator().estimate(Preset.read("a6000-48gb-a4500-20gb"))
+    assert (estimate.limit, estimate.devices, estimate.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
 
 
-def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: Planner) -> None:
+def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: StepEstimator) -> None:
     name = "a6000-48gb-a4500-20gb"
-    apart, split = (three_billion.plan(Preset.read(name, device_map=how)) for how in (None, "balanced"))
+    apart, split = (three_billion.estimate(Preset.read(name, device_map=how)) for how in (None, "balanced"))
     assert not apart.fits and split.fits
     assert split.limit == pytest.approx((48 + 20) * MARGIN * 1e9) and split.runtime == 2 * RUNTIME_BYTES["gpu"]
     assert (split.devices, split.workload.split) == (1, 2) and "split over 2" in split.describe(name)["with"]
     batch = split.workload.batch
-    large, small = (make_plan(three_billion.network, replace(split.workload, split=1), one, batch=batch).seconds for one in alone(name))
+    large, small = (estimate_step(three_billion.network, replace(split.workload, split=1), one, batch=batch).seconds for one in alone(name))
     assert large < split.seconds < small
 
 
@@ -185,9 +187,9 @@ def alone(name: str) -> list[HardwareConfig]:
 def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "own_memory_gb", lambda: 7.0)
     monkeypatch.setattr(hardware, "calibrate", lambda blueprint, network, work: 12.5)
-    plan = planner().plan(Preset.read("cpu"))
-    assert (plan.limit, plan.seconds) == (7 * MARGIN * 1e9, 12.5)
-    assert planner().plan(Preset.read("cpu", max_memory_gb=0.1)).advice
+    estimate = estimator().estimate(Preset.read("cpu"))
+    assert (estimate.limit, estimate.seconds) == (7 * MARGIN * 1e9, 12.5)
+    assert estimator().estimate(Preset.read("cpu", max_memory_gb=0.1)).advice
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:

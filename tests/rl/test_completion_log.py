@@ -123,8 +123,8 @@ def test_a_live_display_makes_room_for_the_table(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    with Progress([("grpo", 1.0)], stream=terminal) as progress, progress.stage("grpo") as stage:
-        stage.update(0.5)
+    with Progress([("grpo", 1.0)], stream=terminal) as progress, progress.phase("grpo") as phase:
+        phase.update(0.5)
         Samples(tmp_path, every=1).write(1, columns())
     before, _, after = terminal.getvalue().partition("completions of step 1")
     assert re.search(r"whole run.*\r(\x1b\[1A)?\x1b\[2K\x1b\[3m *$", before, re.DOTALL)  # what stood on the line is wiped

@@ -27,7 +27,7 @@ from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERBS, TrainingCommand, U
 
 
 class Commands(TyperGroup):
-    """Ends with one line and 2 for an error that the user can mend, with 130 for Ctrl-C."""
+    """Exits with one line and status 2 for an `UnmaskError`, and with status 130 for Ctrl-C."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -44,7 +44,7 @@ class Commands(TyperGroup):
 app = typer.Typer(
     cls=Commands,
     help="Turn an autoregressive language model into a diffusion language model: pretrain, convert, align, sample, evaluate.",
-    epilog="Start with `unmask demo`: the whole way on a small task, in minutes, on a laptop.",
+    epilog="Start with `unmask demo`: the whole pipeline on a small task, in minutes, on a laptop.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -91,9 +91,7 @@ def profile(
     ctx: typer.Context,
     verb: Annotated[str, typer.Argument(metavar="VERB", help=f"{', '.join(VERBS)}; its own options follow.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one to warm up; of grpo: rollouts with their updates.")] = 3,
-    trace: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where the trace goes; unset: trace.json in the output folder.")
-    ] = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the trace; unset: trace.json in the output folder.")] = None,
 ) -> None:
     """Record a few steps of a training verb: a trace for Perfetto, and what takes the time."""
     if verb not in VERBS:
@@ -115,7 +113,7 @@ def load_model(model: ModelConfig) -> DiffusionLM:
 def generate(
     model: ModelConfig,
     sampler: SamplerConfig,
-    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="What to complete; repeatable; - reads one prompt per line of stdin.")],
+    prompt: Annotated[list[str], typer.Option(metavar="TEXT", help="A prompt; repeatable; - reads one prompt per line of stdin.")],
     infill: Annotated[bool, typer.Option("--infill", help="Fill in the mask tokens of the texts instead of completing them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
 ) -> None:
@@ -140,7 +138,7 @@ def evaluate(
     sampler: SamplerConfig,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task: sudoku, gsm8k, humaneval, ...")] = None,
     style: Annotated[
-        Literal["plain", "chat"], typer.Option(metavar="NAME", help="How a task's problems are put: plain or chat.")
+        Literal["plain", "chat"], typer.Option(metavar="NAME", help="The format of a task's problems: plain or chat.")
     ] = "plain",
     shots: Annotated[int, typer.Option(min=0, help="Solved examples before each problem: the first rows of the file, then left out.")] = 0,
     metric: Annotated[
@@ -148,17 +146,19 @@ def evaluate(
         typer.Option(metavar="NAME", help="Also compare with the reference texts of --task text: rouge or bleu; repeatable."),
     ] = None,
     accept_unsandboxed: Unsandboxed = False,
-    likelihood: Annotated[Path | None, typer.Option(metavar="FILE", help="Instead of a task: score the documents of a file.")] = None,
+    likelihood: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Instead of a task: the likelihood of a file's documents.")
+    ] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The task's rows; unset: generated, held out.")] = None,
     split: Annotated[str, typer.Option(metavar="NAME", help="The split of a hub data set.")] = "test",
     rows: Annotated[int, typer.Option(min=1, help="Rows or documents at most.")] = 200,
     estimator: Annotated[
         Literal["elbo", "exact"] | None,
-        typer.Option(metavar="NAME", help="How --likelihood scores: elbo or exact; unset: exact for a causal model."),
+        typer.Option(metavar="NAME", help="The estimator of --likelihood: elbo or exact; unset: exact for a causal model."),
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Forward passes per document of the elbo.")] = 32,
-    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there, as JSON.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it is there.")] = False,
+    output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result to this file, as JSON.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
 ) -> None:
     """Measure a model on a task, or the likelihood that it gives to a text."""
     if (task is None) == (likelihood is None):
@@ -207,35 +207,35 @@ def inspect(
     sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens in a training row; unset: 512, or the context.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="Rows per device and step; unset: the most that fit.")] = None,
     copies: Annotated[int, typer.Option(min=1, max=2, help="Noised copies of a row: 2 for complementary masks.")] = 1,
-    max_memory_gb: Annotated[float | None, typer.Option(min=0.001, help="Plan for at most this much on each device.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(min=1, help="Plan for adapters of this rank.")] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Also make such steps here, at most 4 rows unless --batch-size says.")] = False,
+    max_memory_gb: Annotated[float | None, typer.Option(min=0.001, help="Memory to use on each device at most, in 1e9 bytes.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(min=1, help="Train LoRA adapters of this rank; unset: all weights.")] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Also time steps here, of at most 4 rows unless --batch-size is set.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a model is, what conversion would change, and what a training step takes on which hardware. Reads no weights."""
     from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import MEASURED_ROWS, Planner, Preset, preset_names
+    from unmask.planning.hardware import MEASURED_ROWS, Preset, StepEstimator, preset_names
 
     dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
     presets = [Preset.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or preset_names()]
     blueprint = Blueprint.read(model)
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
-    planner = Planner(blueprint, work)
+    estimator = StepEstimator(blueprint, work)
     facts, changes = blueprint.facts(), blueprint.changes()
-    plans = {preset.name: planner.plan(preset, batch_size) for preset in presets}
+    estimates = {preset.name: estimator.estimate(preset, batch_size) for preset in presets}
     measured = {}
     for preset in presets if measure else ():
         if preset.device or hardware:  # of all presets only the one that is here; of those named each must be
-            rows = batch_size or min(plans[preset.name].workload.batch, MEASURED_ROWS)
-            measured[preset.name] = planner.compare(preset, rows)
+            rows = batch_size or min(estimates[preset.name].workload.batch, MEASURED_ROWS)
+            measured[preset.name] = estimator.compare(preset, rows)
     if as_json:
-        plain = {name: plan.to_dict() for name, plan in plans.items()}
+        plain = {name: estimate.to_dict() for name, estimate in estimates.items()}
         typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))
         return
     show_table(facts.items(), title=model.path)
     show_table(changes.items(), title="what conversion would change")
-    lines = [plan.describe(name) for name, plan in plans.items()]
-    show_table([line.values() for line in lines], title=f"a training step: {planner.work.describe()}", head=lines[0])
+    lines = [estimate.describe(name) for name, estimate in estimates.items()]
+    show_table([line.values() for line in lines], title=f"a training step: {estimator.work.describe()}", head=lines[0])
     for name, figures in measured.items():
         show_table([(key, f"{value:,.4g}") for key, value in figures.items()], title=f"measured: {name}")
 
@@ -276,8 +276,8 @@ def serve(
 def migrate(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Configurations that belong together; later ones win.")],
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Where the config goes; unset: to stdout.")] = None,
-    form: Annotated[str | None, typer.Option("--format", metavar="NAME", help="The format, where the keys do not tell it.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it is there.")] = False,
+    form: Annotated[str | None, typer.Option("--format", metavar="NAME", help="The format, if the keys do not identify it.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
 ) -> None:
     """Turn configurations of d1, dLLM, TRL and others into one of ours; a table on stderr says what changed and why."""
     if output and output.exists() and not overwrite:
@@ -300,10 +300,10 @@ def migrate(
 def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where models, metrics and report.html go.")] = Path("runs/demo"),
-    seed: Annotated[int, typer.Option(help="What all randomness follows from.")] = 0,
+    seed: Annotated[int, typer.Option(help="The random seed.")] = 0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
-    """Run the whole way on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
+    """Run the whole pipeline on a small task: pretrain, convert, SFT, DPO, GRPO, evaluate, report."""
     from unmask.demo import run_demo
 
     run_demo(task=task, output=output, seed=seed, overwrite=overwrite)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperCommand
@@ -14,10 +14,6 @@ from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config.run import RunConfig, claim_output, continues, resolve, resuming, to_yaml
 from unmask.console import show_table
 from unmask.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
-
 
 USAGE_ERROR: Any = typer.BadParameter.__base__  # which typer does not export
 
@@ -60,7 +56,7 @@ PROFILE = "unmask.profile"
 
 
 Unsandboxed = Annotated[
-    bool, typer.Option("--i-accept-unsandboxed-code", help="Run programs that models write even where nothing isolates them.")
+    bool, typer.Option("--i-accept-unsandboxed-code", help="Run model-written programs even if no sandbox isolates them.")
 ]
 
 
@@ -80,17 +76,17 @@ def train(
     mode: Annotated[Literal["speed", "memory", "balanced"] | None, typer.Option(metavar="NAME", help="speed, memory or balanced.")] = None,
     model: Annotated[str | None, typer.Option(metavar="PATH", help="The model to start from: a folder or a hub name.")] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The training data: a file or a hub name.")] = None,
-    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data, or makes its own.")] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A built-in task, which reads the data or generates its own.")] = None,
     accept_unsandboxed: Unsandboxed = False,
     output: Annotated[str | None, typer.Option(metavar="DIR", help="The folder for checkpoints and metrics.")] = None,
     resume: Annotated[
-        str | None, typer.Option(metavar="[PATH]", help="Go on from the last checkpoint in the output folder, or from PATH.")
+        str | None, typer.Option(metavar="[PATH]", help="Resume from the last checkpoint in the output folder, or from PATH.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
     print_config: Annotated[bool, typer.Option("--print-config", help="Print the resolved config and exit.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Make two steps of every stage, print the plan and stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Run two steps of every stage, print the estimate and exit.")] = False,
     measure_variance: Annotated[
-        bool, typer.Option("--measure-variance", help="dpo: print how far estimates of the margin scatter, by budget, and stop.")
+        bool, typer.Option("--measure-variance", help="dpo: print the variance of the margin estimate, by budget, and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Few rows and steps, checks for anomalies, verbose.")] = False,
 ) -> None:

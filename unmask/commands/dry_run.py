@@ -16,16 +16,16 @@ from unmask.config.run import RunConfig
 from unmask.console import Progress
 from unmask.errors import ConfigError
 from unmask.planning.blueprint import Blueprint
-from unmask.planning.hardware import Planner, Preset
-from unmask.planning.plans import Plan
+from unmask.planning.estimates import StepEstimate
+from unmask.planning.hardware import Preset, StepEstimator
 from unmask.training.config import Part, TrainingConfig
 from unmask.training.memory import memory_metrics
 
 STEPS = 2
 
 
-def plan_run(config: RunConfig, args: TrainingConfig) -> Plan | None:
-    """The plan of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
+def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None:
+    """The estimate of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
     stage that has no formula. Rows are taken to be `max_length` long.
 
     Raises:
@@ -35,12 +35,12 @@ def plan_run(config: RunConfig, args: TrainingConfig) -> Plan | None:
     work = args.workload(blueprint, config)
     if work is None:
         return None
-    plan = Planner(blueprint, work).plan(Preset.of(config), work.batch)
-    if config.hardware is not None and not plan.fits:
+    estimate = StepEstimator(blueprint, work).estimate(Preset.of(config), work.batch)
+    if config.hardware is not None and not estimate.fits:
         rows = args.per_device_train_batch_size
-        what = f"a step of {rows} rows needs {plan.peak / 1e9:.3g} GB, but only {plan.limit / 1e9:.3g} may be used"
-        raise ConfigError(what, where="hardware", remedy=f"Use {plan.advice}")
-    return plan
+        what = f"a step of {rows} rows needs {estimate.peak / 1e9:.3g} GB, but only {estimate.limit / 1e9:.3g} may be used"
+        raise ConfigError(what, where="hardware", remedy=f"Use {estimate.advice}")
+    return estimate
 
 
 def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
@@ -53,13 +53,13 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
         UnmaskError: all that the run itself would raise before its third step.
     """
     args = training_arguments(verb, config)
-    plan, watch = plan_run(config, args), Watch()
+    estimate, watch = estimate_run(config, args), Watch()
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display, display.stage(verb) as stage, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=stage) as trainer:
+    with display, display.phase(verb) as phase, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=phase) as trainer:
         steps, before = trainer.planned_steps(args), trainer.planned_seconds(args)
         trainer.train()
     seconds = watch.seconds[STEPS - 1 :: STEPS]
-    return [_line(part, args, plan, taken, steps, before) for part, taken in zip(args.parts(), seconds, strict=True)]
+    return [_line(part, args, estimate, taken, steps, before) for part, taken in zip(args.parts(), seconds, strict=True)]
 
 
 @contextlib.contextmanager
@@ -85,9 +85,9 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
-def _line(part: Part, args: TrainingConfig, plan: Plan | None, seconds: float, steps: int, before: float) -> dict[str, str]:
+def _line(part: Part, args: TrainingConfig, estimate: StepEstimate | None, seconds: float, steps: int, before: float) -> dict[str, str]:
     micro_batches = args.gradient_accumulation_steps
-    predicted = plan.seconds * micro_batches if plan and plan.seconds else None
+    predicted = estimate.seconds * micro_batches if estimate and estimate.seconds else None
     return {
         **part.described,
         "steps": f"{part.share * steps:,.0f}",
@@ -95,6 +95,6 @@ def _line(part: Part, args: TrainingConfig, plan: Plan | None, seconds: float, s
         "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
         "seconds a step": f"{seconds:.3g}",
         "hours in all": f"{(before + seconds * part.share * steps) / 3600:.3g}",
-        "predicted peak GB": "-" if plan is None else f"{plan.peak / 1e9:.3g}",
+        "predicted peak GB": "-" if estimate is None else f"{estimate.peak / 1e9:.3g}",
         "peak GB so far": f"{memory_metrics(args.device)['memory_gb']:.3g}",
     }

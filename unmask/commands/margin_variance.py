@@ -30,13 +30,13 @@ BUDGETS = (1, 2, 4, 8, 16)
 """Passes for each response."""
 REDRAWS = 16
 LOSSES = ("sigmoid", "ipo", "hinge")
-Plan = Callable[..., Views]
-"""Of groups, a source of randomness and a number of `views`."""
+DrawViews = Callable[..., Views]
+"""Draws views from groups, a source of randomness and the number of `views`."""
 
 
-def one_by_one(plan: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, views: int) -> Views:
-    """The views of as many independent plans of one view each."""
-    each = [plan(group_BT, replace(draw, iteration=draw.iteration * views + number)) for number in range(views)]
+def one_by_one(draw_view: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, views: int) -> Views:
+    """`views` independent draws of one view each, joined."""
+    each = [draw_view(group_BT, replace(draw, iteration=draw.iteration * views + number)) for number in range(views)]
     hidden_BMT, weight_BMT = (torch.cat(parts, 1) for parts in zip(*((one.hidden_BMT, one.weight_BMT) for one in each), strict=True))
     return Views(hidden_BMT, hidden_BMT, weight_BMT / views)
 
@@ -46,11 +46,11 @@ class Estimator:
     """How the bounds of a response under two models are estimated.
 
     Attributes:
-        plan: what is hidden.
+        draw_views: draws the hidden tokens.
         shared: whether both models are scored on the same masks.
     """
 
-    plan: Plan
+    draw_views: DrawViews
     shared: bool = True
 
 
@@ -70,7 +70,7 @@ ESTIMATORS = {
 
 @torch.no_grad()
 def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: int, redraws: int) -> Tensor:
-    """The margins [R, P] of a batch's pairs by as many plans, in nats.
+    """The margins [R, P] of a batch's pairs for `redraws` independent draws, in nats.
 
     Args:
         trainer: with a reference that is scored along.
@@ -81,8 +81,8 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
         draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
         with trainer.reference.model_in_use() as reference:
-            theirs_N = _bounds(trainer, reference, batch, estimator.plan(group_BT, other, views=views))
-        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.plan(group_BT, draw, views=views)) - theirs_N))
+            theirs_N = _bounds(trainer, reference, batch, estimator.draw_views(group_BT, other, views=views))
+        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.draw_views(group_BT, draw, views=views)) - theirs_N))
     return torch.stack(drawn)
 
 

@@ -55,7 +55,7 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
 
 
 class Advance(TrainerCallback):
-    """Tells the profiler of the end of every step, and the phases of the end of the warm-up."""
+    """Advances the profiler after every step, and resets the phases after the warm-up."""
 
     def __init__(self, recorder: profile, phases: Phases, warmup: int):
         self.recorder, self.phases, self.left = recorder, phases, warmup
@@ -78,7 +78,7 @@ def write_trace(recorder: profile, path: Path) -> None:
 
 
 def by_phase(phases: Phases, steps: int) -> Table:
-    """Of each phase its time and its peak of memory, the longest first."""
+    """Time and peak memory of each phase, the longest first."""
     stats = phases.performance_stats()
     peaks = stats["peak_memory_gb"]
     return [
@@ -129,7 +129,8 @@ def own_times(spans: list[Span], nested: bool = True) -> tuple[Counter[str], Cou
         own[span.name] += length
         if nested and around:
             own[around[-1].name] -= length
-        calls[span.name] += not (nested and around and around[-1].name == span.name)
+        if not (nested and around and around[-1].name == span.name):
+            calls[span.name] += 1
         around.append(span)
     return own, calls
 

@@ -89,8 +89,8 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     if isinstance(resume, str):
         check_last(Path(resume), output)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display as progress, progress.stage(verb) as stage, naming_memory(config.hardware):
-        trainer = make_trainer(verb, config, args, progress=stage)
+    with display as progress, progress.phase(verb) as phase, naming_memory(config.hardware):
+        trainer = make_trainer(verb, config, args, progress=phase)
         task, held_out = held_out_problems(config)
         if task and held_out:
             check_evaluation(trainer.lm, task, held_out, config.sampler)

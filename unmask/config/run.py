@@ -1,6 +1,6 @@
 """The settings of Unmask: typed, frozen, strict. An unknown key, a wrong type or a value out of range is a `ConfigError` with its remedy.
 
-How files, environment and command line compose is told in `docs/configuration.md` and done by `config_files.py`.
+`docs/configuration.md` explains how files, environment and command line are combined; `layers.py` combines them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ModelConfig(Config):
     from_scratch: bool = False
     """Pre-training: take only the architecture and the tokenizer from there, and start with new weights."""
     trust_remote_code: bool = False
-    """Whether to run Python code that a hub model brings along."""
+    """Whether to run Python code from the model's hub repository."""
     device_map: Literal["balanced"] | None = None
     """balanced: spread the layers of one model over all GPUs of one process, by their memory; needs two GPUs or more."""
     eos_token_ids: list[int] | None = None
@@ -64,9 +64,9 @@ class DataSource(Config):
     """One source of a mixture."""
 
     path: str
-    """As a single `data.train`."""
+    """A file, folder or hub data set, as in `data.train`."""
     weight: float = Field(default=1.0, gt=0)
-    """Its share of the rows (documents), relative to the other sources."""
+    """Its weight in the mixture of rows (documents), relative to the other sources."""
     split: str | None = None
     """The split of a hub data set; unset: `data.split`."""
     text_column: str | None = None
@@ -83,7 +83,7 @@ class DataConfig(Config):
     task: str | None = None
     """A built-in task (docs/tasks.md), which reads or generates rows, and scores completions."""
     style: Literal["plain", "chat"] = "plain"
-    """How a task's problems are put: as text to go on with, or as messages for the model's chat template, with instructions."""
+    """The format of a task's problems: plain text to complete, or messages for the model's chat template, with instructions."""
     split: str = "train"
     """The split of a hub data set."""
     text_column: str = "text"
@@ -99,7 +99,7 @@ class DataConfig(Config):
     shuffle_buffer: int | None = Field(default=None, ge=2)
     """Rows of a stream that are shuffled among each other; unset: they come in the order of the source."""
     seed: int = 0
-    """What generated rows, splits and shuffles follow from."""
+    """The random seed of generated rows, splits and shuffles."""
 
 
 class LoraSettings(Config):
@@ -110,7 +110,7 @@ class LoraSettings(Config):
     alpha: float = Field(default=32, gt=0)
     """The scale: an adapter's output is multiplied by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """The share of an adapter's inputs dropped in training."""
+    """Dropout probability of an adapter's inputs in training."""
     target_modules: str | list[str] = "all-linear"
     """The names of the layers that get one, a regular expression, or all-linear."""
 
@@ -127,7 +127,7 @@ class DeviceConfig(Config):
     """One kind of device in a machine, by its vendor's figures."""
 
     name: str
-    """What it is called."""
+    """The name of the device."""
     count: int = Field(default=1, ge=1)
     """How many of them a node has."""
     memory_gb: float | None = Field(default=None, gt=0)
@@ -135,7 +135,7 @@ class DeviceConfig(Config):
     tflops: float | None = Field(default=None, gt=0)
     """Matrix products in bfloat16 without sparsity, in 1e12 operations a second; unset: no time is planned (a CPU is timed)."""
     bandwidth_gb_s: float | None = Field(default=None, gt=0)
-    """Of its memory, in 1e9 bytes a second."""
+    """Memory bandwidth, in 1e9 bytes per second."""
 
 
 class HardwareConfig(Config):
@@ -143,15 +143,15 @@ class HardwareConfig(Config):
     a GPU's memory at most `max_memory_gb`."""
 
     name: str
-    """What the plan calls it."""
+    """Its name in the estimate."""
     devices: list[DeviceConfig] = Field(min_length=1)
     """The kinds of devices in a node. Of unequal ones the smallest sets the batch of all, the slowest the time."""
     nodes: int = Field(default=1, ge=1)
     """How many such nodes work together."""
     interconnect_gb_s: float | None = Field(default=None, gt=0)
-    """Between the devices of a node, one way, in 1e9 bytes a second."""
+    """Bandwidth between the devices of a node, one way, in 1e9 bytes per second."""
     network_gb_s: float | None = Field(default=None, gt=0)
-    """Between nodes, per device, one way, in 1e9 bytes a second."""
+    """Bandwidth between nodes, per device, one way, in 1e9 bytes per second."""
     max_memory_gb: float | None = Field(default=None, gt=0)
     """The most memory to plan for and to take on each device, in 1e9 bytes. On a CPU it bounds the plan alone."""
 
@@ -166,7 +166,7 @@ class HardwareConfig(Config):
 
     @property
     def slowest_link(self) -> float | None:
-        """What an exchange among all devices goes through; None for one device."""
+        """Bandwidth of the slowest link between devices, in 1e9 bytes per second; None for one device."""
         if self.count == 1:
             return None
         return self.network_gb_s if self.nodes > 1 else self.interconnect_gb_s

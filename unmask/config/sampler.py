@@ -45,8 +45,8 @@ class SamplerConfig(Config):
     entropy_bound: float | None = Field(default=None, ge=0)
     """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats, and at least one."""
     remask: float = Field(default=0.0, ge=0, lt=1)
-    """At every step reveal so many more tokens, and hide as many of the least probable ones of earlier steps again: this share of
-    those that the block shows. Steps and results are as many as without."""
+    """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier steps first. As many more tokens
+    are revealed, so that the number of steps does not change."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -54,12 +54,13 @@ class SamplerConfig(Config):
     top_k: int = Field(default=0, ge=0)
     """Draw among this many most probable tokens; 0: all."""
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
-    """Noise in the order: positions are drawn without replacement in proportion to exp(score / order_temperature)."""
+    """Noise in the order: positions are drawn without replacement in proportion to exp(value / order_temperature), where value is the
+    quantity that the policy orders by."""
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
     Dream, and not the model's own. Temperature 0 counts as 1 here."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
-    """Divides the logits of tokens that stand in the sequence already (multiplies negative ones); 1: none."""
+    """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none."""
     guidance: float = Field(default=0.0, ge=0, le=1e3)
     """Classifier-free guidance: logits move by this many times their distance from those of a hidden prompt; doubles the work."""
     allowed_tokens: list[int] | None = Field(default=None, min_length=1)
@@ -72,24 +73,24 @@ class SamplerConfig(Config):
     """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
     before the current block, dual also those behind it."""
     refresh_interval: int | None = Field(default=None, ge=1)
-    """Steps after which a lossy cache is computed anew; unset: at the start of every decoding block only."""
+    """Number of steps after which a lossy cache is recomputed; unset: at the start of every decoding block only."""
     early_commit: float | None = Field(default=None, gt=0, le=1)
     """Lossy: reveal the rest of the block once the two best tokens of every hidden position are at least this far apart in probability."""
     agreement_prompts: int = Field(default=2, ge=0)
-    """Lossy settings: how many of the prompts are also sampled exactly, to report the share of tokens that agree; 0: none."""
+    """Lossy settings: how many of the prompts are also sampled exactly, to report the fraction of tokens that agree; 0: none."""
     drafts: int = Field(default=0, ge=0, le=32)
-    """Block-causal models: steps to guess ahead and verify in the same pass. The tokens stay the same; it pays where memory, not
+    """Block-causal models: number of steps to draft ahead and verify in the same pass. The tokens stay the same; it pays where memory, not
     arithmetic, limits a pass (few sequences of small blocks)."""
     seed: int = 0
-    """What the noise follows from, with the prompt: the same seed and prompt give the same tokens."""
+    """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
-    """Sequences in work at once; the results do not depend on it."""
+    """Sequences processed at once; the results do not depend on it."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
-    """Bounds the memory: the sequences in work, each as long as the longest, hold at most this many tokens. Unset: batch_size alone."""
+    """The most tokens processed at once, with each sequence padded to the longest; bounds the memory. Unset: batch_size alone."""
     deterministic: bool = False
-    """Whether every sequence is computed on its own, so that company cannot change the last bits of a product; slow."""
+    """Whether to compute every sequence separately, so that batching cannot change the last bits of a result; slow."""
     trace: bool = False
-    """Whether to record what was revealed when."""
+    """Whether to record the step at which each token was revealed."""
 
     def model_post_init(self, _: object) -> None:
         rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]

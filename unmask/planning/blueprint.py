@@ -1,8 +1,9 @@
-"""A model without its weights: what its config and tokenizer alone say of it.
+"""A model without its weights, described by its config and tokenizer alone.
 
-The architecture is built of fake tensors, which have shapes and types but no memory, so that an 8B model is read on a laptop.
+The architecture is built of fake tensors, which have shapes and types but no memory, so that a laptop can analyse an 8B model.
 
-Shapes: B batch, T tokens.
+Shapes: B batch, T tokens, N tokens of all rows, K experts chosen per token, C = N * K token-expert pairs, D hidden width, I inner width of
+an expert.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from unmask.planning.cost_model import Network, Workload
 DEFAULT_LENGTH = 512
 BALANCED = "unmask_balanced"
 WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16}
-"""The type of the weights, by precision."""
+"""The data type of the weights, by precision."""
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a folder or hub id holds beside the weights.
+    """The contents of a model folder or hub repository without the weights.
 
     Attributes:
-        path: where it was read from.
+        path: the folder or hub id.
         config, tokenizer: as read.
-        settings: attention pattern, block size and logit shift, as saved or asked for.
+        settings: attention pattern, block size and logit shift, as saved or overridden.
     """
 
     path: str
@@ -69,22 +70,22 @@ class Blueprint:
 
     @property
     def context(self) -> int | None:
-        """The longest row the model was made for."""
+        """The model's maximum number of positions; None if its config has none."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def facts(self) -> dict[str, str]:
-        """What the model is, by name.
+        """Properties of the model, by name.
 
         Raises:
             ModelError: an architecture that cannot take a mask.
         """
-        lm, rows = self._fake_lm
+        lm, vocabulary = self._fake_lm
         network = lm.model
         mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
         return {
             "architecture": type(network).__name__,
             "parameters": describe_size(network),
-            "vocabulary": f"{rows:,}",
+            "vocabulary": f"{vocabulary:,}",
             "tied embeddings": "yes" if is_tied(network) else "no",
             "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
             "attention": lm.attention,
@@ -94,16 +95,17 @@ class Blueprint:
         }
 
     def changes(self) -> dict[str, str]:
-        """What a conversion would change, by name."""
-        lm, rows = self._fake_lm
+        """The changes that a conversion would make, by name."""
+        lm, vocabulary = self._fake_lm
         table = lm.model.get_input_embeddings().weight.shape[0]
         new = self.tokenizer.mask_token_id is None
-        window = getattr(self.config.get_text_config(), "sliding_window", None)  # of all layers, where a layer has none of its own
+        window = getattr(self.config.get_text_config(), "sliding_window", None)  # for layers without their own
         windows = sum(getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model))
         tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
+        grown = f"full: they grow from {vocabulary:,} to {table:,} rows" if table > vocabulary else f"no: {vocabulary:,} rows have room"
         return {
             "mask token": f"added, with an embedding row{tied}" if new else "already there",
-            "embeddings": f"full: they grow from {rows:,} to {table:,} rows" if table > rows else f"no: {rows:,} rows have room",
+            "embeddings": grown,
             "attention": f"{len(attention_modules(lm.model))} layers, to bidirectional or block_causal",
             "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
             "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
@@ -118,13 +120,13 @@ class Blueprint:
         *,
         quantization: Quantization | None = None,
     ) -> Workload:
-        """What to plan for: the pattern asked for, or as saved; of a stock model a conversion to bidirectional attention.
+        """The workload to estimate. `attention` None: as saved; for a stock model, a conversion to bidirectional attention.
 
         Raises:
-            ConfigError: rows longer than the model's context, or quantised weights that would be trained.
+            ConfigError: rows longer than the model's context, or quantised weights without adapters.
         """
         if quantization and lora_rank is None:
-            remedy = "Plan for adapters (--lora-rank), or leave it out"
+            remedy = "Set --lora-rank to train adapters, or leave it out"
             raise ConfigError("quantised weights take no gradients", where="--quantization", remedy=remedy)
         sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
         if self.context is not None and sequence_length > self.context:
@@ -134,45 +136,45 @@ class Blueprint:
         return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
 
     def pattern(self, attention: Pattern) -> dict[str, Any]:
-        """Pattern, block size and shift to plan for: those of the model, or of a conversion."""
+        """Attention pattern, block size and logit shift: the model's own, or those of a conversion to `attention`."""
         if attention == self.settings["attention"]:
             return self.settings
         return {"attention": attention, "block_size": DEFAULT_BLOCK if attention == "block_causal" else None, "logit_shift": None}
 
     def network(self, work: Workload) -> Network:
-        """The numbers that the planning formula needs, read off one forward pass of fake tensors."""
-        lm, _ = self._fake_lm  # refuses what cannot take a mask
-        one, two = (saved_bytes(self.config, self.pattern(work.attention), work, rows) for rows in (1, 2))
+        """The numbers that the formula needs, taken from forward passes of fake tensors with one and two rows."""
+        lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
+        one_row, two_rows = (saved_bytes(self.config, self.pattern(work.attention), work, batch) for batch in (1, 2))
         model, text = lm.model, self.config.get_text_config()
         head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return Network(
             parameters=sum(weight.numel() for weight in model.parameters()),
             linears=tuple(linear_shapes(model)),
             experts=tuple(expert_shapes(model)),
-            expert_share=expert_share(model),
+            expert_fraction=expert_fraction(model),
             layers=text.num_hidden_layers,
             hidden=text.hidden_size,
             vocabulary=model.get_input_embeddings().weight.shape[0],
             attention_width=text.num_attention_heads * head_width,
             tied=is_tied(model),
-            saved_fixed=2 * one - two,
-            saved_per_row=two - one,
+            saved_fixed=2 * one_row - two_rows,
+            saved_per_row=two_rows - one_row,
         )
 
     @cached_property
     def _fake_lm(self) -> tuple[DiffusionLM, int]:
-        """As `unmask.load` would make it, and the rows of its embeddings before that."""
+        """The model as `unmask.load` would build it, and the number of embedding rows before that."""
         with FakeTensorMode():
             model = architecture(self.config, torch.float32)
-            rows = model.get_input_embeddings().weight.shape[0]
-            return make_diffusion(model, copy.deepcopy(self.tokenizer), **self.settings), rows
+            vocabulary = model.get_input_embeddings().weight.shape[0]
+            return make_diffusion(model, copy.deepcopy(self.tokenizer), **self.settings), vocabulary
 
 
 def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
-    """The architecture of a config; inside a FakeTensorMode without memory.
+    """Build the architecture of a config; inside a FakeTensorMode it takes no memory.
 
     Raises:
-        ModelError: it is not one of a causal language model.
+        ModelError: it is not a causal language model.
     """
     try:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
@@ -187,7 +189,7 @@ def is_tied(model: Any) -> bool:
 
 
 def linear_shapes(model: Any) -> list[tuple[int, int]]:
-    """In and out width of every matrix but the output head."""
+    """Input and output width of every matrix except the output head."""
     head = model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module is not head]
     shapes = [(module.in_features, module.out_features) for module in linears]
@@ -195,44 +197,45 @@ def linear_shapes(model: Any) -> list[tuple[int, int]]:
 
 
 def expert_modules(model: Any) -> list[nn.Module]:
-    """The experts of every layer that has some, stacked as transformers holds them."""
+    """The expert modules of all layers; their weights are stacked along a first dimension, as in transformers."""
     return [module for module in model.modules() if any(weight.dim() == 3 for weight in module.parameters(recurse=False))]
 
 
 def expert_shapes(model: Any) -> list[tuple[int, int]]:
-    """In and out width of every matrix of every expert."""
+    """Input and output width of every matrix of every expert."""
     stacks = [weight for module in expert_modules(model) for weight in module.parameters(recurse=False) if weight.dim() == 3]
     return [(stack.shape[2], stack.shape[1]) for stack in stacks for _ in range(len(stack))]
 
 
-def expert_share(model: Any) -> float:
-    """The share of its experts that a token is sent to; 1 where there are none."""
+def expert_fraction(model: Any) -> float:
+    """The fraction of the experts that process a token; 1 without experts."""
     counts = [len(next(module.parameters(recurse=False))) for module in expert_modules(model)]
     return model.config.get_text_config().num_experts_per_tok / counts[0] if counts else 1.0
 
 
 def describe_size(model: Any) -> str:
-    """How many parameters it has and, of a mixture of experts, how many a token meets."""
+    """The number of parameters and, for a mixture of experts, how many are active for a token."""
     total = sum(weight.numel() for weight in model.parameters())
-    idle = (1 - expert_share(model)) * sum(width_in * width_out for width_in, width_out in expert_shapes(model))
+    idle = (1 - expert_fraction(model)) * sum(width_in * width_out for width_in, width_out in expert_shapes(model))
     return f"{total:,}" + (f", {round(total - idle):,} active" if idle else "")
 
 
 def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
-    """What the grouped products of all experts keep for a backward pass, of one expert alone: fake tensors choose none."""
+    """Stand-in for the grouped products of all experts: one expert processes all pairs, since fake tensors cannot be routed. It saves as
+    many bytes for the backward pass."""
     first, last = (stack[0].T if module.is_transposed else stack[0] for stack in module.parameters(recurse=False))
-    with torch.autocast("cpu", enabled=False):  # grouped products know none
-        chosen_MD = hidden_ND.repeat_interleave(index_NK.shape[1], 0).to(first.dtype)
-        gated_MI = module._apply_gate(chosen_MD @ first.T) if module.has_gate else module.act_fn(chosen_MD @ first.T)
-        out_MD = (gated_MI @ last.T) * weight_NK.reshape(-1, 1)
-    return out_MD.view(*index_NK.shape, -1).sum(1).to(hidden_ND.dtype)
+    with torch.autocast("cpu", enabled=False):  # grouped products ignore autocast
+        chosen_CD = hidden_ND.repeat_interleave(index_NK.shape[1], 0).to(first.dtype)
+        gated_CI = module._apply_gate(chosen_CD @ first.T) if module.has_gate else module.act_fn(chosen_CD @ first.T)
+        out_CD = (gated_CI @ last.T) * weight_NK.reshape(-1, 1)
+    return out_CD.view(*index_NK.shape, -1).sum(1).to(hidden_ND.dtype)
 
 
 ExpertsInterface.register(BALANCED, balanced_experts)
 
 
-def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, rows: int) -> int:
-    """Bytes that a forward pass up to the output head keeps for the backward pass, parameters aside."""
+def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Workload, batch: int) -> int:
+    """Bytes that a forward pass of `batch` rows up to the output head saves for the backward pass, without parameters."""
     kept: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -244,9 +247,10 @@ def saved_bytes(config: PretrainedConfig, pattern: Mapping[str, Any], work: Work
     with FakeTensorMode():
         model = architecture(config, WEIGHTS[work.precision], attn_implementation=ATTENTION_NAME, experts_implementation=BALANCED).train()
         layout = Layout.full(work.sequence_length, torch.device("cpu"))
-        layout = layout.with_noised_copies(work.copies) if work.attention == "block_causal" else layout
+        if work.attention == "block_causal":
+            layout = layout.with_noised_copies(work.copies)
         mask = make_mask(work.attention, pattern["block_size"], layout, layout)
-        position_BT = layout.position_BT.expand(rows, -1)
+        position_BT = layout.position_BT.expand(batch, -1)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), compute:
             model.base_model(input_ids=torch.zeros_like(position_BT), position_ids=position_BT, use_cache=False, unmask_mask=mask)
         for weight in model.parameters():

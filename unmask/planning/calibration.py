@@ -1,4 +1,4 @@
-"""What a training step takes on this machine: measured, or calibrated on a model of few layers.
+"""Time and memory of a training step on this machine: measured, or extrapolated from models with few layers.
 
 Shapes: B batch, M views, T tokens.
 """
@@ -28,22 +28,22 @@ from unmask.planning.blueprint import WEIGHTS, Blueprint, architecture
 from unmask.planning.cost_model import Network, Workload, attention_flops, matmul_flops
 
 SHALLOW, DEEPER = 1, 3
-"""Layers of the two models that are timed: their difference is what a layer takes, the rest is paid once."""
+"""Layers of the two timed models: their difference gives the time per layer, the rest is independent of depth."""
 CALIBRATION_FLOPS = 5e10
-"""Of a step that is timed: larger batches are cut to this, and their time scaled up."""
+"""Largest FLOPs of a timed step: larger batches are halved until they fit, and their time is scaled up."""
 CALIBRATION_PARAMETERS = 6e7
-"""Models that are larger even with few layers are not built; only their matrix products are timed."""
+"""Models with more parameters, even with few layers, are not built; only a matrix product is timed."""
 CALIBRATION_SECONDS = 1.0
-"""For each of the two models, after a warm-up, and at least three steps."""
+"""Time for each of the two models after a warm-up; at least three steps."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Of a step.
+    """A measured step.
 
     Attributes:
-        seconds: the median.
-        peak_bytes: of all tensors alive at once, parameters and optimiser states included.
+        seconds: median time.
+        peak_bytes: peak memory of all tensors, including parameters and optimiser states.
     """
 
     seconds: float
@@ -51,7 +51,7 @@ class Measured:
 
 
 class Step:
-    """A training step as the trainers make it, on random tokens, with just half of the tokens hidden."""
+    """A training step as in the trainers, on random tokens, half of which are hidden."""
 
     def __init__(self, lm: DiffusionLM, work: Workload):
         self.lm, self.work = lm, work
@@ -92,12 +92,12 @@ class Step:
         self.optimiser.zero_grad()
 
     def __call__(self) -> tuple[float, float]:
-        """Make a step; seconds of forward and backward pass, and of the update."""
+        """Run a step. Returns the seconds of the forward and backward pass, and those of the update."""
         started = self._now()
         self.forward().backward()
-        middle = self._now()
+        before_update = self._now()
         self.update()
-        return middle - started, self._now() - middle
+        return before_update - started, self._now() - before_update
 
     def _now(self) -> float:
         if self.lm.device.type == "cuda":
@@ -105,12 +105,12 @@ class Step:
         return time.perf_counter()
 
     def resident_bytes(self) -> int:
-        """Parameters and optimiser states, in bytes: what is there between steps."""
+        """Bytes of parameters and optimiser states, which persist between steps."""
         states = [value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)]
         return sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
 
     def peak_bytes(self) -> float:
-        """Of all tensors alive at once during a step (the second or a later one: the optimiser has its states)."""
+        """Peak memory of all tensors during a step. Call it after the first step, which creates the optimiser states."""
         if self.lm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self()
@@ -123,14 +123,14 @@ class Step:
 
 
 def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, device: str = "cpu") -> Measured:
-    """Time steps of the whole model, with random weights, for about so many seconds (at least five steps), and take its peak memory."""
-    step = Step(built(blueprint, work, device), work)
-    times = timed([step], seconds, at_least=5)[0]
+    """Time steps of the whole model, with random weights, for about `seconds` (at least five steps), and measure its peak memory."""
+    step = Step(build_model(blueprint, work, device), work)
+    times = median_times([step], seconds, at_least=5)[0]
     return Measured(sum(times), step.peak_bytes())
 
 
 def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
-    """Seconds per step of a network on this CPU, from a few steps of models with fewer layers and, where need be, a smaller batch."""
+    """Seconds per step of a network on this CPU, extrapolated from models with fewer layers and, if necessary, a smaller batch."""
     linears, experts = (parts[: DEEPER * len(parts) // network.layers] for parts in (network.linears, network.experts))
     few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
     if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
@@ -138,8 +138,8 @@ def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
     small = dataclasses.replace(work, passes=1, scorings=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
         small = dataclasses.replace(small, batch=small.batch // 2)
-    steps = [Step(built(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]
-    shallow, deeper = timed(steps, CALIBRATION_SECONDS, at_least=3)
+    steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]
+    shallow, deeper = median_times(steps, CALIBRATION_SECONDS, at_least=3)
     passes, update = (
         low + (high - low) * (network.layers - SHALLOW) / (DEEPER - SHALLOW) for low, high in zip(shallow, deeper, strict=True)
     )
@@ -147,7 +147,7 @@ def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
 
 
 def flops(network: Network, work: Workload) -> float:
-    """Of a step, all kinds together."""
+    """FLOPs of a step."""
     return work.rounds * (matmul_flops(network, work) + attention_flops(network, work))
 
 
@@ -164,8 +164,8 @@ def matmul_rate(network: Network) -> float:
     return 6 * tokens.shape[0] * width_in * width_out / min(once() for _ in range(5))
 
 
-def timed(steps: list[Step], seconds: float, *, at_least: int) -> list[tuple[float, float]]:
-    """The median seconds of pass and update of each, taken in turns so that a busy moment of the machine meets all."""
+def median_times(steps: list[Step], seconds: float, *, at_least: int) -> list[tuple[float, float]]:
+    """The median seconds of pass and update of each step. Steps take turns, so that other load on the machine affects all alike."""
     for step in steps:
         step()
     times: list[list[tuple[float, float]]] = [[] for _ in steps]
@@ -173,11 +173,11 @@ def timed(steps: list[Step], seconds: float, *, at_least: int) -> list[tuple[flo
     while len(times[0]) < at_least or time.perf_counter() - started < seconds * len(steps):
         for taken, step in zip(times, steps, strict=True):
             taken.append(step())
-    return [(statistics.median(one for one, _ in taken), statistics.median(two for _, two in taken)) for taken in times]
+    return [(statistics.median(passes), statistics.median(updates)) for passes, updates in (zip(*taken, strict=True) for taken in times)]
 
 
-def built(blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None) -> DiffusionLM:
-    """The architecture with random weights, of fewer layers where asked for."""
+def build_model(blueprint: Blueprint, work: Workload, device: str = "cpu", *, layers: int | None = None) -> DiffusionLM:
+    """Build the model with random weights; `layers` reduces its depth."""
     config = copy.deepcopy(blueprint.config)
     text: Any = config.get_text_config()
     if layers is not None:

@@ -1,8 +1,8 @@
-"""Memory and time of a training step, by formula: what `unmask inspect` prints before any step is paid for.
+"""Memory and time of a training step, by formula, as printed by `unmask inspect`.
 
-A network is a handful of numbers (`Network`, read off the architecture without its weights by `blueprint.py`), a way to train
-it another (`Workload`), a machine a third (`unmask.config.run.HardwareConfig`). The formula is told, and compared with
-measurements, in docs/planning.md. Bytes, seconds and FLOPs throughout; 1 GB is 1e9 bytes.
+The inputs are a `Network` (taken from the architecture without its weights by `blueprint.py`), a `Workload` (how it is trained) and a
+machine (`unmask.config.run.HardwareConfig`). docs/planning.md explains the formula and compares it with measurements. Units are bytes,
+seconds and FLOPs; 1 GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from unmask.models.load import Quantization
 Precision = Literal["float32", "mixed", "bfloat16"]
 Optimiser = Literal["adamw", "adamw_8bit"]
 
-# Constants of the implementation: to be measured again when the attention function or the head changes.
-HIDDEN_SHARE = 0.5  # of the tokens are predicted in a noised row; a causal row predicts them all
-LOGIT_COPIES = 2  # float32 copies of a chunk alive in the backward pass of its softmax; half of them in that of the head's product
-LAYER_WORKSPACE = 0.2  # gradients of activations alive within a layer's backward pass, as a share of what the layer saved
-BACKWARD_OF_ATTENTION = 2.5  # times the FLOPs of its forward pass: a fused kernel computes the scores again
+# Constants of the implementation. Measure them again when the attention function or the output head changes.
+HIDDEN_FRACTION = 0.5  # fraction of the tokens predicted in a noised row; a causal row predicts all
+LOGIT_COPIES = 2  # float32 copies of a chunk of logits in the backward pass of its softmax; half as many in that of the head
+LAYER_WORKSPACE = 0.2  # activation gradients within a layer's backward pass, as a fraction of the bytes the layer saved
+BACKWARD_OF_ATTENTION = 2.5  # FLOPs relative to the forward pass: a fused kernel recomputes the attention logits
 
 # Constants of the libraries.
 WEIGHT_BYTES = {"float32": 4, "mixed": 4, "bfloat16": 2}
@@ -30,30 +30,30 @@ EIGHT_BIT_STATE = 1 + 4 / 256  # bitsandbytes: a byte, and a float32 scale for e
 QUANTISED_WEIGHT = {"4bit": 0.5 + 0.127 / 8, "8bit": 1.0}
 """Bytes; NF4 with double quantisation has 0.127 bits of scale a weight (Dettmers et al. 2023)."""
 
-# Constants of machines, where nothing is measured.
-MARGIN = 0.92  # of the memory may be planned for; the rest is lost to fragmentation
-RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU the context and its libraries' workspace
-MATMUL_EFFICIENCY = 0.5  # of the vendor's dense figure, in matrix products of a training step
-ATTENTION_EFFICIENCY = 0.25  # the same, in fused attention under a mask
+# Constants of machines, used where nothing is measured.
+MARGIN = 0.92  # usable fraction of the memory; the rest is lost to fragmentation
+RUNTIME_BYTES = {"cpu": 0.5e9, "gpu": 1.0e9}  # interpreter and libraries; on a GPU, the context and the workspace of libraries
+MATMUL_EFFICIENCY = 0.5  # fraction of the vendor's dense figure that matrix products reach in training
+ATTENTION_EFFICIENCY = 0.25  # the same for fused attention with a mask
 HOST_LINK = 20e9  # bytes a second between a GPU and the host, one way: PCIe 4.0 of 16 lanes
 HOST_BANDWIDTH = 40e9  # bytes a second of host memory in an update: a desktop's two channels; a server has more
-PASSES_OVER_ACTIVATIONS = 4  # times that what was saved crosses the memory bus: written, read, and the same for gradients
+PASSES_OVER_ACTIVATIONS = 4  # saved activations are written and read, and so are their gradients
 
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """What the formula needs to know of an architecture, at one sequence length, attention pattern and precision.
+    """The properties of an architecture that the formula needs, at one sequence length, attention pattern and precision.
 
     Attributes:
-        parameters: all of them; tied ones once.
-        linears: in and out width of every matrix but the output head and those of experts.
-        experts: in and out width of every matrix of an expert, that is one of many.
-        expert_share: of these, what a token is multiplied with.
-        layers, hidden, vocabulary: as the architecture has them (vocabulary: rows of the embeddings).
-        attention_width: heads times their width.
+        parameters: number of all parameters, tied ones counted once.
+        linears: input and output width of every matrix except the output head and experts.
+        experts: input and output width of every matrix of every expert.
+        expert_fraction: fraction of the experts that process a token.
+        layers, hidden, vocabulary: number of layers, hidden width, rows of the embedding table.
+        attention_width: number of heads times head width.
         tied: whether the output head is the embedding table.
-        saved_fixed: bytes kept for the backward pass whatever the batch: masks, casts of weights.
-        saved_per_row: the same for every row of the batch.
+        saved_fixed: bytes saved for the backward pass independently of the batch: masks, casts of weights.
+        saved_per_row: bytes saved for the backward pass per row of the batch.
     """
 
     parameters: int
@@ -66,7 +66,7 @@ class Network:
     saved_fixed: int
     saved_per_row: int
     experts: tuple[tuple[int, int], ...] = ()
-    expert_share: float = 1.0
+    expert_fraction: float = 1.0
 
     @property
     def linear_weights(self) -> int:
@@ -78,11 +78,11 @@ class Network:
 
     @property
     def multiplied_weights(self) -> float:
-        """Those that a token is multiplied with."""
-        return self.linear_weights + self.expert_share * self.expert_weights
+        """Number of weights that a token is multiplied with."""
+        return self.linear_weights + self.expert_fraction * self.expert_weights
 
     def adapter_parameters(self, rank: int) -> int:
-        """Of low-rank adapters on every linear layer but the head, and on every expert."""
+        """Number of parameters of low-rank adapters on every linear layer except the head, and on every expert."""
         return rank * sum(width_in + width_out for width_in, width_out in (*self.linears, *self.experts))
 
 
@@ -93,22 +93,22 @@ class Workload:
     Attributes:
         batch: sequences per device and step.
         sequence_length: clean tokens in a sequence.
-        documents: equal parts of a sequence that do not see one another.
+        documents: number of equal parts of a sequence that do not see one another.
         attention: the pattern; block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`.
         copies: noised copies of a sequence: 2 for complementary masks.
         precision: float32; mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too.
-        checkpointing: keep a layer's input only, and compute the rest again.
+        checkpointing: save only each layer's input, and recompute the rest.
         optimiser: adamw, or with 8-bit states.
-        lora_rank: train adapters of this rank; None: the weights.
+        lora_rank: train adapters of this rank; None: train the weights.
         quantization: keep the frozen weights of linear layers in 4 bits (QLoRA) or 8.
         shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
-        split: devices over which the layers of one model are spread, one after another at work (device_map).
+        split: devices over which the layers of one model are spread (device_map); they work one after another.
         offload: keep gradients and optimiser states in the host's memory.
-        host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and update there.
-        accumulate: gradients of earlier micro-batches are there during the forward pass.
-        teacher: a frozen copy of the model stands beside it on every device, and reads the clean tokens.
-        reference: a frozen copy of the model stands beside it on every device; its passes are among `scorings`.
-        passes: forward and backward passes of a step, one after another; their gradients add up.
+        host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and run the update there.
+        accumulate: gradients of earlier micro-batches occupy memory during the forward pass.
+        teacher: every device also holds a frozen copy of the model, which reads the clean tokens.
+        reference: every device also holds a frozen copy of the model; `scorings` includes its passes.
+        passes: forward and backward passes of a step, whose gradients add up.
         scorings: forward passes of a step without a backward pass, each as large as one of `passes`.
     """
 
@@ -133,14 +133,14 @@ class Workload:
     scorings: int = 0
 
     def describe(self) -> str:
-        """What was asked for, in words."""
+        """The workload in words."""
         words = [f"{self.sequence_length} tokens", self.attention, f"{self.copies} noised copies" if self.copies > 1 else ""]
         words += [f"LoRA of rank {self.lora_rank}" if self.lora_rank else "", f"{self.quantization} weights" if self.quantization else ""]
         return ", ".join(filter(None, words))
 
     @property
     def rows(self) -> int:
-        """Of a forward pass."""
+        """Rows of a forward pass."""
         return self.batch * (1 if self.attention == "block_causal" else self.copies)
 
     @property
@@ -149,29 +149,29 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """That pass through the network."""
+        """Tokens of a forward pass."""
         return self.rows * self.row_length
 
     @property
     def rounds(self) -> float:
-        """The FLOPs of a step over those of one of its forward and backward passes."""
+        """FLOPs of a step, relative to one forward and backward pass."""
         return self.passes + self.scorings * 2 / self.flops_per_weight
 
     @property
     def flops_per_weight(self) -> int:
-        """Of a forward and backward pass, for every token and weight of a matrix: 2 forward, 2 for the gradient of the input, 2 for that
-        of a weight that is trained, 2 where the forward pass is made again."""
+        """FLOPs of a forward and backward pass per token and matrix weight: 2 forward, 2 for the gradient of the input, 2 for that of a
+        trained weight, 2 to recompute the forward pass."""
         return (4 if self.lora_rank else 6) + (2 if self.checkpointing else 0)
 
     @property
     def predicted(self) -> float:
-        """Rows of logits."""
-        return self.batch * self.copies * self.sequence_length * (1 if self.attention == "causal" else HIDDEN_SHARE)
+        """Number of predicted tokens, that is rows of logits."""
+        return self.batch * self.copies * self.sequence_length * (1 if self.attention == "causal" else HIDDEN_FRACTION)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """What fills a device's memory at the peak of a step, in bytes."""
+    """The memory of a device at the peak of a step, in bytes."""
 
     parameters: float
     gradients: float
@@ -186,15 +186,15 @@ class Memory:
 
 
 def peak_memory(network: Network, work: Workload) -> Memory:
-    """The largest of four moments of the backward pass: of the logits, of the output head, of the last layer (all activations are there)
-    and of the first (all gradients are). Between the last two activations give way to gradients evenly, so that the peak is at an end."""
+    """The memory at the largest of four moments of the backward pass: at the logits, the output head, the last layer (all activations
+    exist) and the first layer (all gradients exist). Between the last two, memory changes linearly, so that the peak is at one of them."""
     parameters, trained, state = _weights(network, work)
     gradients = 0.0 if work.offload else trained
     activations, layer = _activations(network, work)
     table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
     chunk = 4 * min(work.predicted * network.vocabulary, LOGITS_AT_ONCE)
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
-    # Of sharded weights the layer at work and the next one are whole.
+    # Of sharded weights, the current layer and the next one are gathered.
     gathered = (
         2 * (network.linear_weights + network.expert_weights) / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
     )
@@ -214,7 +214,7 @@ def peak_memory(network: Network, work: Workload) -> Memory:
 
 
 def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
-    """Bytes of parameters, of gradients and of optimiser states on each device."""
+    """Bytes of parameters, gradients and optimiser states on each device."""
     width = WEIGHT_BYTES[work.precision]
     stored = float(network.parameters * width)
     trained, trained_width = network.parameters, width
@@ -224,40 +224,40 @@ def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
         if work.quantization:
             stored -= network.linear_weights * (width - QUANTISED_WEIGHT[work.quantization])
     state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
-    beside = network.parameters * width if work.teacher or work.reference else 0.0
-    away = work.offload or work.host_optimiser
-    return stored / work.shards + beside, trained * trained_width / work.shards, 0.0 if away else state / work.shards
+    frozen_copy = network.parameters * width if work.teacher or work.reference else 0.0
+    if work.offload or work.host_optimiser:
+        state = 0.0
+    return stored / work.shards + frozen_copy, trained * trained_width / work.shards, state / work.shards
 
 
 def host_bytes(network: Network, work: Workload) -> float:
-    """In the host's memory: float32 weights, gradients and two states of what is trained, where the optimiser is there."""
+    """Bytes in host memory with a host optimiser: float32 weights, gradients and two states of every trained parameter."""
     return 16.0 * trained_parameters(network, work) if work.host_optimiser else 0.0
 
 
 def host_seconds(network: Network, work: Workload) -> float:
-    """Of an update in the host's memory: gradients there and weights back over the link; weights and states read and written, gradients
-    read."""
+    """Seconds of an update in host memory: gradients and weights cross the link; weights and states are read and written there."""
     _, gradients, _ = _weights(network, work)
     return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimiser else 0.0
 
 
 def trained_parameters(network: Network, work: Workload) -> int:
-    """The weights, or those of adapters."""
+    """Number of trained parameters: all weights, or those of adapters."""
     return network.adapter_parameters(work.lora_rank) if work.lora_rank else network.parameters
 
 
 def _activations(network: Network, work: Workload) -> tuple[float, float]:
-    """Bytes kept through the forward pass, and bytes that one layer keeps for its own backward pass."""
+    """Bytes saved by the whole forward pass, and bytes that one layer saves for its own backward pass."""
     layer = network.saved_per_row * work.rows / network.layers
     if not work.checkpointing:
         return network.saved_fixed + network.saved_per_row * work.rows, layer
-    width = 2 if work.precision == "bfloat16" else 4  # the residual stream stays in the type of the embeddings
+    width = 2 if work.precision == "bfloat16" else 4  # the residual stream has the type of the embeddings
     return network.saved_fixed + work.tokens * network.hidden * width * network.layers, layer
 
 
 def matmul_flops(network: Network, work: Workload) -> float:
-    """Of the matrix products of a forward and backward pass: 6 a weight and token, 8 with checkpointing, 2 fewer where the weight itself is
-    frozen."""
+    """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with checkpointing, 2 fewer for a frozen
+    weight."""
     chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
@@ -268,15 +268,15 @@ def matmul_flops(network: Network, work: Workload) -> float:
 
 
 def attention_flops(network: Network, work: Workload) -> float:
-    """Of the attention of such a pass: two products of the row's length with itself, over the whole square (masks save nothing in a
-    dense kernel)."""
+    """FLOPs of the attention of a forward and backward pass: two products over the full square of the row length (a dense kernel saves
+    nothing under a mask)."""
     forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))
 
 
 def step_seconds(network: Network, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> float | None:
-    """Of a step on every device at once: matrix products, attention, memory traffic and, over several devices, their exchange, one
-    after the other; None where the device has no figures, or none for float32."""
+    """Seconds of a step on every device in parallel: matrix products, attention, memory traffic and the exchange between devices, added up.
+    None if the device has no figures, and for float32, which they do not cover."""
     if device.tflops is None or device.bandwidth_gb_s is None or work.precision == "float32":
         return None
     peak = device.tflops * 1e12

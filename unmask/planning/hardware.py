@@ -1,4 +1,4 @@
-"""Hardware recipes as machines to plan for."""
+"""Hardware recipes as machines for which a training step is estimated."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from unmask.errors import ConfigError, did_you_mean
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.calibration import calibrate, measure
 from unmask.planning.cost_model import Network, Precision, Workload
-from unmask.planning.plans import Plan, make_plan
+from unmask.planning.estimates import StepEstimate, estimate_step
 
 CPU = "cpu"
-MEASURED_ROWS = 4  # where the user does not say
+MEASURED_ROWS = 4  # unless --batch-size is set
 
 
 def preset_names() -> list[str]:
@@ -32,11 +32,11 @@ class Preset:
     """A machine, and how its recipe trains on it.
 
     Attributes:
-        name: of the recipe.
+        name: name of the recipe.
         hardware: its devices, with the memory of each.
         training: the recipe's training section.
-        dtype: of the weights.
-        device_map: how the layers of one model are spread over the devices; None: each has all.
+        dtype: data type of the weights.
+        device_map: how the layers of one model are spread over the devices; None: each device has all layers.
     """
 
     name: str
@@ -47,11 +47,10 @@ class Preset:
 
     @classmethod
     def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> Preset:
-        """Read a hardware recipe; `max_memory_gb` overrides its own cap, `dtype` the type of its weights, and with a `device_map` one model
-        is split over its devices.
+        """Read a hardware recipe; `max_memory_gb` and `dtype` override the recipe's, and `device_map` splits one model over its devices.
 
         Raises:
-            ConfigError: there is none of that name.
+            ConfigError: there is no such recipe.
         """
         if name not in preset_names():
             raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, preset_names()))
@@ -62,7 +61,7 @@ class Preset:
 
     @classmethod
     def of(cls, config: RunConfig) -> Preset:
-        """The machine and the switches of a run; without a `hardware` section this computer."""
+        """The machine and the switches of a run; without a `hardware` section, this computer."""
         hardware = config.hardware or cls.read(CPU).hardware
         training = dict(config.training)
         if training.get("bf16") is None:
@@ -73,21 +72,27 @@ class Preset:
     @classmethod
     def _of(cls, name: str, hardware: HardwareConfig, max_memory_gb: float | None, training: Mapping[str, Any], dtype: str) -> Preset:
         if dtype == "float64":
-            raise ConfigError("no plan is made of float64 weights", where="--dtype, model.dtype", remedy="Use float32, bfloat16 or float16")
+            raise ConfigError(
+                "float64 weights cannot be estimated", where="--dtype, model.dtype", remedy="Use float32, bfloat16 or float16"
+            )
         devices = [device.model_copy(update={"memory_gb": device.memory_gb or own_memory_gb()}) for device in hardware.devices]
         changes = {"devices": devices, "max_memory_gb": max_memory_gb or hardware.max_memory_gb}
         return cls(name, hardware.model_copy(update=changes), training, dtype)
 
     def workload(self, work: Workload) -> Workload:
-        """The same work with the recipe's switches. Quantised weights that would be split raise ConfigError, as in training."""
+        """The same workload with the recipe's switches. Raises ConfigError for quantised weights split over devices, as training does."""
         if work.quantization and self.device_map:
             what = "quantised weights are not spread over devices"
             raise ConfigError(what, where="--device-map and --quantization", remedy="Leave one of the two out")
         fsdp = self.training.get("fsdp_config") or {}
         whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
+        if self.dtype in ("bfloat16", "float16"):
+            precision: Precision = "bfloat16"
+        else:
+            precision = "mixed" if self.training["bf16"] else "float32"
         return dataclasses.replace(
             work,
-            precision="bfloat16" if self.dtype in ("bfloat16", "float16") else "mixed" if self.training["bf16"] else "float32",
+            precision=precision,
             checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
             optimiser="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,
@@ -99,13 +104,13 @@ class Preset:
 
     @property
     def device(self) -> str | None:
-        """As torch names it, where this machine has the preset's one device; else None."""
+        """Torch's name of the preset's device if there is a single one and this machine has it, else None."""
         if self.hardware.is_cpu:
             return "cpu"
         if self.hardware.count > 1 or not torch.cuda.is_available():
             return None
-        found = set(torch.cuda.get_device_name().replace("-", " ").split())
-        return "cuda" if found.issuperset(self.hardware.devices[0].name.split()) else None
+        words = set(torch.cuda.get_device_name().replace("-", " ").split())
+        return "cuda" if words.issuperset(self.hardware.devices[0].name.split()) else None
 
 
 def own_memory_gb() -> float:
@@ -113,12 +118,12 @@ def own_memory_gb() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
-class Planner:
-    """Plans one blueprint for several machines; what it reads off the architecture is read once.
+class StepEstimator:
+    """Estimates the training step of one blueprint on several machines; the architecture is analysed once per precision.
 
     Args:
         blueprint: the model.
-        work: what is asked for; the presets set precision, checkpointing, optimiser and shards.
+        work: the workload; the presets set precision, checkpointing, optimiser and shards.
     """
 
     def __init__(self, blueprint: Blueprint, work: Workload):
@@ -128,35 +133,41 @@ class Planner:
     def _network(self, precision: Precision) -> Network:
         return self.blueprint.network(dataclasses.replace(self.work, precision=precision))
 
-    def plan(self, preset: Preset, batch: int | None = None) -> Plan:
-        """The plan for a preset; `batch` None: the largest that fits. On the CPU this calibrates, for some seconds."""
-        plan = make_plan(self.network, preset.workload(self.work), preset.hardware, batch=batch)
-        if not preset.hardware.is_cpu or not plan.fits:
-            return plan
-        return dataclasses.replace(plan, seconds=calibrate(self.blueprint, self.network(plan.workload.precision), plan.workload))
+    def estimate(self, preset: Preset, batch: int | None = None) -> StepEstimate:
+        """The estimate for a preset; `batch` None: the largest that fits. On the CPU this times steps for some seconds."""
+        estimate = estimate_step(self.network, preset.workload(self.work), preset.hardware, batch=batch)
+        if not preset.hardware.is_cpu or not estimate.fits:
+            return estimate
+        return dataclasses.replace(
+            estimate, seconds=calibrate(self.blueprint, self.network(estimate.workload.precision), estimate.workload)
+        )
 
     def compare(self, preset: Preset, batch: int) -> dict[str, float]:
-        """Predict a step of this batch, then make such steps here (with AdamW in the weights' own precision).
+        """Predict a step of this batch, then run such steps here (with AdamW in the precision of the weights).
 
         Raises:
-            ConfigError: this machine is another, the step does not fit it, or its weights are quantised.
+            ConfigError: this machine lacks the device, the step does not fit, or the weights are quantised.
         """
         if self.work.quantization:
-            raise ConfigError("steps on quantised weights are not measured", where="--measure, --quantization", remedy="Plan only")
+            raise ConfigError(
+                "steps on quantised weights are not measured", where="--measure, --quantization", remedy="Leave one of the two out"
+            )
         device = preset.device
         if device is None:
-            raise ConfigError("this machine has no such device", where=f"--hardware {preset.name}", remedy="Measure there, or plan only")
+            raise ConfigError(
+                "this machine has no such device", where=f"--hardware {preset.name}", remedy="Leave out --measure, or run it there"
+            )
         plain = dataclasses.replace(preset, training={**preset.training, "optim": "adamw_torch_fused"})
-        plan = self.plan(plain, batch)
-        if not plan.fits or plan.seconds is None:
-            raise ConfigError("the step does not fit", where="--measure", remedy=f"Use {plan.advice}")
-        real = measure(self.blueprint, plan.workload, device=device)
+        estimate = self.estimate(plain, batch)
+        if not estimate.fits or estimate.seconds is None:
+            raise ConfigError("the step does not fit", where="--measure", remedy=f"Use {estimate.advice}")
+        real = measure(self.blueprint, estimate.workload, device=device)
         return {
             "batch": batch,
-            "predicted GB": plan.memory.total / 1e9,
+            "predicted GB": estimate.memory.total / 1e9,
             "measured GB": real.peak_bytes / 1e9,
-            "memory ratio": plan.memory.total / real.peak_bytes,
-            "predicted seconds": plan.seconds,
+            "memory ratio": estimate.memory.total / real.peak_bytes,
+            "predicted seconds": estimate.seconds,
             "measured seconds": real.seconds,
-            "time ratio": plan.seconds / real.seconds,
+            "time ratio": estimate.seconds / real.seconds,
         }

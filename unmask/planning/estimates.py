@@ -1,4 +1,4 @@
-"""Plans of a training step on a machine: the batch that fits, the time it takes, and what to switch on where nothing fits."""
+"""Estimates of a training step on a machine: the batch that fits, the time of the step, and what to change if nothing fits."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Memory, Network, P
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A workload on a machine.
+class StepEstimate:
+    """Memory and time of a workload on a machine.
 
     Attributes:
-        workload: with the batch that fits, or batch 1 where none does.
-        memory: at the peak, on each device.
-        runtime: bytes that the libraries take beside it.
-        limit: bytes that may be planned for on each device.
-        seconds: per step, for the batches of all devices; None where the device's throughput is not known.
-        devices: how many share the work; 1 of a model that is split.
-        host: bytes in the host's memory, of an optimiser there.
-        advice: what would make it fit; empty where it does.
+        workload: the workload with the batch that fits (batch 1 if none does).
+        memory: memory of each device at the peak, in bytes.
+        runtime: bytes that the libraries use in addition.
+        limit: bytes that may be used on each device.
+        seconds: time of a step for the batches of all devices; None if the throughput of a device is unknown.
+        devices: number of data-parallel devices; 1 for a split model.
+        host: bytes of the optimiser in host memory.
+        advice: the change that would make it fit; empty if it fits.
     """
 
     workload: Workload
@@ -46,38 +46,41 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Clean tokens of all devices."""
+        """Clean tokens per second, of all devices."""
         return None if self.seconds is None else self.workload.batch * self.workload.sequence_length * self.devices / self.seconds
 
     def describe(self, name: str) -> dict[str, str]:
-        """A line of a table, by column."""
+        """One line of a table, by column."""
         work = self.workload
-        switches = {
-            work.precision: True,
-            "checkpointing": work.checkpointing,
-            "8-bit AdamW": work.optimiser == "adamw_8bit",
-            f"{work.shards} shards": work.shards > 1,
-            f"split over {work.split}": work.split > 1,
-            f"{self.host / 1e9:.3g} GB in host memory": work.host_optimiser,
-        }
+        switches: list[str] = [work.precision]
+        if work.checkpointing:
+            switches.append("checkpointing")
+        if work.optimiser == "adamw_8bit":
+            switches.append("8-bit AdamW")
+        if work.shards > 1:
+            switches.append(f"{work.shards} shards")
+        if work.split > 1:
+            switches.append(f"split over {work.split}")
+        if work.host_optimiser:
+            switches.append(f"{self.host / 1e9:.3g} GB in host memory")
         return {
             "hardware": name,
             "batch": f"{work.batch} x {self.devices}" if self.devices > 1 else str(work.batch),
             "peak GB": f"{self.peak / 1e9:.3g} of {self.limit / 1e9:.3g}",
             "seconds": "-" if self.seconds is None else f"{self.seconds:.3g}",
             "tokens/s": "-" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
-            "with": ", ".join(name for name, on in switches.items() if on),
+            "with": ", ".join(switches),
             "fits": f"no: use {self.advice}" if self.advice else "yes",
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, in types that JSON has."""
+        """All values, in JSON types."""
         derived = {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
         return dataclasses.asdict(self) | derived
 
 
 def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
-    """Bytes that may be planned for on a device whose memory is known."""
+    """Bytes that may be used on a device whose memory is known."""
     assert device.memory_gb is not None
     return min(device.memory_gb * MARGIN, max_memory_gb or math.inf) * 1e9
 
@@ -99,32 +102,36 @@ def largest_batch(network: Network, work: Workload, limit: float) -> int:
     return low
 
 
-def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, *, batch: int | None = None) -> Plan:
-    """The plan of a workload on a machine. The smallest device sets the batch of all, the slowest one the time. A model that is split over
-    devices has the memory of all, and is as fast as their mean, weighed by what each holds.
+def estimate_step(
+    networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, *, batch: int | None = None
+) -> StepEstimate:
+    """Estimate a workload on a machine.
+
+    The smallest device sets the batch of all devices, the slowest one the time. A model that is split over devices has the memory of all
+    of them, and takes their mean time, weighted by the memory of each.
 
     Args:
-        networks: the network at a precision.
-        work: its batch is replaced.
-        hardware: with the memory of every device.
-        batch: use this one; None: the largest that fits.
+        networks: returns the network at a precision.
+        work: the workload; its batch is replaced.
+        hardware: the machine; the memory of every device must be set.
+        batch: sequences per device; None: the largest batch that fits.
     """
     kind = "cpu" if hardware.is_cpu else "gpu"
     limits = [device_limit(device, hardware.max_memory_gb) for device in hardware.devices]
     limit, runtime = min(limits), RUNTIME_BYTES[kind]
     if work.split > 1:
-        limits = [device.count * one for device, one in zip(hardware.devices, limits, strict=True)]
+        limits = [device.count * limit for device, limit in zip(hardware.devices, limits, strict=True)]
         limit, runtime = sum(limits), runtime * work.split
     network = networks(work.precision)
     work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
     memory = peak_memory(network, work)
-    link = None if work.split > 1 else hardware.slowest_link  # between layers only hidden states are sent
+    link = None if work.split > 1 else hardware.slowest_link  # a split model sends only hidden states
     times = [step_seconds(network, work, device, link) for device in hardware.devices]
     known = [seconds for seconds in times if seconds is not None]
     if work.split > 1 and len(known) == len(times):
-        known = [sum(share * seconds for share, seconds in zip(limits, known, strict=True)) / limit] * len(times)
-    advice = "" if memory.total + runtime <= limit else remedy(networks, work, hardware, limit - runtime)
-    return Plan(
+        known = [sum(weight * seconds for weight, seconds in zip(limits, known, strict=True)) / limit] * len(times)
+    advice = "" if memory.total + runtime <= limit else advice_for(networks, work, hardware, limit - runtime)
+    return StepEstimate(
         workload=work,
         memory=memory,
         runtime=runtime,
@@ -136,25 +143,25 @@ def make_plan(networks: Callable[[Precision], Network], work: Workload, hardware
     )
 
 
-def remedy(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float) -> str:
-    """What to switch on so that the workload fits into `limit` bytes, the least change first."""
-    fitting = first_that_fits(networks, work, hardware, limit)
-    return fitting[0] if fitting else "a smaller batch, shorter sequences or a larger device"
+def advice_for(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float) -> str:
+    """The least change after which the workload fits into `limit` bytes."""
+    change = first_change_that_fits(networks, work, hardware, limit)
+    return change[0] if change else "a smaller batch, shorter sequences or a larger device"
 
 
-def first_that_fits(
+def first_change_that_fits(
     networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float
 ) -> tuple[str, Workload] | None:
-    """The least change after which the workload fits into `limit` bytes, by name, and the workload after it; None: no change does."""
-    for name, changed in _ladder(work, hardware):
+    """The name of the least change after which the workload fits into `limit` bytes, and the changed workload; None if there is none."""
+    for name, changed in _changes(work, hardware):
         if peak_memory(networks(changed.precision), changed).total <= limit:
             return name, changed
     return None
 
 
-def _ladder(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
-    """Switches in the order of what they cost in speed or quality; checkpointing and 8-bit AdamW add up, and stay on below them. Of
-    sharded weights there are no adapters, and no optimizer but torch's."""
+def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:
+    """Changes in the order of their cost in speed or quality. Checkpointing and 8-bit AdamW stay on for the changes after them. Sharded
+    weights allow neither adapters nor another optimizer than torch's."""
     rank, switches, whole = work.lora_rank or 16, [], work.shards == 1
     if not work.checkpointing:
         work = dataclasses.replace(work, checkpointing=True)

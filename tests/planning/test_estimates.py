@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.planning.test_cost_model import BFLOAT16, GPU, NETWORK, machine, plan, workloads
+from tests.planning.test_cost_model import BFLOAT16, GPU, NETWORK, estimate, machine, workloads
 from unmask.planning.cost_model import Workload, peak_memory
-from unmask.planning.plans import largest_batch, make_plan
+from unmask.planning.estimates import estimate_step, largest_batch
 
 
 @given(workloads, st.floats(1e9, 1e12))
@@ -23,7 +23,7 @@ def test_the_largest_batch_fits_and_the_next_does_not(work: Workload, limit: flo
 
 @given(workloads, st.floats(2, 20))
 def test_a_cap_caps_the_plan_and_a_plan_that_does_not_fit_says_what_helps(work: Workload, cap: float) -> None:
-    capped = plan(work, machine(max_memory_gb=cap))
+    capped = estimate(work, machine(max_memory_gb=cap))
     assert capped.limit == pytest.approx(min(cap, 24 * 0.92) * 1e9)
     assert capped.fits == (capped.peak <= capped.limit) == (not capped.advice)
 
@@ -31,7 +31,7 @@ def test_a_cap_caps_the_plan_and_a_plan_that_does_not_fit_says_what_helps(work: 
 def test_advice_is_the_least_change_that_fits() -> None:
     roomy = dataclasses.replace(NETWORK, saved_per_row=4_000_000_000)
     work = Workload(sequence_length=512, precision="mixed")
-    needed = {gb: make_plan(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)}
+    needed = {gb: estimate_step(lambda precision: roomy, work, machine(max_memory_gb=gb)).advice for gb in (13, 11, 9, 5, 4, 3, 2.3, 2)}
     assert needed == {
         13: "",
         11: "checkpointing",
@@ -46,8 +46,8 @@ def test_advice_is_the_least_change_that_fits() -> None:
 
 def test_what_is_on_already_is_no_advice() -> None:
     on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimiser="adamw_8bit", lora_rank=8)
-    advice = {gb: make_plan(lambda precision: NETWORK, on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
-    quantised = make_plan(lambda precision: NETWORK, dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
+    advice = {gb: estimate_step(lambda precision: NETWORK, on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
+    quantised = estimate_step(lambda precision: NETWORK, dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
     assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())
     assert "LoRA" not in quantised
     assert not any("ZeRO" in words or "FSDP" in words for words in [*advice.values(), quantised])  # no adapters on shards
@@ -56,7 +56,7 @@ def test_what_is_on_already_is_no_advice() -> None:
 def test_the_smallest_device_sets_the_batch_and_the_slowest_the_time() -> None:
     large, small = GPU.model_copy(update={"memory_gb": 48.0}), GPU.model_copy(update={"tflops": 50.0})
     work = Workload(sequence_length=512, precision="mixed")
-    pair = plan(work, machine(devices=[large.model_dump(), small.model_dump()]))
-    alone = plan(work, machine(devices=[small.model_dump()]))
+    pair = estimate(work, machine(devices=[large.model_dump(), small.model_dump()]))
+    alone = estimate(work, machine(devices=[small.model_dump()]))
     assert (pair.workload.batch, pair.seconds, pair.devices) == (alone.workload.batch, alone.seconds, 2)
     assert pair.tokens_per_second == 2 * alone.tokens_per_second
