@@ -254,7 +254,7 @@ def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
     lines = (tmp_path / "training_logs.json").read_text().splitlines()
     trainer.rewind(3)
     assert (tmp_path / "training_logs.json").read_text().splitlines() == lines[:3]
-    with pytest.raises(ConfigError, match="metric_key_prefix: is that of the summary of a run"):
+    with pytest.raises(ConfigError, match="metric_key_prefix: train is reserved for the summary of a run"):
         trainer.evaluate(PAIRS, metric_key_prefix="train")
 
 
@@ -310,7 +310,7 @@ def test_functions_that_would_never_be_called_are_refused(tmp_path):
 def test_several_data_sets_and_predictions_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"eval_dataset: are several data sets: a, b\. Give one"):
         make("sft", tmp_path, eval_dataset={"a": PAIRS, "b": PAIRS})
-    with pytest.raises(TrainingError, match="predict: there is nothing to predict"):
+    with pytest.raises(TrainingError, match="predict: whole rows have no predictions"):
         make("sft", tmp_path).predict(PAIRS)
 
 
