@@ -207,7 +207,7 @@ def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
         ({"bad_rows": "drop"}, "bad_rows: unknown bad_rows 'drop'. Use one of error, skip"),
         (
             {"truncate_completion": True, "canvas_length": 9},
-            "truncate_completion, canvas_length: a truncated completion cannot fill a canvas",
+            "truncate_completion, canvas_length: a cut completion cannot fill a canvas",
         ),
     ],
 )

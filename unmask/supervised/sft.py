@@ -44,7 +44,7 @@ class SFTConfig(NoisingConfig, PairConfig):
         super().__post_init__()
         if self.truncate_completion and self.canvas_length is not None:
             remedy = "Leave one of them out (of a task: canvas_length=null)"
-            raise ConfigError("a truncated completion cannot fill a canvas", where="truncate_completion, canvas_length", remedy=remedy)
+            raise ConfigError("a cut completion cannot fill a canvas", where="truncate_completion, canvas_length", remedy=remedy)
 
     @property
     def noised_copies(self) -> int:
