@@ -166,7 +166,7 @@ def test_from_the_command_line(model, text, tmp_path):
 
 
 def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_path):
-    with pytest.raises(ConfigError, match="stages, stage 1: its share, 1 of 4, comes to none of the 2 steps"):
+    with pytest.raises(ConfigError, match="stages, stage 1: its share, 1 of 4, rounds to none of the 2 steps"):
         rehearse("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
 
 

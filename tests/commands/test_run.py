@@ -76,7 +76,7 @@ def test_a_run_goes_on_where_it_was_and_may_begin_with_resume(model, tmp_path):
     steps = [line["step"] for line in MetricsLog(tmp_path / "resumed" / "training_logs.json").read() if "loss" in line]
     assert steps == [1, 2, 3, 4]
     again = unmask(*run, tmp_path / "resumed", "--resume", tmp_path / "resumed/checkpoint-2")  # a later --resume would take checkpoint-4
-    assert again.exit_code == 2 and "checkpoint-2: is followed by checkpoint-4. Remove what is later" in again.stderr
+    assert again.exit_code == 2 and "checkpoint-2: is followed by checkpoint-4. Remove the later ones" in again.stderr
     elsewhere = unmask(*run, tmp_path / "elsewhere", "--resume", tmp_path / "resumed/checkpoint-2")
     assert elsewhere.exit_code == 0 and equal(weights(load(tmp_path / "elsewhere/model")), one)
 

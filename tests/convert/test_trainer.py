@@ -236,9 +236,9 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
             convert(tmp_path / "second", **run).train(resume_from_checkpoint=tmp_path / path)
     with pytest.raises(TrainingError, match=r"stage-3.*a later stage was trained already"):
         convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-2")
-    with pytest.raises(TrainingError, match="has made 6 steps of stage 2, which has 3 here"):
+    with pytest.raises(TrainingError, match="is after 6 steps of stage 2, which has 3 steps"):
         convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
-    with pytest.raises(TrainingError, match="is of stage 3, of 1 here"):
+    with pytest.raises(TrainingError, match="is of stage 3, but this conversion has 1 stages"):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
 
 

@@ -205,7 +205,10 @@ def test_a_completion_that_is_cut_is_learnt_without_an_end(tmp_path):
     [
         ({"learn": "first"}, "learn: unknown learn 'first'. Use one of all, last"),
         ({"bad_rows": "drop"}, "bad_rows: unknown bad_rows 'drop'. Use one of error, skip"),
-        ({"truncate_completion": True, "canvas_length": 9}, "truncate_completion, canvas_length: what is cut fills no canvas"),
+        (
+            {"truncate_completion": True, "canvas_length": 9},
+            "truncate_completion, canvas_length: a cut completion cannot fill a canvas",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong, message, tmp_path):

@@ -174,7 +174,7 @@ def test_a_second_model_is_held_where_the_training_is(tmp_path):
 def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(tmp_path, monkeypatch):
     lm = tiny()
     next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"reference: no reference can be made of weights that ZeRO 3 has shared out\. Use zero1"):
+    with pytest.raises(ConfigError, match=r"reference: no reference can be made from weights that ZeRO 3 has sharded\. Use zero1"):
         make("grpo", tmp_path, lm, beta=0.1)
     monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
     make("grpo", tmp_path, beta=0.1)

@@ -132,7 +132,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(torn, tmp_
     state.unlink() if torn is None else state.write_text(torn)
     (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
     resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match="checkpoint-6 was not written to its end: going on from checkpoint-4") as warned:
+    with pytest.warns(RuntimeWarning, match="checkpoint-6 is incomplete: resuming from checkpoint-4") as warned:
         resumed.train(resume_from_checkpoint=True)
     assert len(warned) == 1
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
@@ -163,7 +163,7 @@ def test_without_a_whole_checkpoint_a_resumed_run_starts_anew(tmp_path):
     for state in tmp_path.glob("checkpoint-*/trainer_state.json"):
         state.unlink()
     resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match="checkpoint-6, checkpoint-4, checkpoint-2 was not .* going on from the start"):
+    with pytest.warns(RuntimeWarning, match="checkpoint-6, checkpoint-4, checkpoint-2 is incomplete: resuming from the start"):
         resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
 
@@ -254,7 +254,7 @@ def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
     lines = (tmp_path / "training_logs.json").read_text().splitlines()
     trainer.rewind(3)
     assert (tmp_path / "training_logs.json").read_text().splitlines() == lines[:3]
-    with pytest.raises(ConfigError, match="metric_key_prefix: is that of the summary of a run"):
+    with pytest.raises(ConfigError, match="metric_key_prefix: train is reserved for the summary of a run"):
         trainer.evaluate(PAIRS, metric_key_prefix="train")
 
 
@@ -310,7 +310,7 @@ def test_functions_that_would_never_be_called_are_refused(tmp_path):
 def test_several_data_sets_and_predictions_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"eval_dataset: are several data sets: a, b\. Give one"):
         make("sft", tmp_path, eval_dataset={"a": PAIRS, "b": PAIRS})
-    with pytest.raises(TrainingError, match="predict: there is nothing to predict"):
+    with pytest.raises(TrainingError, match="predict: whole rows have no predictions"):
         make("sft", tmp_path).predict(PAIRS)
 
 
@@ -558,5 +558,5 @@ def test_a_checkpoint_is_known_by_its_whole_name_and_is_of_a_run_with_or_without
     with pytest.raises(TrainingError, match=r"holds no adapters.*Leave lora out"):
         make("sft", tmp_path / "3", peft_config=lora, **run).train(resume_from_checkpoint=tmp_path / "1")
     make("sft", tmp_path / "4", peft_config=lora, **run).train()
-    with pytest.raises(TrainingError, match="holds adapters alone"):
+    with pytest.raises(TrainingError, match="holds adapters only"):
         make("sft", tmp_path / "5", **run).train(resume_from_checkpoint=tmp_path / "4")

@@ -21,44 +21,42 @@ from unmask.training.text_config import TextConfig
 
 @dataclass(kw_only=True)
 class ConvertConfig(NoisingConfig, TextConfig):
-    """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` takes those of a recipe."""
+    """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` returns those of a recipe."""
 
-    learning_rate: float = field(default=5e-4, metadata={"help": "The base rate; the stages use 0.5, 1 and 0.3 times this."})
+    learning_rate: float = field(default=5e-4, metadata={"help": "The base learning rate; the default stages use 0.5, 1 and 0.3 times it."})
     attention: Pattern = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
     block_size: int | None = field(default=None, metadata={"help": f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}."})
     logit_shift: bool | None = field(default=None, metadata={"help": "Keep predicting token i + 1 at row i; unset: no."})
     causal_context: bool = field(
         default=False,
-        metadata={
-            "help": "block_causal: finished blocks are read from left to right, as by the causal model; its loss then costs nothing."
-        },
+        metadata={"help": "block_causal: attend causally within finished blocks, as the causal model does; its loss then costs nothing."},
     )
-    time_embedding: bool = field(default=False, metadata={"help": "Tell the model the share of hidden tokens."})
-    complementary: bool = field(default=False, metadata={"help": "Two views a row, each hiding what the other shows."})
+    time_embedding: bool = field(default=False, metadata={"help": "Give the model the fraction of hidden tokens as an input."})
+    complementary: bool = field(default=False, metadata={"help": "Use two views of each row; each hides the tokens that the other shows."})
     attention_annealing: float = field(
-        default=0.0, metadata={"help": "The share of the steps over which later tokens come into sight at random; 0: at once."}
+        default=0.0, metadata={"help": "The fraction of the steps over which later tokens become visible at random; 0: at once."}
     )
     distillation: float = field(
         default=0.0,
-        metadata={"help": "The share of the loss that is the KL divergence from the frozen causal model, where no later token is shown."},
+        metadata={"help": "The weight (0 to 1) of the KL divergence from the frozen causal model, where no later token is visible."},
     )
     teacher_top_k: int = field(
-        default=64, metadata={"help": "Tokens of the causal model's prediction that are told apart; the others are one."}
+        default=64, metadata={"help": "Most probable tokens of the causal model that are compared one by one; the others count as one."}
     )
-    on_policy: float = field(default=0.0, metadata={"help": "The share of rows that the model continues itself, to learn from there."})
-    rollout_tokens: int = field(default=32, metadata={"help": "How many tokens it writes then."})
+    on_policy: float = field(default=0.0, metadata={"help": "The fraction of rows that the model continues, to learn from its own text."})
+    rollout_tokens: int = field(default=32, metadata={"help": "Tokens that it generates per continued row."})
     alignment: float = field(
         default=0.0, metadata={"help": "The weight of the cosine distance to the hidden states of the frozen causal model."}
     )
     stages: list[ConversionStage] = field(
-        default_factory=lambda: list(STAGES), metadata={"help": "What is trained one after another: share, rate, train, lm_loss, ..."}
+        default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}
     )
-    recipe: str | None = field(default=None, metadata={"help": "What the model card calls these settings."})
+    recipe: str | None = field(default=None, metadata={"help": "The name of these settings in the model card."})
     canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
 
     @classmethod
     def for_recipe(cls, recipe: str, **settings: Any) -> ConvertConfig:
-        """The `training` settings of a recipe (block, full, growing, distilled, tiny, ...), and others over them."""
+        """The `training` settings of a recipe (block, full, growing, distilled, tiny, ...), overridden by `settings`."""
         return cls(**read_recipe(recipe).get("training", {}) | settings)
 
     def __post_init__(self) -> None:
@@ -114,13 +112,13 @@ class ConvertConfig(NoisingConfig, TextConfig):
             self.refuse_adapters(timed=self.time_embedding)
 
     def refuse_adapters(self, *, timed: bool) -> None:
-        """Raise ConfigError where adapters cannot be trained; `timed`: the model has a time embedding."""
+        """Raise ConfigError if adapters cannot be trained. `timed`: whether the model has a time embedding."""
         args: Any = self
         if timed:
             what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
             raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
         if args.deepspeed:
-            what = "a conversion with adapters does not pass from stage to stage under DeepSpeed"
+            what = "a conversion with adapters cannot go from one stage to the next under DeepSpeed"
             raise ConfigError(what, where="deepspeed and lora", remedy="Leave deepspeed out, or convert without lora")
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Learning from the causal model that a conversion starts from: its predictions (distillation) and its hidden states (alignment).
 
-Shapes: B batch, M views, T tokens, N scored tokens, M tokens scored in any view, K the teacher's most probable tokens, D hidden width.
+Shapes: B batch, M masks (views), T tokens, N target tokens of all views, U positions that are a target in any view, V vocabulary,
+K the teacher's most probable tokens, D hidden width.
 """
 
 from __future__ import annotations
@@ -17,15 +18,16 @@ from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks import head
 
-SMALLEST = 1e-9  # probability of the rest of a vocabulary
+SMALLEST = 1e-9
+"""The least probability of all tokens outside of the top K together."""
 
 
 class Lesson(NamedTuple):
-    """What a student has to learn, at the scored tokens of views, row-major.
+    """The student compared with the teacher, at the target tokens of views in row-major order.
 
     Attributes:
-        log_prob_N: of the real tokens, by the student.
-        taught_N: whether the teacher's prediction is what the student has to learn; else it is the real token.
+        log_prob_N: the student's log-probability of the real token, in nats.
+        taught_N: whether the target is the teacher's prediction; otherwise it is the real token.
         divergence_N: forward KL from the teacher's prediction to the student's, in nats.
         distance_N: 1 - cosine between their hidden states that predict the token.
     """
@@ -37,33 +39,34 @@ class Lesson(NamedTuple):
 
 
 def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Lesson:
-    """Compare a model that sees noised text with the causal teacher, which sees all that stands before each token.
+    """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
-    Where nothing later is shown in a token's own block (or document), the gradient of the forward KL is in expectation over
-    text from the teacher that of the cross-entropy, with far less variance: the teacher's predictions, averaged over the hidden
-    tokens before, are the distribution of the token given what is shown. Where a later token is shown, which the teacher does
-    not see, they are not, and the student has to learn from the real token.
+    Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the
+    same gradient as the cross-entropy, with far less variance: averaged over the hidden tokens before it, the teacher's prediction
+    is the token's distribution given the visible tokens. Where a later token is visible this does not hold, because the teacher
+    does not see it, and the student learns from the real token.
 
     Args:
         lm: the student.
         teacher: a causal model with the same vocabulary, frozen.
         ids_BT: the clean tokens.
         document_BT: packed documents are numbered, padding is 0; None: every row is one document.
-        views: what is hidden and scored.
-        top_k: how many of the teacher's most probable tokens are told apart; the others count as one.
+        views: the hidden tokens and the targets.
+        top_k: the number of the teacher's most probable tokens that are compared one by one; the others count as one token.
     """
     target_BMT = views.target_BMT
-    wanted_BT = target_BMT.any(1)
-    log_p_MK, top_MK, taught_MD = predictions(teacher, ids_BT, document_BT, wanted_BT, top_k)
-    number_BT = (wanted_BT.flatten().cumsum(0) - 1).view_as(wanted_BT)
-    of_N = number_BT[:, None].expand_as(target_BMT)[target_BMT]
+    any_target_BT = target_BMT.any(1)
+    log_p_UK, top_UK, teacher_UD = predictions(teacher, ids_BT, document_BT, any_target_BT, top_k)
+    index_BT = (any_target_BT.flatten().cumsum(0) - 1).view_as(any_target_BT)
+    index_N = index_BT[:, None].expand_as(target_BMT)[target_BMT]
     target_N = ids_BT[:, None].expand_as(target_BMT)[target_BMT]
     inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BMT, target_BMT)
-    with lm.capturing() as seen:
-        log_q = lm.log_probs(inputs, torch.cat([target_N[:, None], top_MK[of_N]], 1))
-    divergence_N = forward_kl(log_p_MK[of_N], log_q[:, 1:])
+    with lm.capturing() as student:
+        log_q = lm.log_probs(inputs, torch.cat([target_N[:, None], top_UK[index_N]], 1))
+    divergence_N = forward_kl(log_p_UK[index_N], log_q[:, 1:])
+    distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
     taught_N = ~later_shown(lm, views, document_BT)[target_BMT]
-    return Lesson(log_q[:, 0], taught_N, divergence_N, 1 - F.cosine_similarity(seen[0].float(), taught_MD[of_N].float(), dim=-1))
+    return Lesson(log_q[:, 0], taught_N, divergence_N, distance_N)
 
 
 def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
@@ -77,24 +80,24 @@ def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Te
 
 @torch.no_grad()
 def predictions(
-    teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, rows_BT: Tensor, top_k: int
+    teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, target_BT: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The teacher's log-probabilities [M, K] of its most probable tokens, these tokens [M, K], and its hidden states [M, D]."""
+    """The teacher's log-probabilities [U, K] of its most probable tokens, these tokens [U, K], and its hidden states [U, D]."""
     log_probs, tokens = [], []
-    at_once = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
-    with teacher.capturing() as seen:
-        for first in range(0, len(ids_BT), at_once):
-            at = slice(first, first + at_once)
-            part_BT = None if document_BT is None else document_BT[at]
-            logits_MV = teacher.forward(teacher.single(ids_BT[at], part_BT, rows_BT[at]))
-            top = logits_MV.log_softmax(-1).topk(min(top_k, logits_MV.shape[1] - 1), dim=-1)  # without the mask token
+    rows_per_pass = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
+    with teacher.capturing() as hidden_states:
+        for first in range(0, len(ids_BT), rows_per_pass):
+            chunk = slice(first, first + rows_per_pass)
+            chunk_document_BT = None if document_BT is None else document_BT[chunk]
+            logits_UV = teacher.forward(teacher.single(ids_BT[chunk], chunk_document_BT, target_BT[chunk]))
+            top = logits_UV.log_softmax(-1).topk(min(top_k, logits_UV.shape[1] - 1), dim=-1)  # without the mask token
             log_probs.append(top.values)
             tokens.append(top.indices)
-    return torch.cat(log_probs), torch.cat(tokens), torch.cat(seen)
+    return torch.cat(log_probs), torch.cat(tokens), torch.cat(hidden_states)
 
 
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """KL(p || q) [N] over K tokens and the rest as one. Never more than the KL over all of them."""
+    """KL(p || q) [N] in nats, over K tokens and one token for the rest: a lower bound of the KL over the vocabulary."""
     rest_p_N, rest_q_N = ((1 - log_NK.exp().sum(1)).clamp_min(SMALLEST) for log_NK in (log_p_NK, log_q_NK))
-    told_apart_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
-    return told_apart_N + rest_p_N * (rest_p_N.log() - rest_q_N.log())
+    top_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
+    return top_N + rest_p_N * (rest_p_N.log() - rest_q_N.log())

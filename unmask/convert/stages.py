@@ -1,4 +1,4 @@
-"""The stages of a conversion: what each trains, how fast, under which attention, with which auxiliary loss. Data, not code."""
+"""The stages of a conversion: the trained weights, learning rate, attention and auxiliary loss of each."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 
 MASK_TOKEN = "mask_token"
 ROW = "trainable_tokens_delta"
-"""In the names of PEFT."""
+"""Part of the parameter name that PEFT gives to single trained embedding rows."""
 
 
 class ConversionStage(Config):
     """One stage of a conversion."""
 
     share: float = Field(default=1.0, gt=0)
-    """Of the training steps, relative to the other stages."""
+    """Weight of the stage when the training steps are divided among the stages."""
     rate: float = Field(default=1.0, gt=0)
-    """Times the learning rate."""
+    """Multiplies the learning rate."""
     final_rate: float | None = Field(default=None, ge=0)
-    """Times the learning rate, where a cosine has brought it by the end of the stage; None: as `lr_scheduler_type` has it. A stage that
-    ends where the next one begins wastes no steps on a rate of nearly 0."""
+    """Multiplies the learning rate at the end of the stage, which a cosine schedule then reaches; None: use `lr_scheduler_type`. A stage
+    that ends at the rate of the next one wastes no steps near 0."""
     train: Literal["all"] | list[str] = "all"
-    """What is trained: attention, time_embedding (where the model has one), mask_token (its own embedding row), or regular expressions of
-    parameter names."""
+    """The trained weights: all, or a list of attention, time_embedding (if the model has one), mask_token (its embedding row alone) and
+    regular expressions of parameter names."""
     lm_loss: float = Field(default=0.0, ge=0)
-    """The weight of an auxiliary next-token loss, so that the model keeps what it knew."""
+    """The weight of an auxiliary next-token loss, which preserves the knowledge of the causal model."""
     attention: Pattern | None = None
-    """Another attention pattern than the conversion's."""
+    """Overrides the attention pattern of the conversion."""
     block_size: int | None = Field(default=None, ge=1)
-    """Another attention block than the conversion's."""
+    """Overrides the attention block of the conversion."""
 
     def parameters(self, lm: DiffusionLM, where: str) -> set[nn.Parameter]:
-        """What the stage trains; the mask token's row belongs to the embedding table, which is in the set for it.
+        """The parameters that the stage trains. The mask token's row is represented by the whole embedding table.
 
         Raises:
-            ConfigError: it trains nothing, or a name is that of no parameter.
+            ConfigError: the stage trains nothing, or a name matches no parameter.
         """
         named = dict(lm.model.named_parameters())
         if self.train == "all":
@@ -69,22 +69,23 @@ STAGES = (
     ConversionStage(share=0.6, rate=1.0),
     ConversionStage(share=0.3, rate=0.3, lm_loss=0.1),
 )
-"""Attention first, so that it learns to look ahead before the rest forgets; then everything; then slowly, keeping next-token
-prediction."""
+"""Attention first, so that it learns to look ahead before other weights forget; then all weights; then all slowly, with a next-token
+loss."""
 
 
 def stage_ends(stages: Sequence[ConversionStage], steps: int) -> list[int]:
-    """The optimizer step at which each stage ends, of so many in all.
+    """The optimizer step at which each stage ends, of `steps` in all.
 
     Raises:
-        ConfigError: a stage would have no step.
+        ConfigError: a stage would have no steps.
     """
     shares = [stage.share for stage in stages]
     ends = _ends(shares, steps)
-    if (number := _without_steps(ends)) is not None:
+    if (number := _empty_stage(ends)) is not None:
         enough = math.ceil(sum(shares) / min(shares))
-        enough += _without_steps(_ends(shares, enough)) is not None  # halves are rounded to even numbers
-        what = f"its share, {shares[number - 1]:g} of {sum(shares):g}, comes to none of the {steps} steps"
+        if _empty_stage(_ends(shares, enough)) is not None:  # round() rounds halves to even numbers
+            enough += 1
+        what = f"its share, {shares[number - 1]:g} of {sum(shares):g}, rounds to none of the {steps} steps"
         remedy = f"Use max_steps of at least {enough} (or more epochs), give it a larger share, or leave it out"
         raise ConfigError(what, where=f"stages, stage {number}", remedy=remedy)
     return ends
@@ -94,8 +95,8 @@ def _ends(shares: list[float], steps: int) -> list[int]:
     return [round(sum(shares[:number]) / sum(shares) * steps) for number in range(1, len(shares) + 1)]
 
 
-def _without_steps(ends: list[int]) -> int | None:
-    """The number of the first stage that ends where it begins."""
+def _empty_stage(ends: list[int]) -> int | None:
+    """The number of the first stage without steps; None: every stage has some."""
     return next((number for number, (first, last) in enumerate(pairwise([0, *ends]), start=1) if first == last), None)
 
 
@@ -104,7 +105,7 @@ def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: st
         return {parameter for module in attention_modules(lm.model) for parameter in module.parameters()}
     if name == "time_embedding":
         return {parameter for key, parameter in named.items() if f"{TIME_EMBEDDING}." in key}
-    if name == MASK_TOKEN:  # with adapters PEFT holds its row
+    if name == MASK_TOKEN:  # with adapters PEFT holds its row in a parameter
         return {parameter for key, parameter in named.items() if ROW in key} or {lm.model.get_input_embeddings().weight}
     try:
         return {parameter for key, parameter in named.items() if re.search(name, key)}
@@ -115,7 +116,7 @@ def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: st
 
 @contextmanager
 def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
-    """Inside, only what the stage trains takes gradients; of the embedding table only the mask token's row where that is named alone."""
+    """Inside, only the weights that the stage trains take gradients."""
     before = {parameter: parameter.requires_grad for parameter in lm.model.parameters()}
     trained = stage.parameters(lm, "train")
     for parameter in before:
@@ -130,18 +131,18 @@ def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
 
 @contextmanager
 def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, the embedding table is read with a gradient for the mask token alone.
+    """Inside, the embedding table gets a gradient for the mask token's row only.
 
-    It is stopped where the table is read, not at the weights: wrappers that shard a model put others in their place. A head that is
-    tied to the table gives it none: the mask token is never predicted.
+    The gradient is stopped at the output of the lookup, not at the weights, which wrappers that shard a model replace. A head tied to the
+    table contributes no gradient, because the mask token is never predicted.
     """
     table, head = lm.model.get_input_embeddings(), lm.model.get_output_embeddings()
 
     def stop(_: nn.Module, args: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
         return torch.where((args[0] == lm.mask_token_id)[..., None], out_BTD, out_BTD.detach())
 
-    hook = table.register_forward_hook(stop, prepend=True)  # what is added to the embeddings has its own gradient
-    before = head.__dict__.get("forward")  # of accelerate, where a model is split over devices
+    hook = table.register_forward_hook(stop, prepend=True)  # later hooks add to the embeddings, with gradients of their own
+    before = head.__dict__.get("forward")  # set by accelerate when a model is split over devices
     if head.weight is table.weight:
         head.forward = lambda hidden: functional.linear(hidden.to(head.weight.device), head.weight.detach(), head.bias)
     try:
@@ -154,7 +155,7 @@ def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
 
 
 def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:
-    """Whether the stage trains the mask token's row and no other of the embedding table."""
+    """Whether the mask token's row is the only row of the embedding table that the stage trains."""
     if stage.train == "all" or MASK_TOKEN not in stage.train or has_adapters(lm):
         return False
     named, table = dict(lm.model.named_parameters()), lm.model.get_input_embeddings().weight

@@ -47,12 +47,12 @@ from unmask.convert.config import ConvertConfig
 
 
 class StageTrainer(DiffusionTrainer):
-    """One stage, on `conversion_rows`: the diffusion loss, with what the stage freezes and adds.
+    """The trainer of one stage, on `conversion_rows`: the diffusion loss and the auxiliary losses of the stage.
 
     Args:
-        stage: what it is.
+        stage: its settings.
         teacher: the frozen causal model, for distillation and alignment.
-        done: the steps of the stages before this one, of all stages.
+        done: the steps of the stages before this one, and the steps of all stages.
     """
 
     streams = True
@@ -67,16 +67,16 @@ class StageTrainer(DiffusionTrainer):
                 teacher.model.to(self.args.device)
 
     def reported_settings(self) -> dict[str, Any]:
-        """This stage's own in place of all stages."""
-        told = super().reported_settings()
-        told.pop("stages", None)
-        return told | self.stage.model_dump(exclude_defaults=True)
+        """The config's settings, with those of this stage in place of `stages`."""
+        settings = super().reported_settings()
+        settings.pop("stages", None)
+        return settings | self.stage.model_dump(exclude_defaults=True)
 
     def restore(self) -> bool:
-        """Take over the weights and the history of an earlier run that brought this stage to its end; whether there is one."""
+        """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
         checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
         logged = self.metrics.read()
-        # Sharded weights are loaded by a run alone, and so is the best checkpoint; it then has no step to make.
+        # Sharded weights and the best checkpoint can only be loaded by `train`, which then makes no step.
         if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
             return False
         if self.sharded or self.args.load_best_model_at_end:
@@ -104,46 +104,47 @@ class StageTrainer(DiffusionTrainer):
         return self._lesson(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
-        step, over = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
-        annealed = not self.means.evaluating and step < over and lm.attention == "bidirectional"
-        return lm.annealed((step + 1) / (over + 1), self.args.seed + step) if annealed else lm
+        step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
+        if self.means.evaluating or step >= end or lm.attention != "bidirectional":
+            return lm
+        return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
     def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
         lesson = learn(lm, teacher, batch["input_ids"], documents_apart(batch), views, top_k=self.args.teacher_top_k)
         weight_N, count = views.weight_BMT[views.target_BMT], float(views.target_BMT.sum())
         for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
-        share_N = self.args.distillation * lesson.taught_N.float()
-        likelihood = (weight_N * ((1 - share_N) * -lesson.log_prob_N + share_N * lesson.divergence_N)).sum()
-        return likelihood + self.args.alignment * lesson.distance_N.sum()
+        kl_weight_N = self.args.distillation * lesson.taught_N.float()
+        loss = (weight_N * ((1 - kl_weight_N) * -lesson.log_prob_N + kl_weight_N * lesson.divergence_N)).sum()
+        return loss + self.args.alignment * lesson.distance_N.sum()
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
 
     def _continued(self, batch: Batch) -> Batch:
-        """The batch with a share of its rows cut at random and continued by the model itself; only what it wrote is learnt."""
+        """A copy of the batch in which randomly chosen rows are cut and continued by the model. Only the continuation is learnt."""
         key_B = batch["sample_id"]
-        chosen_B, at_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
+        chosen_B, cut_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
         length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
         rows = (((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten()).tolist()
         if not rows:
             return batch
-        prompts = [batch["input_ids"][row, : 1 + int(at_B[row] * length_B[row])].tolist() for row in rows]
+        prompts = [batch["input_ids"][row, : 1 + int(cut_B[row] * length_B[row])].tolist() for row in rows]
         seed = self.args.seed + self.steps_before + self.state.global_step
         sampler = SamplerConfig(max_new_tokens=self.args.rollout_tokens, temperature=1.0, policy="random", seed=seed)
-        written = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
+        continuations = generate(self.lm, prompts, sampler, keys=key_B[rows].tolist()).tokens
         batch = {name: values.clone() if isinstance(values, torch.Tensor) else values for name, values in batch.items()}
-        batch["one_document"] = False  # what is behind the text that it wrote becomes padding
-        for row, prompt, tokens in zip(rows, prompts, written, strict=True):
-            at_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
+        batch["one_document"] = False  # the rest of a continued row becomes padding
+        for row, prompt, tokens in zip(rows, prompts, continuations, strict=True):
+            position_T = torch.arange(batch["input_ids"].shape[1], device=key_B.device)
             stop = len(prompt) + len(tokens)
             batch["input_ids"][row, len(prompt) : stop] = torch.tensor(tokens, device=key_B.device)
-            batch["documents"][row] = (at_T < stop).long()
-            batch["maskable"][row] = (at_T >= len(prompt)) & (at_T < stop)
+            batch["documents"][row] = (position_T < stop).long()
+            batch["maskable"][row] = (position_T >= len(prompt)) & (position_T < stop)
         return batch
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """Weight decay must not move the embedding rows that a stage leaves as they are."""
+        """The parameters with weight decay, without embedding rows that the stage does not train."""
         names = [name for name in super().get_decay_parameter_names(model) if ROW not in name]
         if not only_mask_row(self.lm, self.stage):
             return names
@@ -155,23 +156,22 @@ class StageTrainer(DiffusionTrainer):
 class ConvertTrainer:
     """Converts a causal model on text, or on prompts and completions, in the stages of its config.
 
-    Each stage writes its checkpoints under `output_dir/stage-N`; `train(resume_from_checkpoint=True)` goes on in the middle
-    of any of them.
+    Each stage writes its checkpoints to `output_dir/stage-N`. `train(resume_from_checkpoint=True)` resumes in the middle of any stage.
 
     Args:
         model: a DiffusionLM, or a path or id to load. Its weights are changed in place.
-        args: pattern, steps, rates and stages. `max_steps` (or the epochs) are shared out among the stages.
-        train_dataset: rows with `text` (perhaps a stream, see `corpus_rows`), or with `prompt` and `completion` (then only the completion
-            is noised).
-        eval_dataset: the same, held out; each stage ends with an evaluation.
-        progress: a stage of a progress display to keep up to date.
-        peft_config: train adapters, and the mask token's whole embedding row; a stage then trains the adapters of what it names. They are
-            merged when the model is saved.
+        args: pattern, steps, rates and stages. `max_steps` (or the epochs) are divided among the stages.
+        train_dataset: rows with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and `completion`, of which only the
+            completion is noised.
+        eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
+        progress: a progress display to update.
+        peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of the weights that it names.
+            Adapters are merged when the model is saved.
         rest: as in DiffusionTrainer.
 
     Raises:
-        ConfigError: a causal pattern, adapters with a time embedding or DeepSpeed, or a stage that trains nothing or has no step.
-        DataError: a row without its columns, or no text.
+        ConfigError: a causal pattern, adapters with a time embedding or DeepSpeed, or a stage that trains nothing or has no steps.
+        DataError: a row lacks a column, or there is no text.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ class ConvertTrainer:
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
             where = f"stages, stage {number}, train"
             if not any(parameter.requires_grad for parameter in stage.parameters(stage_lm, where=where)):
-                raise ConfigError("names no weights that take gradients", where=where, remedy="Give what it names adapters, or use all")
+                raise ConfigError("names no weights that take gradients", where=where, remedy="Add adapters to these weights, or use all")
         self.lm = self.lms[-1]
         self.train_rows: Any = conversion_rows(self.lm, args, train_dataset, "train_dataset")
         self.eval_rows = None if eval_dataset is None else conversion_rows(self.lm, args, eval_dataset, "eval_dataset")
@@ -206,53 +206,56 @@ class ConvertTrainer:
         self.trackers = RunTrackers(self.args)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
-        """Run the stages, or those that are not finished yet.
+        """Run the stages, or when resuming those that are not finished.
 
         Args:
-            resume_from_checkpoint: True: go on from the last whole checkpoint in the output folder. Or the checkpoint of a stage to go on
-                from, perhaps of another run; or the folder of a conversion, for its last one.
+            resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A path: the checkpoint of a stage,
+                also of another run, or the folder of a conversion, for its last checkpoint.
 
         Raises:
-            TrainingError: there is no such checkpoint, or later stages have been trained here already.
+            TrainingError: there is no such checkpoint, or a later stage was trained in the output folder already.
         """
         start, resume = 1, resume_from_checkpoint or False
         if not isinstance(resume, bool):
-            own = Path(resume).resolve() == Path(str(self.args.output_dir)).resolve()
-            start, resume = (1, True) if own else self._from_checkpoint(Path(resume))
+            if Path(resume).resolve() == Path(str(self.args.output_dir)).resolve():
+                resume = True
+            else:
+                start, resume = self._from_checkpoint(Path(resume))
         for number, (first, last) in enumerate(pairwise([0, *self.ends]), start=1):
             if number < start:
                 continue
             if self.trainer is not None and self.trainer.sharded:
                 self._gather(self.trainer)
-            self.trainer = None  # and with it the optimizer's states
+            self.trainer = None  # frees the optimizer's states
             self.trainer = self._run(number, first, last, resume)
-            resume = resume if isinstance(resume, bool) else False
+            if not isinstance(resume, bool):
+                resume = False  # the later stages start from the beginning
         self.trackers.finish()
         self.lm.model.eval()
 
     def planned_steps(self, args: ConvertConfig) -> int:
-        """As of `DiffusionTrainer`; refuses stages that would have no step."""
+        """As in `DiffusionTrainer`; refuses stages without steps."""
         steps = total_steps(args, self.train_rows)
         stage_ends(args.stages, steps)
         return steps
 
     def planned_seconds(self, args: ConvertConfig) -> float:
-        """As of `DiffusionTrainer`."""
+        """As in `DiffusionTrainer`."""
         return 0.0
 
     def data_reports(self) -> dict[str, DataReport]:
-        """As of `DiffusionTrainer`."""
+        """As in `DiffusionTrainer`."""
         return {}
 
     def _from_checkpoint(self, path: Path) -> tuple[int, str]:
-        """The stage that a checkpoint is of, and the checkpoint; the model remembers the stages before."""
+        """The number of a checkpoint's stage, and the checkpoint. Restores the history of the stages before it."""
         number, checkpoint = named_stage(path)
         if number > len(self.ends):
-            what = f"is of stage {number}, of {len(self.ends)} here"
+            what = f"is of stage {number}, but this conversion has {len(self.ends)} stages"
             raise TrainingError(what, where=str(path), remedy="Convert with the recipe of that run")
         length = self.ends[number - 1] - [0, *self.ends][number - 1]
         if (done := steps_done(checkpoint) or 0) > length:
-            what = f"has made {done} steps of stage {number}, which has {length} here"
+            what = f"is after {done} steps of stage {number}, which has {length} steps in this conversion"
             raise TrainingError(what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run")
         for later in range(number + 1, len(self.ends) + 1):
             if found := checkpoints(self._folder(later)):
@@ -266,7 +269,7 @@ class ConvertTrainer:
         return Path(str(self.args.output_dir)) / f"stage-{number}"
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Write the converted model; every process has to call it, as sharded weights are gathered from all."""
+        """Write the converted model. Every process has to call it, because sharded weights are gathered from all."""
         folder = str(output_dir or self.args.output_dir)
         if self.trainer is not None:
             self.trainer.save_model(folder)
@@ -274,12 +277,12 @@ class ConvertTrainer:
             self.lm.save(folder)
 
     def _gather(self, trainer: StageTrainer) -> None:
-        """Begin the next stage with whole weights, through a folder: wrappers that shard a model leave it changed."""
+        """Save the whole weights to a folder and reload them for the next stage: wrappers that shard a model leave it changed."""
         folder = Path(str(trainer.args.output_dir)) / "whole"
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
-        own_code = any(kind.__module__.startswith("transformers_modules") for kind in type(self.lm.model).__mro__)
-        lm = load(folder, dtype=self.dtype, trust_remote_code=own_code)  # in a wrapper the weights may be of another type
+        remote_code = any(base.__module__.startswith("transformers_modules") for base in type(self.lm.model).__mro__)
+        lm = load(folder, dtype=self.dtype, trust_remote_code=remote_code)  # wrapped weights may have another dtype
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             shutil.rmtree(folder)
@@ -287,7 +290,7 @@ class ConvertTrainer:
         self.lm = self.lms[-1]
 
     def _add_adapters(self, peft_config: peft.PeftConfig) -> None:
-        """The same adapters in every stage."""
+        """Add adapters, which all stages share."""
         self.args.refuse_adapters(timed=any(lm.has_time_embedding for lm in self.lms))
         set_seed(self.args.seed)
         adapted = with_adapters(self.lms[-1], training_mask_row(peft_config, self.lms[-1])).model
@@ -297,7 +300,7 @@ class ConvertTrainer:
         args, attention = self.args, stage.attention or self.args.attention
         block_size = (stage.block_size or args.block_size or DEFAULT_BLOCK) if attention == "block_causal" else stage.block_size
         context = args.causal_context and attention == "block_causal"
-        time_embedding = args.time_embedding or None  # one that is there stays
+        time_embedding = args.time_embedding or None  # None keeps an existing one
         return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
 
     def _run(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
@@ -308,9 +311,9 @@ class ConvertTrainer:
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
-        args.seed = self.args.seed + number - 1  # else each stage would see the rows and masks of the one before again
+        args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
-        args.report_to = []  # the trackers of the whole run are told by a callback
+        args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
         rows, done = rows_from(self.train_rows, args, first), (first, steps)
         log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, stage=number)
@@ -325,7 +328,7 @@ class ConvertTrainer:
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """Rows of prompt and completion or of messages, or of text, which may be a stream."""
+    """The token rows of a data set of prompts and completions, of messages, or of text, which may be a stream."""
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
@@ -336,7 +339,7 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
 
 @dataclass
 class Portion:
-    """A part of a stage of the progress display."""
+    """A fraction of a progress display, from `start` to `stop`."""
 
     whole: Progress
     start: float

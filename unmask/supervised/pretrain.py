@@ -32,9 +32,7 @@ class PretrainConfig(TextConfig):
 class PretrainTrainer(DiffusionTrainer):
     """Trains a causal model to predict the next token.
 
-    The data set has a text column, and may be a stream (see `corpus_rows`); every document begins with BOS and ends with EOS. Mixed
-    precision (`bf16`, `fp16`), `dataloader_num_workers`, `dataloader_pin_memory` and all else are those of TrainingArguments;
-    `log_memory_usage` logs memory.
+    The data set has a text column, and may be a stream (see `corpus_rows`). Every document begins with BOS and ends with EOS.
 
     Raises:
         ModelError: the model is not causal.

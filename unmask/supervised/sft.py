@@ -1,5 +1,5 @@
 """Supervised fine-tuning: the completion is noised, the prompt stays clean."""
-# ruff: noqa: RUF009 (the calls make fields)
+# ruff: noqa: RUF009 (`setting` returns a dataclass field)
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class SFTConfig(NoisingConfig, PairConfig):
     views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
     aggregation: str = setting(
         "token",
-        "How tokens count: token (all alike), or sequence (answers all alike)",
+        "The unit of equal weight in the loss: token, or sequence (each answer)",
         choices=("token", "sequence"),
     )
-    learn: Learn = setting("all", "Of messages: all of the assistant's turns, or the last", choices=get_args(Learn))
-    packing: bool = setting(False, "Lay examples together in rows of max_length; they do not see one another")
+    learn: Learn = setting("all", "The assistant's turns that are learnt: all, or the last", choices=get_args(Learn))
+    packing: bool = setting(False, "Pack examples into rows of max_length; they do not attend to one another")
     truncate_completion: bool = setting(
-        False, "Cut a completion that is too long. It is then learnt without an end, for a cut is not an end"
+        False, "Cut a completion that is too long. No end token is then learnt, because the cut is not the end of the answer"
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.truncate_completion and self.canvas_length is not None:
             remedy = "Leave one of them out (of a task: canvas_length=null)"
-            raise ConfigError("what is cut fills no canvas", where="truncate_completion, canvas_length", remedy=remedy)
+            raise ConfigError("a cut completion cannot fill a canvas", where="truncate_completion, canvas_length", remedy=remedy)
 
     @property
     def noised_copies(self) -> int:
@@ -52,13 +52,12 @@ class SFTConfig(NoisingConfig, PairConfig):
 
 
 class SFTTrainer(DiffusionTrainer):
-    """Fine-tunes any model on conversations, prompts and completions, or text, in any layout of `unmask.data.formats`.
+    """Fine-tunes any model on conversations, prompts and completions, or text, in any record format of `unmask.data.formats`.
 
-    The loss is sum(CE / t) / completion tokens, of the whole accumulated batch on all processes; a causal model gets plain next-token loss.
-    d1 (Zhao et al. 2025) divides so in each micro-batch, and takes the mean of these. With `aggregation: sequence` each answer's sum is
-    divided by its own tokens, and the mean is over answers: LLaDA's (Nie et al. 2025, its GUIDELINES.md).
-    The end token is learnt, padding never. Behind a completion, the rest of its block of block-causal attention, or the canvas asked
-    for, is EOS that is learnt too.
+    The loss is sum(CE / t) / completion tokens, over the whole accumulated batch on all processes. A causal model gets the next-token loss.
+    d1 (Zhao et al. 2025) divides each micro-batch by its own tokens instead. With `aggregation: sequence` each answer's sum is divided by
+    its own tokens and averaged over answers, as in LLaDA (Nie et al. 2025, its GUIDELINES.md).
+    The end token is learnt, padding never. A completion is filled up with learnt EOS to the end of its attention block or `canvas_length`.
     """
 
     @classmethod
@@ -78,12 +77,12 @@ class SFTTrainer(DiffusionTrainer):
         return replace(views, weight_BMT=views.weight_BMT / _answer_sizes(batch)[:, None])
 
     def count_items(self, batch: Batch) -> Tensor:
-        """The tokens that are learnt, or with `aggregation: sequence` the answers."""
+        """The number of learnt tokens, or with `aggregation: sequence` of answers."""
         if self.args.aggregation == "token":
             return super().count_items(batch)
         return (batch["maskable"] / _answer_sizes(batch)).sum().round().long()
 
 
 def _answer_sizes(batch: Batch) -> Tensor:
-    """How many tokens are learnt of the example that each of them is of [B, T]; 1 elsewhere."""
+    """At each learnt token, the number of learnt tokens of its example [B, T]; 1 elsewhere."""
     return group_sizes(torch.where(batch["maskable"], batch["documents"].long() - 1, -1))

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, and whether it is whole."""
+"""Choosing the checkpoint that a run resumes from, and checking that it is complete."""
 
 from __future__ import annotations
 
@@ -16,20 +16,24 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from unmask.errors import TrainingError
 
 ADAPTER_CONFIG = "adapter_config.json"
-DELETE = "Delete this checkpoint: --resume then goes on from the one before, or from the start"
+DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the last step first."""
+    """The checkpoints in a folder, latest first."""
     found = [path for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*") if re.fullmatch(r"\d+", _step(path)) and path.is_dir()]
     return sorted(found, key=lambda path: int(_step(path)), reverse=True)
 
 
 def refuse_earlier(folder: Path, *, started: bool) -> None:
-    """That no checkpoint of an earlier run would be overwritten; those of a run that has `started` are its own.
+    """Refuse to overwrite the checkpoints of an earlier run.
+
+    Args:
+        folder: the output folder.
+        started: whether this run has made steps, so that the checkpoints are its own.
 
     Raises:
-        TrainingError: there is one.
+        TrainingError: the folder holds a checkpoint of an earlier run.
     """
     if not started and (earlier := checkpoints(folder)):
         remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
@@ -37,31 +41,32 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint that was written to its end; warns of later ones, which a run left that was killed while saving."""
-    torn = []
+    """The last complete checkpoint. Warns of later incomplete ones, which a run leaves if it is killed while saving."""
+    incomplete = []
     for checkpoint in checkpoints(folder):
         if steps_done(checkpoint) is not None:
             break
-        torn.append(checkpoint.name)
+        incomplete.append(checkpoint.name)
     else:
         checkpoint = None
-    if torn:
-        message = f"{folder}: {', '.join(torn)} was not written to its end: going on from {checkpoint.name if checkpoint else 'the start'}"
+    if incomplete:
+        resumed = checkpoint.name if checkpoint else "the start"
+        message = f"{folder}: {', '.join(incomplete)} is incomplete: resuming from {resumed}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     return checkpoint
 
 
 def checked_checkpoint(folder: Path, named: str | Literal[True], *, sharded: bool, adapters: bool) -> Path | None:
-    """The checkpoint that a run goes on from.
+    """The checkpoint that a run resumes from.
 
     Args:
         folder: the output folder.
-        named: a path, as of `named_checkpoint`; True: the last whole checkpoint in the output folder, None if it has none.
-        sharded: whether it is of FSDP or DeepSpeed, with files that are not looked into.
+        named: a path, as in `named_checkpoint`; True: the last complete checkpoint in the output folder, if there is one.
+        sharded: whether FSDP or DeepSpeed wrote it; its files are then not checked.
         adapters: whether the run trains adapters.
 
     Raises:
-        TrainingError: it is not there or not whole, or holds adapters where the run has none, or the reverse.
+        TrainingError: it is missing or incomplete, or either the run or the checkpoint has adapters and the other has none.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
     if checkpoint is not None and not sharded:
@@ -71,7 +76,7 @@ def checked_checkpoint(folder: Path, named: str | Literal[True], *, sharded: boo
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint that a user names: itself, or the last whole one of the run in this folder.
+    """The checkpoint at a path that a user gives: a checkpoint, or the folder of a run, for its last complete one.
 
     Raises:
         TrainingError: there is none.
@@ -84,7 +89,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def named_stage(path: Path) -> tuple[int, Path]:
-    """The number of the stage, and the checkpoint in it, that a user names of a conversion: a checkpoint, a stage, or the whole folder.
+    """The stage number and checkpoint at a path that a user gives: a checkpoint, a stage, or the folder of a conversion.
 
     Raises:
         TrainingError: there is none.
@@ -100,20 +105,20 @@ def named_stage(path: Path) -> tuple[int, Path]:
 
 
 def check_last(checkpoint: Path, output: Path) -> None:
-    """That a run which goes on from this checkpoint leaves no later one in its output folder: the next --resume would take that.
+    """Refuse a checkpoint with later ones in the output folder, which the next --resume would use instead.
 
     Raises:
-        TrainingError: there is one.
+        TrainingError: there is a later one.
     """
     folder = checkpoint.resolve().parent
     later = [path.name for path in checkpoints(folder) if int(_step(path)) > int(_step(checkpoint))] if _is_checkpoint(checkpoint) else []
     if later and folder.is_relative_to(output.resolve()):
-        remedy = "Remove what is later, choose another output_dir, or resume from the last checkpoint"
+        remedy = "Remove the later ones, choose another output_dir, or resume from the last checkpoint"
         raise TrainingError(f"is followed by {', '.join(reversed(later))}", where=str(checkpoint), remedy=remedy)
 
 
 def steps_done(checkpoint: Path) -> int | None:
-    """The optimizer steps made before the checkpoint; None where its state, which is written last, is not there or torn."""
+    """The optimizer steps before the checkpoint; None if its state file, which is written last, is missing or incomplete."""
     try:
         return json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
     except (FileNotFoundError, json.JSONDecodeError):
@@ -121,10 +126,10 @@ def steps_done(checkpoint: Path) -> int | None:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """That a checkpoint of a run that is not sharded has all that the run goes on with.
+    """Check that an unsharded checkpoint has all files that a run resumes from.
 
     Raises:
-        TrainingError: a file is missing or torn.
+        TrainingError: a file is missing or incomplete.
     """
     if steps_done(checkpoint) is None:
         raise TrainingError("is missing or torn", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
@@ -132,21 +137,21 @@ def check_whole(checkpoint: Path) -> None:
     for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
         path = checkpoint / name
         if not path.is_file():
-            remedy = f"{DELETE}. With save_only_model no checkpoint has it: start anew, from its weights"
+            remedy = f"{DELETE}. With save_only_model no checkpoint has it: start a new run from its weights"
             raise TrainingError("is missing: the run would not be the same", where=str(path), remedy=remedy)
         if not zipfile.is_zipfile(path):
             raise TrainingError("cannot be read", where=str(path), remedy=DELETE)
 
 
 def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
-    """That a checkpoint is of a run with adapters, or without, as this one is. Raises `TrainingError`."""
+    """Raise TrainingError unless the checkpoint and this run both have adapters, or both have none."""
     if (checkpoint / ADAPTER_CONFIG).is_file() != adapters:
-        what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters alone", "Set lora as that run had it")
+        what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters only", "Set lora as in that run")
         raise TrainingError(what, where=str(checkpoint), remedy=remedy)
 
 
 def check_weights(checkpoint: Path) -> None:
-    """That the weights are there and whole. Raises `TrainingError`."""
+    """Raise TrainingError unless the weight files are there and complete."""
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files:
         raise TrainingError("has no weights", where=str(checkpoint), remedy=DELETE)

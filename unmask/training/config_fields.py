@@ -1,4 +1,4 @@
-"""Settings that are declared with what is refused of them: the fields of a config."""
+"""Config fields that are declared together with their valid values."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ def setting(
     needs: Sequence[str] = (),
     otherwise: Any = None,
 ) -> Any:
-    """A field that knows what is refused.
+    """A config field with its valid values.
 
     Args:
         default: its default.
-        help: what it is.
-        low, high: the least and the most of a number; NaN is neither.
-        choices: all that a word can be.
-        needs: settings without which it means nothing: "beta" is one that is on, "advantage=softmax" one that has this value,
+        help: its description.
+        low, high: inclusive bounds of a number; NaN is refused.
+        choices: the valid words.
+        needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that has this value,
             "loss_type=sigmoid|simpo" one that has either.
-        otherwise: the default where neither a config nor a method gives it.
+        otherwise: the default if neither a config nor a method sets it.
     """
-    told = f"{help}; needs {' and '.join(map(_told, needs))}." if needs else f"{help}."
+    described = f"{help}; needs {' and '.join(map(_described, needs))}." if needs else f"{help}."
     return field(
-        default=default, metadata={"help": told, "low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
+        default=default, metadata={"help": described, "low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
     )
 
 
 def changed(args: Any, each: Field[Any]) -> bool:
-    """Whether a setting is there, and other than by default."""
+    """Whether a setting is neither None nor its default."""
     return getattr(args, each.name) not in (None, each.default)
 
 
 def check_types(args: Any) -> None:
-    """Refuse settings of another type than declared, where these were made by `setting`, and bring the others into it.
+    """Convert fields that were declared by `setting` to their declared types.
 
     Raises:
-        ConfigError: one is refused.
+        ConfigError: a value has another type.
     """
     hints = get_type_hints(type(args))
     for each in fields(args):
@@ -60,8 +60,8 @@ def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None)
     """Refuse settings of a config that are out of their range, unknown words, or without effect.
 
     Args:
-        args: whose settings were made by `setting`; other fields are left alone.
-        given: whether a setting is other than by itself; None: than its default.
+        args: a config; only fields declared by `setting` are checked.
+        given: whether a setting was set; None: whether it differs from its default.
 
     Raises:
         ConfigError: one is refused.
@@ -81,16 +81,16 @@ def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None)
             other, _, wanted = needed.partition("=")
             there = getattr(args, other)
             if there not in wanted.split("|") if wanted else not there:
-                raise ConfigError(f"needs {_told(needed)}", where=name, remedy=f"Leave it out, or set {_told(needed)}")
+                raise ConfigError(f"needs {_described(needed)}", where=name, remedy=f"Leave it out, or set {_described(needed)}")
 
 
-def _told(needed: str) -> str:
+def _described(needed: str) -> str:
     return needed.replace("|", " or ")
 
 
 @contextmanager
 def beside(key: str) -> Iterator[None]:
-    """Inside, an error about a setting names this one too."""
+    """Inside, ConfigErrors also name this setting."""
     try:
         yield
     except ConfigError as error:

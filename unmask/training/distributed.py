@@ -1,7 +1,7 @@
-"""Work that processes do apart from one another, and what must not differ between them in it.
+"""Work that differs between processes: forward passes of sharded weights, row numbers, and errors of a single process.
 
-Of weights that are shared out each forward pass gathers all, so that all processes must make as many; and of processes that wait for one
-another all must fail where one does.
+A forward pass with sharded weights gathers them, so all processes must make the same number of passes. If one process fails, all must
+fail, because the others would wait for it.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @contextmanager
 def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
-    """Inside, every process may make as many passes without gradients as it has to: one that is through makes empty passes along with the
-    others, until all are. Nothing else in here may wait for other processes.
+    """Inside, every process may make its own number of forward passes without gradients. A finished process makes empty passes until
+    all are finished. No other collective may run inside.
 
     Args:
-        lm: its weights are shared out.
-        device: of what processes tell one another.
+        lm: a model with sharded weights.
+        device: of the tensors that processes exchange.
     """
 
     def passing(working: bool) -> torch.Tensor:
-        """Which of the processes make a pass of their own now."""
+        """Gather which processes make a real pass now."""
         return gather(torch.tensor([working], device=device, dtype=torch.long))
 
     def announce(*_: Any) -> None:
         passing(True)
 
-    # It comes before the hooks that gather the weights: in between, processes would wait for one another at two places.
+    # It runs before the hooks that gather the weights: otherwise processes would wait in two different collectives.
     announcing = lm.model.register_forward_pre_hook(announce, prepend=True)
     with lm.calling_all_modules():
         try:
             yield
-        finally:  # also where this process has failed: the others go on
+        finally:  # also if this process failed, because the others continue
             announcing.remove()
             any_11 = torch.full((1, 1), lm.mask_token_id, device=lm.device)
             while passing(False).any():
@@ -50,34 +50,34 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
 
 
 def visits(batch: Mapping[str, Any], micro_batch: int, args: TrainingArguments) -> torch.Tensor:
-    """How many rows training has visited before each of a micro-batch, the same however a step is cut into micro-batches.
+    """The number of rows visited before each row of a micro-batch [B], independent of how a step is split into micro-batches.
 
     Args:
-        batch: of this process.
-        micro_batch: its number in the run.
+        batch: this process's micro-batch.
+        micro_batch: its index in the run.
     """
     first = (micro_batch * args.world_size + args.process_index) * args.train_batch_size
     return first + torch.arange(len(batch["sample_id"]), device=batch["sample_id"].device)
 
 
 def without_repeats(batch: dict[str, Any], accelerator: Accelerator) -> dict[str, Any]:
-    """A batch of this process without the rows that accelerate fills the last batches up with, so that all processes have as many."""
+    """This process's batch without the repeated rows with which accelerate pads the last batches to equal size."""
     state, size = accelerator.gradient_state, len(batch["sample_id"])
     if not state.end_of_dataloader or state.remainder <= 0:
         return batch
-    own = min(max(state.remainder - accelerator.process_index * size, 0), size)
-    return slice_tensors(batch, slice(own))
+    num_rows = min(max(state.remainder - accelerator.process_index * size, 0), size)
+    return slice_tensors(batch, slice(num_rows))
 
 
 @contextmanager
 def failing_together(where: str) -> Iterator[None]:
-    """What fails in here on one process fails on all, which would else wait for it for ever. Nothing in here may wait for another one.
+    """Inside, an error of one process is raised on all, which would otherwise wait for it forever. No collective may run inside.
 
     Args:
-        where: what the others are told has failed.
+        where: the failed operation, named in the error of the other processes.
 
     Raises:
-        UnmaskError: of one kind on all processes.
+        UnmaskError: of the same class on all processes.
     """
     error: UnmaskError | None = None
     try:

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,18 +146,6 @@ class Subject:
     def of(cls, lm: DiffusionLM, *, adapters: bool) -> Subject:
         """A model in memory, whose adapters may yet have to be made."""
         return cls(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
-
-
-def refuse_uncalled(trainer_arguments: Mapping[str, Any]) -> None:
-    """Refuse functions of transformers.Trainer that would read the logits of whole rows.
-
-    Raises:
-        ConfigError: one is given.
-    """
-    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
-        if trainer_arguments.get(name) is not None:
-            what = "is never called: a row has no logits of its own, they hang on what is hidden"
-            raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
 
 
 def check_switches(args: Any, subject: Subject) -> None:

@@ -1,4 +1,4 @@
-"""The peak memory of the device that trains: one figure for the logs, the trackers and the screen."""
+"""The peak memory of the training device, for logs, trackers and the display."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pathlib import Path
 import torch
 
 FULL = 0.9
-"""The share of a GPU's memory above which a run is warned: what its allocator cannot find in one piece is then soon out of reach."""
+"""The fraction of a GPU's memory above which a run warns: fragmentation soon makes larger allocations fail."""
 
-_peaks: dict[torch.device, tuple[int, int]] = {}  # bytes allocated and reserved; the largest that were begun anew
+_peaks: dict[torch.device, tuple[int, int]] = {}  # bytes allocated and reserved; the largest peaks before torch's counter was reset
 _warned: set[torch.device] = set()
 
 
 def gpu_peaks(device: torch.device) -> tuple[int, int]:
-    """The most bytes that this process's tensors have held on a GPU, and that its allocator has reserved for them."""
+    """The peak bytes of this process on a GPU: allocated by tensors, and reserved by the allocator."""
     allocated, reserved = _peaks.get(device, (0, 0))
     return max(allocated, torch.cuda.max_memory_allocated(device)), max(reserved, torch.cuda.max_memory_reserved(device))
 
 
 def take_allocated_peak(device: torch.device) -> int:
-    """The most bytes that tensors held on a GPU since the last call (or the start). `gpu_peaks` keeps what this makes torch forget."""
+    """The peak bytes allocated on a GPU since the last call (or the start). Resets torch's counter; `gpu_peaks` remembers."""
     _peaks[device] = gpu_peaks(device)
     peak = torch.cuda.max_memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -31,12 +31,12 @@ def take_allocated_peak(device: torch.device) -> int:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """What a log line says of this process's memory so far.
+    """The memory metrics of this process for a log line.
 
     Returns:
-        `memory_gb`, the peak on the device that trains, in 10^9 bytes: on a GPU what torch's allocator reserved, on a CPU the resident
-        memory of the process. On a GPU also `memory/allocated_gb`, the peak of its tensors alone, and `memory/share`, the part of the
-        card that `memory_gb` is. The first time that this exceeds 90% it warns.
+        `memory_gb`, the peak on the training device in 10^9 bytes: the memory that torch's allocator reserved on a GPU, or the resident
+        memory of the process on a CPU. On a GPU also `memory/allocated_gb`, the peak of tensors, and `memory/share`, the fraction of the
+        GPU that `memory_gb` is. Warns once when it exceeds 90%.
     """
     if device.type != "cuda":
         return {"memory_gb": peak_memory_bytes() / 1e9}
@@ -49,20 +49,19 @@ def memory_metrics(device: torch.device) -> dict[str, float]:
     return {"memory_gb": reserved / 1e9, "memory/allocated_gb": allocated / 1e9, "memory/share": share}
 
 
-_peak_taken = 0  # bytes; the largest peak that `take_peak_memory` has made the kernel forget
+_peak_taken = 0  # bytes; the largest peak before `take_peak_memory` reset the kernel's counter
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident memory that this process has held so far, in bytes (without its child processes)."""
+    """The peak resident memory of this process in bytes, without child processes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return max(_peak_taken, peak if sys.platform == "darwin" else peak * 1024)  # bytes on macOS, kibibytes on Linux
 
 
 def take_peak_memory() -> int | None:
-    """The largest resident memory since the last call (or the start), in bytes; None where the system does not tell.
+    """The peak resident memory since the last call (or the start) in bytes; None unless on Linux with a writable /proc.
 
-    Only Linux does, where /proc is writable. Its kernel starts its count anew: what others read of this process from outside
-    (`/usr/bin/time`, VmHWM) is then the peak since the last call too.
+    Resets the kernel's counter, so that other readers (`/usr/bin/time`, VmHWM) also see the peak since the last call only.
     """
     global _peak_taken
     try:

@@ -1,4 +1,4 @@
-"""What a stage of training did, as its model's card tells it."""
+"""The record of a training run in the history of its model, which the model card shows."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ SHAPING = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
     *("optim", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
 }
-"""The settings of TrainingArguments that a result depends on; of a verb's own settings all do but these:"""
+"""The fields of TrainingArguments that affect the result."""
 WITHOUT_EFFECT = {
     *("cudnn_benchmark", "data_source", "flash_attention", "judge", "log_memory_usage", "log_variance_steps", "logging_dir"),
     *("score_chunk", "token_cache"),
 }
+"""The fields of a trainer's own config that do not affect the result."""
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
 
 
-def stage_entry(args: TrainingConfig, told: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
+def stage_entry(args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
     """One entry of a model's history.
 
     Args:
-        args: the stage's config.
-        told: those of its settings that shape the result.
-        state: the steps made, the tokens trained on (padding not counted), and what was logged, oldest first.
-        rows: of training data; None of a stream.
+        args: the trainer's config.
+        settings: the settings that affect the result.
+        state: has the steps, the training tokens without padding, and the log, oldest first.
+        rows: the number of rows of training data; None for a stream.
 
     Returns:
         JSON types only.
@@ -45,26 +46,26 @@ def stage_entry(args: TrainingConfig, told: dict[str, Any], state: TrainerState,
         "steps": state.global_step,
         "tokens": state.num_input_tokens_seen,
         "seed": args.seed,
-        "settings": told,
+        "settings": settings,
         "metrics": last_metrics(state.log_history),
         "versions": {package: version for package in PACKAGES if (version := package_version(package))},
     }
 
 
 def chosen_settings(args: TrainingConfig) -> dict[str, Any]:
-    """The learning rate, and what else shapes the result and is not as by default."""
+    """The learning rate, and all settings that affect the result and differ from their defaults."""
     left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - SHAPING | WITHOUT_EFFECT
-    told = [field for field in dataclasses.fields(args) if field.name not in left_out]
-    factories = {field.name: field.default_factory() for field in told if field.default_factory is not dataclasses.MISSING}
+    shaping = [field for field in dataclasses.fields(args) if field.name not in left_out]
+    factories = {field.name: field.default_factory() for field in shaping if field.default_factory is not dataclasses.MISSING}
     values = args.to_dict()
-    usual = factories | {"bf16": False}  # unset it is chosen, and told where it is on
-    chosen = {field.name: values[field.name] for field in told if getattr(args, field.name) != usual.get(field.name, field.default)}
+    defaults = factories | {"bf16": False}  # None means chosen at runtime: recorded if it was turned on
+    chosen = {field.name: values[field.name] for field in shaping if getattr(args, field.name) != defaults.get(field.name, field.default)}
     return {"learning_rate": args.learning_rate} | chosen
 
 
 def last_metrics(log: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The last value of every loss and other measure; not the summary of the run's speed."""
+    """The last value of each metric, without those of speed and memory and the summary of the run."""
     lines = [line for line in log if "train_loss" not in line]
     merged = {name: value for line in lines for name, value in line.items()}
-    apart = ("_runtime", "_per_second")
-    return {n: v for n, v in merged.items() if n not in NOT_METRICS and not n.endswith(apart) and not n.startswith("memory/")}
+    speed = ("_runtime", "_per_second")
+    return {n: v for n, v in merged.items() if n not in NOT_METRICS and not n.endswith(speed) and not n.startswith("memory/")}

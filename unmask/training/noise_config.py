@@ -1,4 +1,4 @@
-"""How training hides tokens: the settings that conversion and SFT share, and the plan that follows from them."""
+"""How training hides tokens: the settings that conversion and SFT share, and the view plan that they describe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NoisingConfig(TrainingConfig):
     schedule: str = field(default="linear", metadata={"help": "The noise schedule: linear, cosine or geometric."})
     weighting: Weighting = field(
         default="elbo",
-        metadata={"help": "What a hidden token weighs: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},
+        metadata={"help": "The weight of a hidden token: elbo (-alpha'/(1-alpha)), 1/t, uniform, or cart (by the visible text near it)."},
     )
     min_time: float = field(default=1e-3, metadata={"help": "The lowest time t; bounds the weight 1/t."})
     max_time: float = field(default=1.0, metadata={"help": "The highest time t."})
@@ -29,19 +29,19 @@ class NoisingConfig(TrainingConfig):
     exact_count: bool = field(
         default=False,
         metadata={
-            "help": "Hide exactly k of the L tokens of a group, k drawn evenly, instead of each with a probability; weights are at most L."
+            "help": "Hide exactly k of the L tokens of a group, k uniform, instead of each with a probability; weights are at most L."
         },
     )
-    cart_p: float = field(default=0.1, metadata={"help": "weighting cart: how fast the influence of a token falls with its distance."})
+    cart_p: float = field(default=0.1, metadata={"help": "For weighting cart: how fast the influence of a token falls with its distance."})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not (self.min_time > 0 and 0 < self.cart_p < 1):
             raise ConfigError("is not above 0, or cart_p not below 1", where="min_time, cart_p", remedy="Use min_time=1e-3, cart_p=0.1")
-        noise = self.noise  # refuses what makes no sense
+        noise = self.noise  # raises ConfigError for invalid settings
         if self.exact_count and noise != Noise(get_schedule("linear"), NoisingConfig.min_time):
             what = "exact counts have no schedule, band of times or weighting"
-            raise ConfigError(what, where="exact_count", remedy="Leave the other settings of the noise as they are, or exact_count out")
+            raise ConfigError(what, where="exact_count", remedy="Leave out the other noise settings, or exact_count")
 
     @property
     def noise(self) -> Noise:
@@ -51,7 +51,7 @@ class NoisingConfig(TrainingConfig):
     def plan(
         self, lm: DiffusionLM, group_BT: Tensor, document_BT: Tensor, draw: Draw, *, views: int = 1, complementary: bool = False
     ) -> Views:
-        """Views of the noise: `views` of them, or a complementary pair."""
+        """`views` random views of each row, or a complementary pair."""
         noise = self.noise
         if self.exact_count:
             return exact_count_pair(group_BT, draw) if complementary else exact_count_views(group_BT, draw, views=views)

@@ -1,4 +1,4 @@
-"""What the stages share that train on answers to prompts: which rows may be used, and how they are made to fit."""
+"""Settings of the trainers that train on answers to prompts: which rows are used, and how they are truncated or filled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unmask.training.config_fields import check_settings, setting
 
 @dataclass(kw_only=True)
 class PairConfig(TrainingConfig):
-    """Settings of the stages that train on answers to prompts."""
+    """Settings of the trainers that train on answers to prompts."""
 
     canvas_length: int | None = setting(
         None,
@@ -23,9 +23,11 @@ class PairConfig(TrainingConfig):
         low=1,
     )
     bad_rows: Literal["error", "skip"] = setting(
-        "error", "What becomes of rows that cannot be used: error, or skip: left out and counted by reason", choices=("error", "skip")
+        "error",
+        "How to handle unusable rows: error, or skip (leave them out and count them by reason)",
+        choices=("error", "skip"),
     )
-    truncate_prompt: bool = setting(False, "Of a prompt that leaves no room for the completion, keep only the end")
+    truncate_prompt: bool = setting(False, "Keep only the end of a prompt that leaves no room for the completion")
 
     answers_prompts = True
 
@@ -34,12 +36,12 @@ class PairConfig(TrainingConfig):
         check_settings(self)
 
     def data_report(self, where: str) -> DataReport:
-        """An empty report, with this policy."""
+        """An empty report that follows `bad_rows`."""
         return DataReport(where, skip=self.bad_rows == "skip")
 
 
 def room(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = False) -> Room:
-    """What a row of this model may hold."""
+    """The size limits of a row for this model."""
     return Room(
         max_length=row_length(lm, args),
         canvas_length=canvas(lm, args),

@@ -1,4 +1,4 @@
-"""The model that a policy is held to: the base under its adapters, or a frozen copy, which may follow the policy slowly."""
+"""The reference model of a KL term: the base under the policy's adapters, or a frozen copy, which may follow the policy slowly."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import load, read_config
 
 FILE = "reference.safetensors"
-WITHOUT = "what needs no reference (beta 0, or loss_type simpo)"
+WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"
 
 
 class Reference:
-    """The policy as it was given.
+    """The reference model: the untrained policy, or another model.
 
     Args:
-        lm: the policy, not trained yet. Where it has adapters that start at zero, and trains nothing else, the reference is the base
-            itself, with the adapters off: no second model is held.
-        device: where a second model is held, whole: that of the training, to which FSDP and DeepSpeed move the policy only later.
-        moves: whether it will be moved, which takes a copy of what is trained.
-        path: another model to hold the policy to, of the same vocabulary and read in the same way; None: the policy as it was given.
+        lm: the policy before training. If it trains only adapters that start at zero, the reference is its base with the adapters
+            switched off, and no second model is held.
+        device: the device that holds the whole second model, if there is one: the training device.
+        moves: whether the reference will be moved, which needs a copy of the trained weights.
+        path: another reference model with the same vocabulary and settings; None: the policy before training.
 
     Raises:
-        ConfigError: the other model has another vocabulary or other settings, or there are no whole weights: those of a model that is
-            loaded under ZeRO 3 are shared out at once.
+        ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already sharded the weights.
     """
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
@@ -40,7 +39,7 @@ class Reference:
         self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None and changes_nothing(lm)
         source = lm if path is None else load_beside(lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
-            what = "no reference can be made of weights that ZeRO 3 has shared out"
+            what = "no reference can be made from weights that ZeRO 3 has sharded"
             raise ConfigError(what, where="reference", remedy=f"Use zero1, zero2 or FSDP, or {WITHOUT}")
         self.lm = lm if self.is_base else lm.frozen_copy() if path is None else source
         if not self.is_base:
@@ -48,23 +47,23 @@ class Reference:
 
     @contextmanager
     def model_in_use(self) -> Iterator[DiffusionLM]:
-        """Inside, what is given is the reference."""
+        """Yields the reference; inside, the adapters are switched off if they are part of the policy."""
         with self.policy.model.disable_adapter() if self.is_base else nullcontext():
             yield self.lm
 
     @torch.no_grad()
     def move(self, share: float) -> None:
-        """Take this share of the way to the policy's weights (TR-DPO, Gorbatovski et al. 2024, eq. 3)."""
-        for mine, theirs in zip(self.lm.model.parameters(), self.policy.model.parameters(), strict=True):
-            if theirs.requires_grad:
-                mine.lerp_(theirs.to(mine.dtype), share)
+        """Move the weights towards the policy's by this fraction (TR-DPO, Gorbatovski et al. 2024, eq. 3)."""
+        for reference, policy in zip(self.lm.model.parameters(), self.policy.model.parameters(), strict=True):
+            if policy.requires_grad:
+                reference.lerp_(policy.to(reference.dtype), share)
 
     def save(self, folder: Path) -> None:
-        """Write the weights of a reference that has moved."""
+        """Write the weights of a moved reference."""
         save_file({name: weight.contiguous() for name, weight in self._moving().items()}, folder / FILE)
 
     def load(self, folder: Path) -> None:
-        """Read them back."""
+        """Read the weights that `save` wrote."""
         stored = load_file(folder / FILE)
         with torch.no_grad():
             for name, weight in self._moving().items():
@@ -76,38 +75,38 @@ class Reference:
 
 
 def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = False, path: str | None = None) -> Reference:
-    """The reference of a run on these processes; the rest as in `Reference`.
+    """The reference of a run; arguments as in `Reference`.
 
     Raises:
-        ConfigError: as `Reference`; or FSDP leaves all but the first process without weights.
+        ConfigError: as in `Reference`, or only the first process has weights (FSDP's cpu_ram_efficient_loading).
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.cpu_ram_efficient_loading:
-        what = "only the first process has weights to make a reference of"
+        what = "only the first process has weights to make a reference from"
         raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}")
     return Reference(lm, device=accelerator.device, moves=moves, path=path)
 
 
 def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
-    """Another model, in the policy's dtype; a stock one is read as the policy is.
+    """Load another model in the policy's dtype. A model without saved settings gets the policy's attention pattern.
 
     Raises:
-        ConfigError: its tokens, or the settings that it was saved with, are not the policy's.
+        ConfigError: its tokens or saved settings differ from the policy's.
         ModelError: it cannot be loaded.
     """
     config, _ = read_config(path, {})
-    own, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
-    pattern: dict[str, Any] = {} if own else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
+    has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
+    pattern: dict[str, Any] = {} if has_settings else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
     sizes = [each.config.vocab_size for each in (other, lm)]
     if sizes[0] != sizes[1]:
         what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
     if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
-        what = "its tokens have other numbers than the policy's"
+        what = "its tokens have other ids than the policy's"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
     if differing := [name for name, value in lm.pattern.items() if other.pattern[name] != value]:
         what = " and ".join(f"its {name} is {other.pattern[name]}, the policy's {lm.pattern[name]}" for name in differing)
-        remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if own else ''}, or leave it out"
+        remedy = f"Give a model that was saved with the policy's settings{', or a stock one' if has_settings else ''}, or leave it out"
         raise ConfigError(what, where=where, remedy=remedy)
     return other.compile_as(lm)

@@ -1,4 +1,4 @@
-"""What a training run tells while it runs: the log of its metrics, and a display of how far it is."""
+"""The metrics log of a training run, its progress display, and means over processes."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from unmask.training.step_timer import Phases
 LOG_NAME = "training_logs.json"
 SUMS_NAME = "recorded.json"
 SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
-"""What a display shows, beside the memory."""
+"""The metrics on the progress display, in addition to memory."""
 OWN = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
     *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
-"""What reinforcement learning logs; and all that begins with one of these:"""
+"""Metric names of the trainers, reserved together with the prefixes below."""
 OWN_BEGINNINGS = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
 
 
 def metric_of_function(name: str) -> str:
-    """What a metric of a reward function is logged as: its name, as in TRL, or `logged/NAME` where that is one of the trainer's own."""
+    """The logged name of a reward function's metric: its own name, as in TRL, or `logged/NAME` if a trainer uses that name."""
     return f"logged/{name}" if name in OWN or name.startswith(OWN_BEGINNINGS) else name
 
 
 class Progress(Protocol):
-    """What shows how far a run is: a stage of `unmask.console.Progress`, or a part of one."""
+    """A progress display: a phase of `unmask.console.Progress`, or a fraction of one."""
 
     def update(self, fraction: float, **metrics: float) -> None: ...
 
@@ -50,9 +50,9 @@ class RunLog:
     """The metrics of a run, one JSON object a line.
 
     Attributes:
-        folder: where `training_logs.json` lies.
-        first_step: steps of the run that came before, where this is a part of it (a stage of a conversion).
-        stage: the number of the stage, in every line of a conversion.
+        folder: the folder of `training_logs.json`.
+        first_step: the steps before this stage of a conversion; else 0.
+        stage: the stage number, written to every line of a conversion.
     """
 
     folder: Path
@@ -60,26 +60,26 @@ class RunLog:
     stage: int | None = None
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append one line; `step` counts within this part."""
+        """Append one line; `step` counts from the start of this stage."""
         stage = {} if self.stage is None else {"stage": self.stage}
         MetricsLog(self.folder / LOG_NAME).write({"step": self.first_step + step, **stage, **metrics})
 
     def read(self) -> list[dict[str, Any]]:
-        """The lines of this part as it wrote them, with its own steps."""
+        """The lines of this stage, with steps counted from its start."""
         mine = [line for line in self._lines() if line.pop("stage", None) == self.stage]
         return [line | {"step": line["step"] - self.first_step} for line in mine]
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged after this step (0: all of this part), which will be logged again."""
+        """Drop the lines after this step (0: all lines of this stage). They will be logged again."""
         lines = self._lines()
         kept = list(takewhile(lambda line: not self._later(line, step), lines))
         if len(kept) < len(lines):
             write_atomic(self.folder / LOG_NAME, "".join(json.dumps(line) + "\n" for line in kept))
 
     def _later(self, line: Mapping[str, Any], step: int) -> bool:
-        """Whether it was written after a step's checkpoint; the summary of a part comes after its last."""
-        stage, own = line.get("stage", 0), self.stage or 0
-        return stage > own or (stage == own and (step == 0 or line["step"] > self.first_step + step or "train_loss" in line))
+        """Whether a line was written after a step's checkpoint; the summary of a stage comes after its last checkpoint."""
+        line_stage, stage = line.get("stage", 0), self.stage or 0
+        return line_stage > stage or (line_stage == stage and (step == 0 or line["step"] > self.first_step + step or "train_loss" in line))
 
     def _lines(self) -> list[dict[str, Any]]:
         path = self.folder / LOG_NAME
@@ -87,7 +87,7 @@ class RunLog:
 
 
 class RunCallback(TrainerCallback):
-    """Keeps the log of the run and the progress display, and ends the steps of the phases.
+    """Writes the log of the run, updates the progress display, and ends the steps of the phase timer.
 
     Attributes:
         memory_gb: the peak memory that the display shows with the next metrics.
@@ -112,10 +112,10 @@ class RunCallback(TrainerCallback):
 
 
 class Throughput:
-    """Tokens and samples a second since they were last asked for, pauses for evaluation and checkpoints included.
+    """Tokens and samples per second since the last `take`, including pauses for evaluation and checkpoints.
 
     Attributes:
-        samples: that this process has seen since then.
+        samples: samples of this process since then.
     """
 
     def __init__(self) -> None:
@@ -124,11 +124,11 @@ class Throughput:
         self._since = time.perf_counter()
 
     def take(self, tokens: int, before: int) -> dict[str, float]:
-        """The rates of all processes, which must ask at the same time.
+        """The rates over all processes. A collective: all processes must call it.
 
         Args:
-            tokens: that all processes have seen.
-            before: of these, the tokens of earlier sessions of the run.
+            tokens: training tokens of all processes so far.
+            before: the tokens among them from before a resume.
         """
         now, new = time.perf_counter(), tokens - (before if self._tokens is None else self._tokens)
         seconds, samples = now - self._since, sum(gather_object([self.samples]))
@@ -137,22 +137,22 @@ class Throughput:
 
 
 def check_finite(name: str, value: Any, step: int) -> None:
-    """Raise TrainingError where a number (a tensor's or Python's) is not finite."""
+    """Raise TrainingError if a number (a tensor or a Python number) is not finite."""
     if not math.isfinite(number := float(value.detach() if isinstance(value, Tensor) else value)):
         remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
         raise TrainingError(f"the {name} is {number}", where=f"step {step}", remedy=remedy)
 
 
 Sums = dict[str, list[float]]
-"""By name, the sum of what was measured and how much that was."""
+"""By metric name, the sum of the values and their count."""
 
 
 class Means:
-    """What this process measured since each name was last taken.
+    """Running means of metrics since each was last taken.
 
     Attributes:
-        prefix: what the names begin with: that of an evaluation, or nothing in training.
-        evaluating: whether it is of an evaluation.
+        prefix: the prefix of the metric names: that of an evaluation; empty in training.
+        evaluating: whether the metrics are those of an evaluation.
     """
 
     def __init__(self, prefix: str = "") -> None:
@@ -160,44 +160,44 @@ class Means:
         self._sums: Sums = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add a sum over `count` things that were measured."""
+        """Add a sum of `count` values."""
         sums = self._sums[self.prefix + name]
         sums[0] += total
         sums[1] += count
 
     def take(self, is_due: Callable[[str], bool]) -> dict[str, float]:
-        """The means of all processes of the names that are due, which begin anew. All processes must ask at the same time."""
+        """The means over all processes of the metrics that are due, which are then reset. A collective: all processes must call it."""
         mine = {name: self._sums.pop(name) for name in [*self._sums] if is_due(name)}
         return {name: total / count for name, (total, count) in _everywhere(mine).items() if count > 0}
 
     def state(self) -> Sums:
-        """This process's sums, to be given to `load`."""
+        """This process's sums, for `load`."""
         return {name: [*parts] for name, parts in self._sums.items()}
 
     def state_everywhere(self) -> Sums:
-        """The sums of all processes, to be given to `load` on one of them. All processes must ask at the same time."""
+        """The sums over all processes, for `load` on one of them. A collective: all processes must call it."""
         return _everywhere(self._sums)
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Go on from these sums in place of one's own."""
+        """Replace the sums by these."""
         self._sums.clear()
         self._sums.update({name: [*parts] for name, parts in state.items()})
 
 
 def write_sums(checkpoint: Path, sums: Sums, *, write: bool) -> None:
-    """Keep in a checkpoint what all processes measured since the last log line; the process that has to `write` does."""
+    """Save the sums since the last log line in a checkpoint, on the process with `write` set."""
     if write:
         write_atomic(checkpoint / SUMS_NAME, json.dumps(sums))
 
 
 def read_sums(checkpoint: Path) -> Sums:
-    """What `write_sums` kept; nothing where an older version of Unmask wrote the checkpoint."""
+    """The sums that `write_sums` saved; empty for a checkpoint of an older version of Unmask."""
     path = checkpoint / SUMS_NAME
     return json.loads(path.read_text()) if path.exists() else {}
 
 
 def _everywhere(sums: Sums) -> Sums:
-    """Sums of all processes, which may have different names."""
+    """Sums over all processes, which may have different metric names."""
     ranks = gather_object([dict(sums)])
     names = dict.fromkeys(name for each in ranks for name in each)
     return {name: [sum(part) for part in zip(*(each[name] for each in ranks if name in each), strict=True)] for name in names}

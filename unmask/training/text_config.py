@@ -1,4 +1,4 @@
-"""What the stages share that train on plain text: where its rows come from."""
+"""Settings and rows of the trainers that train on plain text."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from unmask.training.config import TrainingConfig, row_length, rows_per_step
 
 @dataclass(kw_only=True)
 class TextConfig(TrainingConfig):
-    """Settings of the stages that train on plain text."""
+    """Settings of the trainers that train on plain text."""
 
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
-    packing: bool = field(default=True, metadata={"help": "Lay documents end to end; they do not see one another."})
-    token_cache: str | None = field(default=None, metadata={"help": "A folder that keeps token rows on disk, for this run and later ones."})
+    packing: bool = field(default=True, metadata={"help": "Pack documents into full rows, without attention between them."})
+    token_cache: str | None = field(
+        default=None, metadata={"help": "A folder that caches token rows on disk, for this run and later ones."}
+    )
 
     @classmethod
     def data_defaults(cls, data: DataConfig, task: str | None) -> dict[str, Any]:
@@ -29,13 +31,13 @@ class TextConfig(TrainingConfig):
 
 
 def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """The rows of a text data set: from the token cache where there is one, else in memory, or made while training where it is a stream.
+    """The token rows of a text data set: from the token cache if it is set, else in memory, or for a stream made during training.
 
     Args:
         lm: the model that is trained.
-        args: the stage's config.
-        dataset: a list, a `datasets.Dataset`, or a stream, which is all that has no length, such as a `datasets.IterableDataset`.
-        where: what errors call the data set.
+        args: the trainer's config.
+        dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a `datasets.IterableDataset`.
+        where: the name of the data set in errors.
 
     Raises:
         DataError: no text, a row without it, a corrupted cache, or held-out rows that are a stream.
@@ -48,17 +50,17 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
     if isinstance(dataset, Sized):
         return list(make_rows(texts))
     if where == "eval_dataset":
-        raise DataError("is a stream", where=where, remedy="Give rows that end, as list(stream.take(200))")
+        raise DataError("is a stream", where=where, remedy="Give a finite list, such as list(stream.take(200))")
     if args.max_steps <= 0:
         raise ConfigError("a stream has no end", where="max_steps", remedy="Set it, or token_cache to go over a stream before training")
     if args.dataloader_num_workers > 1:
         what = f"{args.dataloader_num_workers} workers for one stream"
         raise ConfigError(what, where="dataloader_num_workers", remedy="Use 0, or 1 to make rows in the background")
     rows = StreamedRows(texts, make_rows)
-    next(iter(rows))  # what is wrong with the first rows is told before training
+    next(iter(rows))  # errors in the first rows are raised before training
     return rows
 
 
 def rows_from(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:
-    """The rows of a run that begins at an optimizer step of a longer one: a stream goes on where it stood."""
+    """The rows of a stage that begins at this optimizer step of a run: a stream continues at its position."""
     return rows.skip(step * rows_per_step(args)) if isinstance(rows, StreamedRows) else rows

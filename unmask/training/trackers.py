@@ -1,4 +1,4 @@
-"""Trackers (TensorBoard, Weights & Biases, Trackio, ...): which there are, where they write, and one of each for runs of several parts."""
+"""Trackers (TensorBoard, Weights & Biases, Trackio, ...): availability checks, and one tracker for runs of several stages."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NEEDS = {
     "trackio": {"trackio": "trackio"},
     "wandb": {"wandb": "wandb"},
 }
-"""The trackers that transformers knows; of each the modules that it imports, and the packages that have these."""
+"""The trackers that transformers supports, with the modules that each imports and the packages that provide them."""
 KUBEFLOW_SERVER = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def check_trackers(report_to: str | list[str] | None, logging_dir: str | None) -> None:
-    """Refuse trackers that could not work, before anything is loaded.
+    """Refuse trackers that cannot work, before a model is loaded.
 
     Raises:
-        ConfigError: an unknown or absent tracker, or a folder that no tracker would write to.
+        ConfigError: an unknown or missing tracker, or a folder that no tracker would write to.
     """
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     some = [name for name in names if name not in ("none", "all")]
@@ -57,17 +57,17 @@ def check_trackers(report_to: str | list[str] | None, logging_dir: str | None) -
 
 
 def direct(callbacks: Iterable[TrainerCallback], logging_dir: str | None) -> None:
-    """Let TensorBoard write to a folder (None: as TENSORBOARD_LOGGING_DIR says, else `runs` in the output directory)."""
+    """Set TensorBoard's folder (None: TENSORBOARD_LOGGING_DIR, else `runs` in the output directory)."""
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and logging_dir is not None:
             callback.logging_dir = os.path.expanduser(logging_dir)
 
 
 class RunTrackers(TrainerCallback):
-    """The trackers of a run of several parts, each with a Trainer of its own: they see one run, with one count of steps.
+    """The trackers of a run of several stages, each with its own Trainer: the trackers see one run with one step count.
 
-    Trainers of the parts have this as a callback, with an empty `report_to`. Metrics are logged at the steps of the whole run, with the
-    number of the stage as `stage`; the trackers begin with the first part that trains, and end with `finish`.
+    The Trainers of the stages have this as a callback and an empty `report_to`. Metrics are logged at the steps of the whole run, with the
+    stage number as `stage`. The trackers start with the first stage that trains, and end with `finish`.
 
     Args:
         args: of the whole run.
@@ -81,47 +81,47 @@ class RunTrackers(TrainerCallback):
         self._end: tuple[TrainerState, Any, dict[str, Any]] | None = None
 
     def part(self, first_step: int, stage: int) -> RunTrackers:
-        """Itself, for the part that begins after so many steps."""
+        """Itself, set to the stage that begins after `first_step` steps."""
         self.first_step, self.stage = first_step, stage
-        if self._end is not None:  # the model and the optimizer of the part before can go
+        if self._end is not None:  # frees the model and the optimizer of the stage before
             self._end = *self._end[:2], {}
         return self
 
     def finish(self) -> None:
-        """End the trackers, where any part was trained."""
+        """End the trackers, if any stage was trained."""
         if self._end is not None:
             state, control, rest = self._end
-            self._tell("on_train_end", state, control, rest)
+            self._notify("on_train_end", state, control, rest)
             self._end = None
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
         if not self._began:
-            self._tell("on_train_begin", self._of_run(state), control, rest)
+            self._notify("on_train_begin", self._of_run(state), control, rest)
         self._began = True
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
         self._end = self._of_run(state), control, rest
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
-        self._tell("on_log", self._of_run(state), control, rest | {"logs": {**(logs or {}), "stage": self.stage}})
+        self._notify("on_log", self._of_run(state), control, rest | {"logs": {**(logs or {}), "stage": self.stage}})
 
     def _of_run(self, state: TrainerState) -> TrainerState:
-        """The state of a part, at the step of the whole run."""
+        """A copy of a stage's state, with the step of the whole run."""
         whole = copy.copy(state)
         whole.global_step += self.first_step
         return whole
 
-    def _tell(self, event: str, state: TrainerState, control: Any, rest: dict[str, Any]) -> None:
+    def _notify(self, event: str, state: TrainerState, control: Any, rest: dict[str, Any]) -> None:
         for tracker in self.trackers:
             getattr(tracker, event)(self.args, state, control, **rest)
 
 
-def _passed_on(event: str) -> Callable[..., None]:
-    def passed_on(self: RunTrackers, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
-        self._tell(event, self._of_run(state), control, rest)
+def _forwarder(event: str) -> Callable[..., None]:
+    def forward(self: RunTrackers, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
+        self._notify(event, self._of_run(state), control, rest)
 
-    return passed_on
+    return forward
 
 
 for _event in (name for name in vars(TrainerCallback) if name.startswith("on_") and name not in vars(RunTrackers)):
-    setattr(RunTrackers, _event, _passed_on(_event))
+    setattr(RunTrackers, _event, _forwarder(_event))

@@ -1,6 +1,6 @@
-"""The shared trainer: transformers.Trainer over a DiffusionLM, with one loss to override.
+"""The base of all trainers: transformers.Trainer over a DiffusionLM, with one loss to override.
 
-Shapes: B batch, M views, T tokens.
+Shapes: B batch, M masks (views), T tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -30,44 +30,39 @@ from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows, naming_metric
 from unmask.training.distributed import lockstep, visits, without_repeats
-from unmask.training.hardware_checks import Subject, check_switches, compile_in_place, refuse_uncalled
-from unmask.training.memory import memory_metrics
+from unmask.training.hardware_checks import compile_in_place
+from unmask.training.metrics_trainer import Batch, MetricsTrainer
 from unmask.training.model_history import chosen_settings, stage_entry
-from unmask.training.optimizers import check_rounding, keep_on_host, naming_missing
-from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, check_finite, read_sums, write_sums
+from unmask.training.optimizers import keep_on_host, naming_missing
+from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, write_sums
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import direct
+from unmask.training.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
     import peft
 
-STEP_LOSSES = ("loss", "train_loss")
-"""Means over steps: since the last log line, and of the whole run."""
 
-Batch = dict[str, Any]
-"""Tensors by name, and `one_document`."""
+class DiffusionTrainer(MetricsTrainer):
+    """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
-
-class DiffusionTrainer(Trainer):
-    """transformers.Trainer whose loss is a plan of views over a DiffusionLM.
-
-    Subclasses say what to hide (`plan`); a trainer with another loss overrides `micro_loss`. Losses are sums divided by the
-    items (maskable tokens) of the whole accumulated batch over all ranks, so that gradient accumulation changes nothing.
+    Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss. Losses are sums divided
+    by the items (maskable tokens) of the whole accumulated batch over all ranks, so that gradient accumulation changes nothing.
 
     Args:
         model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as `processing_class`.
-        args: the stage's config.
-        train_dataset: rows as the stage describes them.
-        eval_dataset: the same, held out.
-        peft_config: train adapters instead of the weights.
-        progress: a stage of a progress display to keep up to date.
-        log: where the metrics go; None: `training_logs.json` in the output directory.
-        phases: what takes the time and memory of the parts of a step; None: one of its own.
+        args: the trainer's config.
+        train_dataset: rows in the format that the trainer documents.
+        eval_dataset: held-out rows in the same format.
+        peft_config: trains adapters instead of the weights.
+        progress: a progress display to update.
+        log: where metrics are written; None: `training_logs.json` in the output directory.
+        phases: measures time and memory by phase of a step; None: a new one.
         data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
     streams = False
-    """Whether the data set may be a stream, which has no length."""
+    """Whether the data set may be a stream (an iterable without a length)."""
 
     def __init__(
         self,
@@ -90,11 +85,8 @@ class DiffusionTrainer(Trainer):
         train_rows = self._checked_rows(lm, args, train_dataset, "train_dataset")
         eval_rows = self._checked_rows(lm, args, eval_dataset, "eval_dataset")
         check_rows(args, train_rows, eval_rows)
-        refuse_uncalled(trainer_arguments)
-        subject = Subject.of(lm, adapters=peft_config is not None or has_adapters(lm))
-        check_switches(args, subject)
-        check_rounding(args, subject)
-        set_seed(args.seed)  # new adapters follow from it
+        refuse_unsupported(lm, args, adapters=peft_config is not None or has_adapters(lm), trainer_arguments=trainer_arguments)
+        set_seed(args.seed)  # new adapters are initialised from it
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
@@ -116,23 +108,25 @@ class DiffusionTrainer(Trainer):
         if args.torch_compile:
             compile_in_place(self.lm, args, self.accelerator)
         direct(self.callback_handler.callbacks, args.logging_dir)
-        for other in (PrinterCallback, ProgressCallback) if progress is not None else ():
-            self.remove_callback(other)
+        if progress is not None:
+            self.remove_callback(PrinterCallback)
+            self.remove_callback(ProgressCallback)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
-        """The user's rows as the collator reads them."""
+        """Convert the user's rows to the format of the collator. `where` names the data set in errors."""
         return dataset
 
     @classmethod
     def _checked_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
-        if dataset is not None:
-            check_dataset(dataset, where, streams=cls.streams)
-        return None if dataset is None else shown(cls.make_rows(lm, args, dataset, where), args.should_save)
+        if dataset is None:
+            return None
+        check_dataset(dataset, where, streams=cls.streams)
+        return shown(cls.make_rows(lm, args, dataset, where), args.should_save)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
-        """What to hide, score and weigh in this batch."""
+        """The views of this batch: the tokens to hide, the tokens to predict, and the weight of each."""
         raise AssertionError(f"{type(self).__name__} overrides neither plan nor micro_loss")
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
@@ -140,47 +134,38 @@ class DiffusionTrainer(Trainer):
         return self.cross_entropy(lm, batch, self.plan(batch, self.visit(batch)))
 
     def visit(self, batch: Batch) -> Draw:
-        """As `draw`, with times spread evenly over the rows that training visits one after another."""
+        """As `draw`, with noise times spread evenly over consecutive training rows."""
         return replace(self.draw(batch), order_B=batch.get("order"))
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
-        """The weighted cross-entropy of views, summed; its plain mean is logged, that of a causal view by itself."""
+        """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and causal views."""
         log_prob_BMT = view_log_probs(lm, batch["input_ids"], documents_apart(batch), views, chunk=self.args.score_chunk)
         noised = views.count - views.causal
-        for name, at in (("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))):
-            count = views.target_BMT[:, at].sum()
-            self.record(name, -log_prob_BMT[:, at].detach().sum() / count.clamp_min(1), float(count))
+        for name, selected in (("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))):
+            count = views.target_BMT[:, selected].sum()
+            self.record(name, -log_prob_BMT[:, selected].detach().sum() / count.clamp_min(1), float(count))
         return weighted_cross_entropy(log_prob_BMT, views)
 
-    def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
-        """Average a metric into the next log line."""
-        self.means.add(name, float(value) * count, count)
-
     def count_items(self, batch: Batch) -> Tensor:
-        """What the loss is divided by: the maskable tokens."""
+        """The divisor of the loss: the number of maskable tokens."""
         return batch["maskable"].sum()
 
-    def count_tokens(self, batch: Batch) -> Tensor:
-        """All tokens that are no padding: what the model card counts."""
-        return (batch["documents"] > 0).sum()
-
-    def count_samples(self, batch: Batch) -> int:
-        """The rows of this process's micro-batch: what `samples_per_second` counts."""
-        return len(batch["sample_id"])
-
     def draw(self, batch: Batch) -> Draw:
-        """Randomness keyed by sample and epoch: the same masks on any number of devices, and after a resume."""
+        """Randomness keyed by seed, sample and epoch: the same masks on any number of devices and after a resume."""
         epoch = 0 if self.means.evaluating else int(self.state.epoch or 0)
         return Draw(self.args.seed, batch["sample_id"], epoch)
 
     @property
     def over(self) -> bool:
-        """Whether all steps are done. Of a run resumed at its very end transformers would make one more."""
+        """Whether all steps are done. transformers would make one more step when a run is resumed at its end."""
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer. But True means the last whole checkpoint, if there is one; a path may be the folder of a run; an
-        earlier run's checkpoints are not overwritten; and what is logged again replaces what was."""
+        """As in transformers.Trainer, with these differences.
+
+        True resumes from the last complete checkpoint, or starts from the beginning if there is none. A path may also be the
+        folder of a run. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced.
+        """
         self._throughput = Throughput()
         folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
@@ -192,57 +177,53 @@ class DiffusionTrainer(Trainer):
         return super().train(checkpoint and str(checkpoint), **rest)
 
     def planned_steps(self, args: TrainingConfig) -> int:
-        """The optimizer steps of a run on these rows with other arguments, those of the whole run."""
+        """The number of optimizer steps that a run with these arguments makes on this trainer's rows."""
         return self.set_initial_training_values(args, self.get_train_dataloader())[-1]
 
     def planned_seconds(self, args: TrainingConfig) -> float:
-        """What such a run takes before its first step."""
+        """The estimated seconds that such a run needs before its first step."""
         return 0.0
 
     def data_reports(self) -> dict[str, DataReport]:
-        """What was found in the data sets, by their names, where it was looked into."""
+        """The data reports by data set (`train`, `eval`), for data sets that have one."""
         named = {"train": self.train_dataset, "eval": self.eval_dataset}
         return {name: rows.report for name, rows in named.items() if isinstance(rows, Rows)}
 
     def rewind(self, step: int) -> None:
-        """Drop what was logged after this step, which will be logged again."""
+        """Drop the log lines after this step. They will be written again."""
         self.metrics.rewind(step)
 
     def reported_settings(self) -> dict[str, Any]:
-        """What the model's history says of the settings."""
+        """The settings that are stored in the model's history."""
         return chosen_settings(self.args)
 
     def _remember(self) -> None:
-        """Put what this stage did into the model's history, after the earlier stages."""
-        if self.state.global_step > 0:  # else the evaluation of a model that is not trained yet
+        """Append this run to the history in the model's config."""
+        if self.state.global_step > 0:  # nothing to record when an untrained model is evaluated
             entry = stage_entry(self.args, self.reported_settings(), self.state, rows=self._rows)
             setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
 
-    def get_performance_stats(self) -> dict[str, Any]:
-        """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
-        return self.phases.performance_stats()
-
     @property
     def sharded(self) -> bool:
-        """Whether checkpoints are those of FSDP or DeepSpeed, with other files."""
+        """Whether FSDP or DeepSpeed writes the checkpoints, which then consist of other files."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     @property
     def shares_weights(self) -> bool:
-        """Whether every process holds a part of the weights, so that each forward pass takes all processes: FSDP and ZeRO 3."""
+        """Whether each process holds only a part of the weights (FSDP, ZeRO 3). Every forward pass then needs all processes."""
         return self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3)
 
     def lockstep(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, processes may make different numbers of passes without gradients, and must not wait for one another otherwise."""
+        """Inside, processes may make different numbers of forward passes without gradients. Other collectives would deadlock."""
         return lockstep(self.lm, self.args.device) if self.shares_weights else contextlib.nullcontext()
 
     # Evaluation.
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on the held-out rows or on others, as the stage describes them.
+        """As in transformers.Trainer, on `eval_dataset` (user rows), or on the held-out rows of the trainer.
 
         Raises:
-            ConfigError: there are none, or the prefix is that of the summary of a run.
+            ConfigError: there are no rows, or the prefix is `train`, which is reserved.
         """
         rows = self.held_out_rows(eval_dataset)
         with self.measuring(metric_key_prefix):
@@ -250,30 +231,20 @@ class DiffusionTrainer(Trainer):
             return super().evaluate(rows, ignore_keys, metric_key_prefix)
 
     def measure(self, rows: Any) -> None:
-        """What a stage measures of held-out rows beside the loss, before it."""
-
-    @contextlib.contextmanager
-    def measuring(self, prefix: str) -> Iterator[None]:
-        """Inside, what is recorded is of an evaluation, and is logged by itself, under this prefix."""
-        if prefix == "train":
-            raise ConfigError("is that of the summary of a run", where="metric_key_prefix", remedy="Use another, as in train_rows")
-        kept, self.means = self.means, Means(f"{prefix}_")
-        try:
-            yield
-        finally:
-            self.means = kept
+        """Hook for metrics of held-out rows other than the loss. Called before the loss is evaluated."""
 
     def held_out_rows(self, dataset: Any = None) -> Any:
-        """The rows of a data set as the collator reads them; None: those given as `eval_dataset`."""
+        """The rows of a data set in the format of the collator; None: the trainer's `eval_dataset`."""
         rows = self.eval_dataset if dataset is None else dataset
         if rows is None:
             raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
-        made = rows is self.eval_dataset or isinstance(rows, Rows)
-        return rows if made else self._checked_rows(self.lm, self.args, rows, "eval_dataset")
+        if rows is self.eval_dataset or isinstance(rows, Rows):
+            return rows
+        return self._checked_rows(self.lm, self.args, rows, "eval_dataset")
 
     def predict(self, *_: Any, **__: Any) -> Any:
-        """A row has no logits of its own: they hang on what is hidden."""
-        raise TrainingError("there is nothing to predict of whole rows", where="predict", remedy="Use evaluate, or generate")
+        """Refused: a row has no logits of its own, because logits depend on which tokens are hidden."""
+        raise TrainingError("whole rows have no predictions", where="predict", remedy="Use evaluate, or generate")
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
         with naming_metric(self.args, metrics):
@@ -288,40 +259,30 @@ class DiffusionTrainer(Trainer):
                 loss, _ = self.compute_loss(model, self._prepare_inputs(rows), return_outputs=True)
         return loss.detach(), None, None
 
-    # What transformers.Trainer calls.
+    # Training steps: overridden methods of transformers.Trainer.
 
     def training_step(self, *arguments: Any, **rest: Any) -> Tensor:
         with self.phases("backward"):  # the forward pass within is a phase of its own
             return self.record_loss(super().training_step(*arguments, **rest))
 
-    def record_loss(self, loss: Tensor) -> Tensor:
-        """Add a micro-batch's part of the loss of a step to what is logged: transformers' own sums forget what came before a resume."""
-        for name in STEP_LOSSES:
-            self.means.add(name, float(loss), self.accelerator.sync_gradients)  # a step is counted with its last micro-batch
-        return loss
-
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | tuple[Tensor, None]:
-        several = self.accelerator.num_processes > 1  # DDP takes what a step's last pass leaves out for unused by the earlier ones too
-        with self.phases("forward"), self.lm.calling_all_modules() if several else contextlib.nullcontext():
+        # DDP treats modules that the last pass of a step does not call as unused in all of its passes.
+        distributed = self.accelerator.num_processes > 1
+        with self.phases("forward"), self.lm.calling_all_modules() if distributed else contextlib.nullcontext():
             loss = self.micro_loss(self.lm.bind(model), inputs)
         if num_items_in_batch is not None:
             loss = self.per_item(loss, num_items_in_batch)
-        else:  # evaluation: every batch by itself
+        else:  # evaluation: each batch is divided by its own items
             items = self.count_items(inputs)
             loss = self.finite("loss", loss / items.clamp_min(1))
-            self.record("loss", loss.detach(), float(items))  # transformers takes the mean over rows, whatever they count
+            self.record("loss", loss.detach(), float(items))  # transformers would average over rows, not items
         return (loss, None) if return_outputs else loss
 
     def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor:
-        """A rank's part of the loss of an optimizer step, given the items of all ranks: DDP takes the mean over these."""
+        """This rank's part of the loss of an optimizer step. `items`: of all ranks. DDP averages gradients over ranks."""
         return self.finite("loss", loss / items * self.accelerator.num_processes)
-
-    def finite(self, name: str, value: Tensor) -> Tensor:
-        """The value; TrainingError where it is not finite."""
-        check_finite(name, value, self.state.global_step)
-        return value
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         if not self.over:
@@ -339,13 +300,8 @@ class DiffusionTrainer(Trainer):
             keep_on_host(self.optimizer)
         return self.optimizer
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.means.load(read_sums(Path(checkpoint)) if self.is_world_process_zero() else {})  # they are of all processes
-
     def prepared(self, batches: list[Batch]) -> list[Batch]:
-        """The micro-batches of an optimizer step, before their items are counted."""
+        """Hook that may change the micro-batches of an optimizer step before their items are counted."""
         return batches
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
@@ -354,37 +310,18 @@ class DiffusionTrainer(Trainer):
         items = torch.stack([self.count_items(batch) for batch in batch_samples]).sum().to(device)
         return self.accelerator.gather(items).sum().clamp_min(1)
 
-    def _track_num_input_tokens(self, inputs: Batch) -> None:
-        self._throughput.samples += self.count_samples(inputs)
-        self.state.num_input_tokens_seen += int(self.accelerator.gather(self.count_tokens(inputs).to(self.args.device)).sum())
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if norm is None or self.accelerator.scaler is not None:  # a float16 scaler skips steps whose gradients are not finite
-            return norm
-        return self.finite("gradient norm", norm)
-
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
-        if "loss" in logs:  # of the steps since the last such line
-            logs |= self._throughput.take(self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen)
-        memory = memory_metrics(self.args.device)
-        self._run_callback.memory_gb = memory["memory_gb"]
-        logs |= memory if self.args.log_memory_usage else {}
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
 
-    def floating_point_ops(self, inputs: Batch) -> int:
-        return 0
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """A checkpoint holds what is trained and the sums since the last log line; other saves the whole model, adapters merged."""
+        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights and metric sums."""
         accept_generation_config(self.lm.model.generation_config)
         if _internal_call:
             write_sums(Path(str(output_dir)), self.means.state_everywhere(), write=self.args.should_save)
             if self.args.should_save:
-                self.lm.config.save_pretrained(str(output_dir))  # it holds the history, and adapters are saved without it
+                self.lm.config.save_pretrained(str(output_dir))  # it holds the history, which is not saved with adapters
             without_tables(self.lm)
         if _internal_call or not has_adapters(self.lm):
             super().save_model(output_dir, _internal_call)
@@ -394,6 +331,6 @@ class DiffusionTrainer(Trainer):
             merged(self.lm).save(output_dir or self.args.output_dir)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
-        """What transformers does when it pushes to the hub."""
+        """Called by transformers when it pushes to the hub."""
         if self.args.should_save:
             write_card(self.lm, str(self.args.output_dir))
