@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks import published
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report, timed
+from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer, Update
