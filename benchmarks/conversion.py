@@ -1,4 +1,4 @@
-"""What converting costs beside plain causal training of the same model: time of a step, memory of the loss, packing.
+"""Cost of conversion beside plain causal training of the same model: time of a step, memory of the loss, packing.
 
     python -m benchmarks.conversion [--threads 1] [--rounds 7]
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from unmask.data.rows import Collator
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
+from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, with_pattern
 
@@ -100,7 +102,7 @@ class Plain(Diffusion):
         return torch.where(weight_BT > 0, cross_entropy_BT * weight_BT, 0.0).sum() / self.batch["maskable"].sum()
 
 
-def diffusion_lm(attention: str, vocabulary: int = VOCABULARY, **more: int | bool) -> DiffusionLM:
+def diffusion_lm(attention: Pattern, vocabulary: int = VOCABULARY, **more: Any) -> DiffusionLM:
     lm = make_diffusion(llama(vocabulary), character_tokenizer("ab"))
     lm.model.train()
     return with_pattern(lm, attention, **more)
@@ -119,8 +121,8 @@ def steps(rounds: int) -> None:
     causal = Causal(batch["input_ids"])
     same = Diffusion(diffusion_lm("causal", logit_shift=True), batch)
     torch.testing.assert_close(same.loss(), causal.loss(), rtol=1e-4, atol=0)  # the same model, data and loss
-    block = {"attention": "block_causal", "block_size": 4, "logit_shift": True}
-    contenders = {
+    block: dict[str, Any] = {"attention": "block_causal", "block_size": 4, "logit_shift": True}
+    contenders: dict[str, Callable[[], Any]] = {
         "causal": causal,
         "block": Diffusion(diffusion_lm(**block), batch),
         "pair": Diffusion(diffusion_lm(**block), batch, pair=True),

@@ -1,11 +1,11 @@
-"""What generation costs beside the published way of sampling, and beside recomputing what a cache keeps.
+"""Time of generation: beside the published samplers, and beside a sampler without a cache.
 
     python -m benchmarks.generation [--threads 1] [--rounds 2] [--steps 16] [--only small]
 
-Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 the sequences that are equal are counted
-first (a near-tie may fall otherwise in float32); at others the distributions are the same (`tests/generation/test_parity.py`).
-Block-causal: beside a sampler that reads the whole sequence at every step, with the same tokens. Group: completions of one prompt, beside
-an engine in which every one reads it by itself, with the same tokens.
+Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 equal sequences are counted first
+(near-ties may differ in float32); at other temperatures the distributions are the same (`tests/generation/test_parity.py`).
+Block-causal: beside a sampler that computes the whole sequence at every step, with the same tokens. Group: completions of one prompt,
+beside an engine that computes the prompt once for each of them, with the same tokens.
 
 Shapes: B batch, P prompt, T positions.
 """
@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,11 @@ from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
 from unmask.generation.engine.cached_forward import commit
 from unmask.generation.engine.engine import Engine
-from unmask.generation.engine.slots import Window
-from unmask.generation.engine.steps import Job
+from unmask.generation.engine.slots import BatchEntry
+from unmask.generation.engine.steps import SequenceState
 from unmask.generation.policies import decide, first_by_priority
 from unmask.generation.requests import Request, block_start, make_requests
+from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -42,7 +44,7 @@ SHAPES = {  # hidden width, layers, vocabulary; the bars at temperature 0, at 0.
 }
 
 
-def random_model(hidden: int, layers: int, vocabulary: int, attention: str, block_size: int | None = None) -> DiffusionLM:
+def random_model(hidden: int, layers: int, vocabulary: int, attention: Pattern, block_size: int | None = None) -> DiffusionLM:
     torch.manual_seed(0)
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
     sizes = {"hidden_size": hidden, "intermediate_size": 7 * hidden // 2, "num_hidden_layers": layers, "vocab_size": vocabulary}
@@ -71,23 +73,24 @@ class Ours:
 
 
 class Planted(Engine):
-    """Sequences that are told where their EOS stands: random weights do not produce one."""
+    """An engine that ends sequences at fixed lengths, because random weights produce no end token."""
 
     def __init__(self, lm: DiffusionLM, lengths: Sequence[int]):
         super().__init__(lm)
         self.lengths = lengths
 
-    def _stopped(self, sequences: list[Job]) -> set[Job]:
+    def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
         return {s for s in sequences if s.request.start + self.lengths[s.ticket] <= s.request.blocks[s.block - 1][1]}
 
 
 class Apart(Engine):
-    """Every sequence reads its prompt, also where another has the same."""
+    """An engine that does not share prompts: each sequence computes its own."""
 
-    def _prefill(self, entering: set[Job]) -> None:
+    def _prefill(self, entering: set[SequenceState]) -> None:
         for sequence in entering:
             sequence.clean = block_start(sequence.request.start, self.lm.block_size)
-        commit(self.lm, self.slots, [Window(s.slots[0], s.clean, s.clean, s.clean) for s in self.working if s in entering])
+        entries = [BatchEntry(s.slots[0], s.clean, s.clean, s.clean) for s in self.working if s in entering]
+        commit(self.lm, self.slots, entries)
 
 
 def agree(one_BT: Tensor, other_BT: Tensor) -> str:
@@ -102,10 +105,10 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     prompt_BP = random_prompts(lm, PROMPT)
     lengths = torch.linspace(0.15 * LENGTH, LENGTH, BATCH).round().long().tolist()
     rows = []
-    shared = {"max_new_tokens": LENGTH, "block_size": BLOCK, "steps": steps, "stop_at_eos": False}
+    shared: dict[str, Any] = {"max_new_tokens": LENGTH, "block_size": BLOCK, "steps": steps, "stop_at_eos": False}
     greedy, drawn = (unmask.SamplerConfig(temperature=temperature, **shared) for temperature in (0.0, 0.9))
     equal = agree(Ours(lm, prompt_BP, greedy)(), published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0))
-    contenders: dict[str, Callable[[], Tensor]] = {
+    contenders: dict[str, Callable[[], Tensor | None]] = {
         "published, T=0": lambda: published.generate(lm, prompt_BP, LENGTH, BLOCK, steps, 0.0),
         "T=0": Ours(lm, prompt_BP, greedy),
         "T=0, lengths": Ours(lm, prompt_BP, greedy, partial(Planted, lengths=lengths)),
@@ -118,14 +121,14 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
     rows.append((f"{size}: T=0", f"{seconds['published, T=0'] / seconds['T=0']:.3f}", f"at least {bars[0]}; {equal}"))
     rows.append((f"{size}: T=0.9", f"{seconds['published, T=0.9'] / seconds['T=0.9']:.3f}", f"at least {bars[1]}"))
     most = (f"{seconds[f'published, {at}'] / seconds['passes']:.3f}" for at in ("T=0", "T=0.9"))
-    rows.append((f"{size}: published / the passes alone", " and ".join(most), "what no exact sampler passes"))
+    rows.append((f"{size}: published / the passes alone", " and ".join(most), "upper limit of an exact sampler"))
     rows.append((f"{size}: lengths 15 to 100%", f"{seconds['published, T=0'] / seconds['T=0, lengths']:.3f}", f"at least {bars[2]}"))
     return rows
 
 
 @torch.no_grad()
 def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
-    """Whole canvases with the last layer and the head at the hidden rows of a block, step by step, and nothing drawn from them."""
+    """The forward passes of a sampler without drawing: whole canvases, with logits at the hidden positions of a block."""
     inputs = lm.single(torch.nn.functional.pad(prompt_BP, (0, LENGTH), value=lm.mask_token_id))
     first_B1 = torch.arange(BATCH)[:, None] * (PROMPT + LENGTH) + PROMPT
     per_block = steps * BLOCK // LENGTH
@@ -136,7 +139,7 @@ def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def recomputed(lm: DiffusionLM, requests: list[Request], config: unmask.SamplerConfig) -> Tensor:
-    """Block by block without a cache: every step reads all that stands before the end of the block. Head and draw are ours."""
+    """Block by block without a cache: every step computes everything before the end of the block. Logits and drawing are ours."""
     ids_BT = torch.tensor([request.ids for request in requests])
     hidden_BT = torch.tensor([request.hidden for request in requests])
     key_B = torch.tensor([request.key for request in requests])
@@ -176,7 +179,7 @@ def block_causal(block: int, prompt: int, tokens: int, bars: tuple[float, float]
     return rows
 
 
-def group(attention: str, block: int | None, tokens: int, rounds: int) -> list[tuple[str, str, str]]:
+def group(attention: Pattern, block: int | None, tokens: int, rounds: int) -> list[tuple[str, str, str]]:
     hidden, layers, vocabulary, _ = SHAPES["middle"]
     lm = random_model(hidden, layers, vocabulary, attention, block)
     prompt_BP = random_prompts(lm, 512)[:1].expand(BATCH, -1)
@@ -186,7 +189,7 @@ def group(attention: str, block: int | None, tokens: int, rounds: int) -> list[t
     seconds = timed({"shared": shared, "apart": apart}, rounds, warm=True)
     name = f"{f'block {block}' if block else attention}, prompt 512, group of {BATCH}, generation 64, {tokens} a step"
     figure = f"{seconds['apart']:.2f} s / {seconds['shared']:.2f} s = {seconds['apart'] / seconds['shared']:.3f}"
-    return [(name, figure, f"{equal}; {shared.engine.prompt_reuse:.1%} of the prompts' tokens are not read again")]
+    return [(name, figure, f"{equal}; {shared.engine.prompt_reuse:.1%} of the prompts' tokens are reused")]
 
 
 def main() -> None:
@@ -206,7 +209,7 @@ def main() -> None:
             report("Cached / recomputed", block_causal(32, 512, tokens, (5.9, 6.8), options.rounds))
     if "group" in options.only:
         rows = group("block_causal", 32, 4, options.rounds) + group("causal", None, 1, options.rounds)
-        report("Prompts read apart / once", rows)
+        report("Prompts computed separately / once", rows)
 
 
 if __name__ == "__main__":

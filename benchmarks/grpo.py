@@ -1,13 +1,13 @@
-"""What one update of reinforcement learning costs beside a plain trainer as published, and what more views cost in memory.
+"""Cost of one update of reinforcement learning beside a plain published trainer, and the memory of more views.
 
     python -m benchmarks.grpo [--threads 1] [--rounds 2] [--steps 64] [--only time memory views]
 
 Float32, hidden 512, 8 layers, vocabulary 32k; one group of 8 completions of 128 tokens behind prompts of 128; four inner updates (mu),
 each with masks of its own; a reference. The baseline is diffu-GRPO as d1 publishes it (Zhao et al. 2025): it samples as
-`benchmarks/published.py` does, at temperature 0.9 with half as many denoising steps as tokens, scores at temperature 1, computes all logits
-of all positions, and scores old policy and reference for all four masks in one batch; but for its adapters, 4-bit weights and GPU. What is
-compared is a whole update, from rollout to the last of its four steps; memory is that of references, optimizer states, gradients and all
-else beside the weights. First it is shown that loss and gradients are the same on the same rollouts and masks.
+`benchmarks/published.py` does, at temperature 0.9 with half as many denoising steps as tokens, computes log-probabilities at temperature
+1 with all logits of all positions, and those of old policy and reference for all four masks in one batch. Its adapters, 4-bit weights and
+GPU are left out. The time is that of a whole update, from rollout to the last of its four steps. The memory is everything beside the
+weights. Loss and gradients are first checked to be equal on the same rollouts and masks.
 
 Shapes: B completions, T positions, V vocabulary, D parameters.
 """
@@ -25,6 +25,7 @@ from torch import Tensor
 from benchmarks import published
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report, timed
+from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer, Update
@@ -192,9 +193,10 @@ def most_scored(trainer: GRPOTrainer, update: Update) -> int:
 
 
 def compare_views() -> None:
-    """The most that an update on a rollout takes. How many tokens one view hides is chance: the largest of its updates stands for it."""
+    """Peak memory of an update on a rollout: the maximum over its updates, because the number of hidden tokens is random."""
     peaks: dict[tuple[str, int], int] = {}
-    for attention, block_size in (("bidirectional", None), ("block_causal", 32)):
+    patterns: tuple[tuple[Pattern, int | None], ...] = (("bidirectional", None), ("block_causal", 32))
+    for attention, block_size in patterns:
         for samples in (1, 4, 16):
             with tempfile.TemporaryDirectory() as folder:
                 trainer = trainer_of(random_model(*SHAPE, attention, block_size), folder, 4, method="bgpo", samples=samples, beta=0.0)

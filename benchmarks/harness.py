@@ -1,4 +1,4 @@
-"""What the benchmarks share: timing in turns, peak memory, and a heading that says on what machine and with which versions."""
+"""Shared by the benchmarks: timing in turns, peak memory, and a heading with machine and versions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def heading() -> str:
 
 
 def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool = False) -> dict[str, float]:
-    """Median seconds of each, called in turns so that a busy moment of the machine meets all; but for `warm` contenders, which have
-    run before, a first round is not counted."""
+    """Median seconds of each contender, called in turns so that a busy moment of the machine affects all. The first round is not counted,
+    except with `warm` (the contenders have run before)."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(int(warm), rounds + 1):
         for name, call in contenders.items():
@@ -39,7 +39,7 @@ def timed(contenders: Mapping[str, Callable[[], Any]], rounds: int, warm: bool =
 
 
 def peak_bytes(call: Callable[[], Any]) -> int:
-    """The most bytes of tensors that a call has alive at once, beyond those before it (CPU)."""
+    """Peak bytes of tensors during a call, beyond those before it (CPU)."""
     call()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         call()
@@ -49,7 +49,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def report(title: str, rows: list[tuple[str, str, str]]) -> None:
-    """A table of figures, each beside its bar."""
+    """Print a table of figures, each beside its bar."""
     print(f"\n{title}\n{heading()}\n")
     width = max(len(name) for name, _, _ in rows)
     for name, figure, bar in rows:

@@ -1,11 +1,11 @@
-"""Reinforcement learning from one start: does each method get further than as many updates of supervised training?
+"""Reinforcement learning from one start: each method beside the same number of updates of supervised training.
 
     python -m benchmarks.methods starts/            # makes the starts where they are missing, then every method and seed; resumes
     python -m benchmarks.methods starts/ --compare temperature      # settings of one method beside each other: see COMPARISONS
 
-The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations that hold
-mistakes. Each run makes the same number of updates from there on as many completions (or, of supervised training, rows); what is
-compared is the share of held-out puzzles that are solved greedily.
+The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations with mistakes. All
+runs make the same number of updates on the same number of completions (supervised training: rows). The figure is the fraction of
+held-out puzzles that are solved greedily.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Preference optimisation: how far the margin scatters, what a step holds in memory, and what is learnt.
+"""Preference optimisation: variance of the margin, memory of a step, and accuracy after training.
 
     python -m benchmarks.preference runs/preference --stories260k MODEL --stories STORIES.txt --pairs llamafactory_dpo_en_demo.json
         [--only variance|memory|sudoku|file] [--threads 1]
@@ -6,7 +6,7 @@
 variance: stories260K converted, then 200 steps of DPO on continuations of stories against the same words in disorder; the variance of the
 margin over redraws on held-out pairs. memory: a step of DPO with stored reference, beside one of SFT on the same rows. sudoku: the
 demonstration's model after SFT, right solutions against corrupted ones. file: a real file of conversations, a small model with random
-weights; stopped in the middle and resumed. What takes long to make (the models to start from) is kept in the folder.
+weights; stopped in the middle and resumed. The starting models are kept in the folder.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from unmask.tasks import as_puzzle, get_task
 from unmask.training.trainer import DiffusionTrainer
 
 Pairs = list[dict[str, Any]]
-CONVERSION = {"recipe": "full", "steps": 1000, "batch": 16, "rate": 3e-3}
+CONVERSION: dict[str, Any] = {"recipe": "full", "steps": 1000, "batch": 16, "rate": 3e-3}
 PROMPT, ANSWER, FEWEST = 20, 40, 35  # words
 SHAPE = (512, 8, 32_000)
 
 
 def arguments(folder: Path, steps: int, batch: int, rate: float, **more: Any) -> dict[str, Any]:
-    """What all runs share."""
+    """The arguments of every run."""
     shape = {"max_steps": steps, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, "learning_rate": rate}
     quiet = {"save_strategy": "no", "logging_steps": max(1, steps // 10), "disable_tqdm": True, "use_cpu": True}
     schedule = {"lr_scheduler_type": "cosine", "warmup_steps": min(10, steps // 4), "max_length": 1024}

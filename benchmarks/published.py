@@ -1,7 +1,7 @@
-"""Sampling as published diffusion language models do it: what ours is measured against.
+"""The samplers of published diffusion language models: the baseline of the benchmarks.
 
 Every step computes the logits of all positions, one noise value per vocabulary entry (where the temperature is not 0), a softmax in
-float64, and chooses what to reveal row by row (Nie et al. 2025, "Large Language Diffusion Models", algorithm 5, and its code's habits).
+float64, and chooses what to reveal row by row (Nie et al. 2025, "Large Language Diffusion Models", algorithm 5, and its code).
 
 Shapes: B batch, T positions, V vocabulary.
 """

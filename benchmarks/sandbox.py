@@ -1,10 +1,10 @@
-"""How many programs the sandbox judges a second, beside running each one bare.
+"""Programs per second that the sandbox tests, beside running each one bare.
 
     python -m benchmarks.sandbox HumanEval.jsonl.gz
 
-Ours: two fresh sandboxes a problem, verdict outside of the candidate's. Bare: one `python -I -S` a problem that runs candidate and tests
-together with nothing around it, on as many threads as there are processors, the usual way. Both judge every canonical solution, in turns;
-all verdicts must be right first.
+Ours: two fresh sandboxes per problem, with the tests outside the candidate's process. Bare: one `python -I -S` per problem that runs
+candidate and tests together without isolation, on one thread per processor. Both test every canonical solution, in turns, and all
+verdicts must be right.
 """
 
 from __future__ import annotations

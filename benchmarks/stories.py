@@ -1,4 +1,4 @@
-"""How near a converted model comes to the causal model it was, by recipe and number of steps.
+"""The likelihood of a converted model beside that of the causal model it was made from, by recipe and number of steps.
 
     torchrun --nproc-per-node 2 -m benchmarks.stories MODEL STORIES.txt --recipes block-sdar --steps 2000
 
@@ -41,11 +41,10 @@ SETTINGS = {
 
 
 def nats_per_token(lm: unmask.DiffusionLM, stories: Sequence[str]) -> float:
-    """Of all tokens but the first of each story: exact for a causal model, else at most."""
+    """Negative log-likelihood per token, without the first of each story: exact for a causal model, else an upper bound."""
     documents = [ids[: lm.context_length] for ids in lm.tokenizer(list(stories)).input_ids]
     prompts, completions = [ids[:1] for ids in documents], [ids[1:] for ids in documents]
-    estimator = "exact" if lm.autoregressive else "elbo"
-    log_probs = unmask.log_likelihood(lm, prompts, completions, estimator=estimator, samples=SAMPLES)
+    log_probs = unmask.log_likelihood(lm, prompts, completions, estimator="exact" if lm.autoregressive else "elbo", samples=SAMPLES)
     return -float(log_probs.sum()) / sum(map(len, completions))
 
 
@@ -63,7 +62,7 @@ class Clock(TrainerCallback):
 
 
 def train(model: str, recipe: str, texts: Sequence[str], steps: int, batch: int, rate: float) -> tuple[unmask.DiffusionLM, float]:
-    """The model after this many steps of a recipe, and the seconds that they took (on this rank)."""
+    """The model after `steps` steps of a recipe, and their seconds (on this rank)."""
     clock, sizes = Clock(), {"max_steps": steps, "per_device_train_batch_size": batch // WORLD, "learning_rate": rate}
     with tempfile.TemporaryDirectory() as folder:
         args = unmask.ConvertConfig.for_recipe(recipe, output_dir=folder, **SETTINGS | sizes)

@@ -1,10 +1,10 @@
-"""Tokens per second of generation on one device, beside what its arithmetic and its memory allow.
+"""Tokens per second of generation on one device, beside the limit of its arithmetic and memory.
 
     python -m benchmarks.throughput --hardware h200-141gb [--compile reduce-overhead]
     python -m benchmarks.throughput --hardware cpu --layers 2 --hidden 128 --vocabulary 1000 --batch 4 --prompt 32 --length 32
 
 Random weights in the proportions of an 8B model by default (bfloat16 on a GPU). The limit is the larger of the time that the products
-of our passes take at the card's dense bfloat16 figure, and that of reading weights and cached keys once a pass at its bandwidth.
+of our passes take at the card's dense bfloat16 figure, and that of reading weights and cached keys once per pass at its bandwidth.
 
 Shapes: B batch, P prompt.
 """
@@ -25,12 +25,13 @@ from benchmarks.generation import Ours, agree
 from benchmarks.harness import report, timed
 from unmask.config.run import DeviceConfig
 from unmask.data.characters import character_tokenizer
+from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.planning.hardware import Preset
 
 
-def random_model(options: argparse.Namespace, device: str, attention: str, block_size: int | None = None) -> DiffusionLM:
+def random_model(options: argparse.Namespace, device: str, attention: Pattern, block_size: int | None = None) -> DiffusionLM:
     heads = max(1, options.hidden // 128)
     config = LlamaConfig(
         hidden_size=options.hidden,
@@ -54,7 +55,7 @@ def random_model(options: argparse.Namespace, device: str, attention: str, block
 def of_limit(
     seconds: float, lm: DiffusionLM, options: argparse.Namespace, machine: DeviceConfig, passes: int, queries: int, rows: float
 ) -> str:
-    """How near a run comes to the limit, with so many passes of `queries` positions and `rows` rows of the head a sequence."""
+    """Fraction of the limit that a run reaches, with `passes` passes of `queries` positions and `rows` logits rows per sequence."""
     if machine.tflops is None or machine.bandwidth_gb_s is None:
         return "no limit known"
     weights = sum(p.numel() for p in lm.model.model.layers.parameters())

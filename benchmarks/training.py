@@ -1,9 +1,9 @@
-"""What the optimisations of training are worth on this machine: kept masks, mixed precision, loading, and their sum beside a plain loop.
+"""Speed-up by each training optimisation (cached masks, mixed precision, loading), and by all of them beside a plain loop.
 
     python -m benchmarks.training [--rounds 5] [--only masks steps packed loading]
 
 One thread on a CPU. Each step is forward pass, loss, backward pass and AdamW; contenders take turns, and their losses are checked equal
-first (in bfloat16: to 2%). `plain` is a loop of its own: transformers' own attention under a mask made in each step, logits of all rows.
+first (in bfloat16: to 2%). `plain` is a separate loop: transformers' attention with a mask built in each step, and logits of all rows.
 
 Shapes: B batch, T tokens, Q queries, K keys.
 """

@@ -79,7 +79,7 @@ def of_sandboxes(pool: Pool) -> list[str]:
     return found
 
 
-def judged(pool: Pool, program: str, times: int) -> list[Outcome]:
+def outcomes_of(pool: Pool, program: str, times: int) -> list[Outcome]:
     return pool.run([python_job(program, TESTS)] * times)
 
 
@@ -93,14 +93,14 @@ def assert_nobody_survives(pool: Pool) -> None:
 
 
 def test_an_honest_program_passes_and_the_means_of_attack_do_not_stop_it(pool):
-    assert judged(pool, PREAMBLE + "answers(lambda: True)", 1) == [Outcome("ok", 2, 2)]
-    assert [outcome.status for outcome in judged(pool, PREAMBLE + "answers(lambda: False)", 1)] == ["wrong"]
+    assert outcomes_of(pool, PREAMBLE + "answers(lambda: True)", 1) == [Outcome("ok", 2, 2)]
+    assert [outcome.status for outcome in outcomes_of(pool, PREAMBLE + "answers(lambda: False)", 1)] == ["wrong"]
 
 
 @times
 @pytest.mark.parametrize("name", FORGERIES)
 def test_no_verdict_is_forged(pool, name, times):
-    outcomes = judged(pool, FORGERIES[name], times)
+    outcomes = outcomes_of(pool, FORGERIES[name], times)
     assert {outcome.status for outcome in outcomes} <= {"wrong", "malformed", "timeout"}
     assert all(outcome.passed == 0 for outcome in outcomes)
     assert_nobody_survives(pool)
@@ -109,7 +109,7 @@ def test_no_verdict_is_forged(pool, name, times):
 @times
 @pytest.mark.parametrize("name", HOST)
 def test_nothing_of_the_host_is_reached(pool, host, name, times):
-    outcomes = judged(pool, PREAMBLE + host.fill(HOST[name]), times)
+    outcomes = outcomes_of(pool, PREAMBLE + host.fill(HOST[name]), times)
     assert {outcome.status for outcome in outcomes} <= {"wrong", "timeout"}, outcomes
     assert all(outcome.passed == 0 for outcome in outcomes)
     assert host.canary.read_text() == "untouched" and not host.connections
@@ -121,10 +121,10 @@ def test_nothing_of_the_host_is_reached(pool, host, name, times):
     [(name, ONCE) for name in SOME_GREED] + [pytest.param(name, OFTEN, marks=pytest.mark.slow) for name in GREED],
 )
 def test_nothing_is_taken_beyond_the_limits(pool, name, times):
-    outcomes = judged(pool, PREAMBLE + GREED[name], times)
+    outcomes = outcomes_of(pool, PREAMBLE + GREED[name], times)
     assert {outcome.status for outcome in outcomes} <= {"wrong", "timeout"}, outcomes
     assert_nobody_survives(pool)
-    assert judged(pool, "def f(x): return 2 * x", 1) == [Outcome("ok", 2, 2)]
+    assert outcomes_of(pool, "def f(x): return 2 * x", 1) == [Outcome("ok", 2, 2)]
 
 
 def test_a_sandbox_that_ran_one_program_never_runs_another(pool):

@@ -25,7 +25,7 @@ def there_is_ocaml():
     require_ocaml()
 
 
-def judge(pool, program, tests=SUITE, interface=INTERFACE, checks=0):
+def outcome_of(pool, program, tests=SUITE, interface=INTERFACE, checks=0):
     return pool.run([ocaml_job(program, OCamlTests("double.ml", interface, tests, checks))])[0]
 
 
@@ -43,42 +43,42 @@ def judge(pool, program, tests=SUITE, interface=INTERFACE, checks=0):
     ],
 )
 def test_what_comes_of_a_program(pool, program, status, passed, total):
-    outcome = judge(pool, program)
+    outcome = outcome_of(pool, program)
     assert (outcome.status, outcome.passed, outcome.total) == (status, passed, total)
 
 
 def test_checks_count_as_tests(pool):
-    assert judge(pool, RIGHT, CHECKS, checks=2).status == "ok"
-    outcome = judge(pool, "let twice x = if x = 1 then 2 else 5", CHECKS, checks=2)
+    assert outcome_of(pool, RIGHT, CHECKS, checks=2).status == "ok"
+    outcome = outcome_of(pool, "let twice x = if x = 1 then 2 else 5", CHECKS, checks=2)
     assert (outcome.status, outcome.passed, outcome.total) == ("wrong", 1, 2)
-    assert judge(pool, RIGHT, CHECKS, checks=3).status == "wrong"  # one was never reached
-    assert judge(pool, RIGHT, "open Double\nlet () = ignore (twice 1)").status == "wrong"  # nothing was tested
+    assert outcome_of(pool, RIGHT, CHECKS, checks=3).status == "wrong"  # one was never reached
+    assert outcome_of(pool, RIGHT, "open Double\nlet () = ignore (twice 1)").status == "wrong"  # nothing was tested
 
 
 def test_tests_that_do_not_compile_blame_nobody(pool):
     for tests, interface in ((SUITE + "let", INTERFACE), (SUITE, "val twice : absent"), ("open Absent", INTERFACE)):
-        assert judge(pool, RIGHT, tests, interface).status == "infrastructure"
+        assert outcome_of(pool, RIGHT, tests, interface).status == "infrastructure"
 
 
 def test_words_in_comments_and_strings_are_no_names(pool):
     program = '(* Obj.magic, exit, external *)\nlet s = "Unix.exit"\nlet twice x = 2 * x + 0 * String.length s'
-    assert judge(pool, program).status == "ok"
+    assert outcome_of(pool, program).status == "ok"
 
 
 def test_a_program_is_compiled_once(pool, monkeypatch):
-    assert judge(pool, RIGHT + " (* once *)").status == "ok"
+    assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 0.0)
-    assert judge(pool, RIGHT + " (* once *)").status == "ok"
-    assert judge(pool, RIGHT + " (* twice *)").status == "timeout"
+    assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
+    assert outcome_of(pool, RIGHT + " (* twice *)").status == "timeout"
     monkeypatch.setattr(ocaml, "CACHED", 1)
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 60.0)
-    assert judge(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._compiled) == 1
+    assert outcome_of(pool, RIGHT + " (* thrice *)").status == "ok" and len(ocaml._compiled) == 1
 
 
 def test_without_a_compiler_nobody_is_blamed(pool, monkeypatch):
     ocaml.toolchain.cache_clear()
     monkeypatch.setattr(ocaml.shutil, "which", lambda _: None)
-    outcome = judge(pool, RIGHT + " (* not compiled *)")
+    outcome = outcome_of(pool, RIGHT + " (* not compiled *)")
     assert outcome.status == "infrastructure" and "apt-get install ocaml-nox" in outcome.detail
 
 
@@ -126,6 +126,6 @@ def test_what_is_unsafe_is_not_there_even_where_words_are_not_looked_at(pool, mo
     given = ocaml.Toolchain.commands
     blind = {f"{place}/vet": "/bin/true" for place in (f"{INSIDE}/ocaml",)}
     monkeypatch.setattr(ocaml.Toolchain, "commands", lambda *args: [[blind.get(c[0], c[0]), *c[1:]] for c in given(*args)])
-    assert judge(pool, f"let () = ignore String.length\n{RIGHT} (* blind to {value} *)").status == "ok"
-    outcome = judge(pool, f"let () = ignore {value}\n{RIGHT}")
+    assert outcome_of(pool, f"let () = ignore String.length\n{RIGHT} (* blind to {value} *)").status == "ok"
+    outcome = outcome_of(pool, f"let () = ignore {value}\n{RIGHT}")
     assert outcome.status == "malformed" and "Error" in outcome.detail

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables)
-"""Programs and tests: what passes between candidate and judge, what each outcome means, how many at a time."""
+"""Programs and tests: what passes between candidate and tester, what each outcome means, how many at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DOUBLE = "def f(x):\n    return 2 * x\n"
 STOPS = "def f(x): raise StopIteration"
 
 
-def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
+def outcome_of(pool: Pool, program: str, asserts: str, setup: str = "", **names: str) -> Outcome:
     return pool.run([python_job(program, PythonTests(asserts, names or {"f": "f"}, setup))])[0]
 
 
@@ -41,7 +41,7 @@ def judge(pool: Pool, program: str, asserts: str, setup: str = "", **names: str)
     ],
 )  # fmt: skip
 def test_what_comes_of_a_program(pool, program, asserts, expected):
-    found = judge(pool, program, asserts)
+    found = outcome_of(pool, program, asserts)
     assert (found.status, found.passed, found.total) == (expected.status, expected.passed, expected.total)
     assert found.detail == expected.detail
 
@@ -62,26 +62,26 @@ assert root.left.value == 2
 assert total(list(pairs(root))[1]) == 7
 """
     names = {"Node": "Node", "total": "total", "pairs": "pairs"}
-    assert judge(pool, program, asserts, **names) == Outcome("ok", 3, 3)
-    assert judge(pool, program, "assert Node(1) == Node(1)", **names).status == "wrong"
-    assert judge(pool, program, "assert Node(1)", **names).status == "wrong"
+    assert outcome_of(pool, program, asserts, **names) == Outcome("ok", 3, 3)
+    assert outcome_of(pool, program, "assert Node(1) == Node(1)", **names).status == "wrong"
+    assert outcome_of(pool, program, "assert Node(1)", **names).status == "wrong"
 
 
 def test_what_the_tests_need_beside_the_candidate_is_never_the_candidates(pool):
     program = "def f(x): return 7\ndef helper(x): return 7\nimport sys as math"
-    assert judge(pool, program, "assert f(1) == helper(1)", "def helper(x): return x").status == "wrong"
-    assert judge(pool, program, "assert f(4) == math.sqrt(4)", "import math").status == "wrong"
+    assert outcome_of(pool, program, "assert f(1) == helper(1)", "def helper(x): return x").status == "wrong"
+    assert outcome_of(pool, program, "assert f(4) == math.sqrt(4)", "import math").status == "wrong"
 
 
 def test_broken_setup_is_no_fault_of_the_program(pool):
-    assert judge(pool, DOUBLE, "assert f(1) == 2", "1 / 0").status == "infrastructure"
+    assert outcome_of(pool, DOUBLE, "assert f(1) == 2", "1 / 0").status == "infrastructure"
 
 
 def test_time_is_the_programs_own(pool):
-    assert judge(pool, "def f(x):\n    while True: pass", "assert f(1) == 2").status == "timeout"
+    assert outcome_of(pool, "def f(x):\n    while True: pass", "assert f(1) == 2").status == "timeout"
 
 
-def test_what_a_judge_finds_is_read_one_way(pool):
+def test_the_results_of_a_tester_have_one_outcome(pool):
     limits = Limits()
     assert outcome(None, limits).status == "timeout"
     assert outcome({}, limits).status == "wrong"
@@ -94,7 +94,7 @@ def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):
     broken = Pool(1)
     try:
         monkeypatch.setattr(Host, "command", lambda *_: ["/bin/false"])
-        assert judge(broken, DOUBLE, "assert f(1) == 2").status == "infrastructure"
+        assert outcome_of(broken, DOUBLE, "assert f(1) == 2").status == "infrastructure"
     finally:
         broken.close()
 

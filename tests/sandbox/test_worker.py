@@ -1,4 +1,4 @@
-"""Only plain data passes between candidate and judge."""
+"""Only plain data passes between candidate and tester."""
 
 from __future__ import annotations
 
@@ -109,9 +109,9 @@ except worker.CandidateError as error:
     )
 )
 def test_whatever_a_candidate_answers_is_plain_data_or_an_error(answer):
-    judge = worker.Judge(None, {})
+    tester = worker.Tester(None, {})
     try:
-        value = judge.value({"value": answer})
+        value = tester.value({"value": answer})
     except worker.CandidateError:
         return
     assert type(value) in {

@@ -1,1 +1,1 @@
-"""Graders: from a model's text to a verdict, strict and bounded. Nothing that they read is run in this process."""
+"""From a model's text to a verdict: strict, and in bounded time. No text is executed in this process."""

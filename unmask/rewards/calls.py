@@ -1,7 +1,4 @@
-"""Calls of users' functions that end in time, and whose failures are values.
-
-Where a function answers nothing for a completion, the exception that came instead stands for its answer.
-"""
+"""Calls of users' functions with a time limit; an exception is returned in the place of the value."""
 
 from __future__ import annotations
 
@@ -19,16 +16,16 @@ T = TypeVar("T")
 Arguments = Mapping[str, Any]
 """Of a reward function. Lists have an entry for each completion; anything else is for all of them."""
 Call = Callable[[Arguments, float], Any]
-"""Calls a function with arguments, and raises LateError after so many seconds."""
+"""Calls a function with arguments, and raises LateError after that number of seconds."""
 PING_SECONDS = 1.0
 
 
 class LateError(UnmaskError):
-    """A call took longer than it may."""
+    """A call exceeded its time limit."""
 
 
 def in_thread(work: Callable[[], T]) -> Future[T]:
-    """Begin `work` in a thread of its own, for which the interpreter does not wait as it ends."""
+    """Start `work` in a daemon thread."""
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
 
@@ -43,7 +40,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def limited(future: Future[T], seconds: float) -> T:
-    """The result of a future; it is cancelled, as far as it can be, and a LateError raised where there is none in time."""
+    """The result of a future. Without one in time it is cancelled, if possible, and LateError is raised."""
     if not wait([future], timeout=seconds).done:
         future.cancel()
         raise LateError(f"no answer within {seconds:g} seconds")
@@ -51,14 +48,14 @@ def limited(future: Future[T], seconds: float) -> T:
 
 
 class EventLoop:
-    """The loop of async functions: one for good, as in TRL, so that their clients and locks outlive a call; but for one that blocks it."""
+    """The event loop of async functions. It is kept, as in TRL, so that clients and locks outlive a call; a blocked one is replaced."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, awaitable: Awaitable[T], seconds: float) -> T:
-        """What is awaited, which is cancelled after that time (LateError)."""
+        """The awaited result; after `seconds` it is cancelled and LateError is raised."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -90,18 +87,18 @@ EVENT_LOOP = EventLoop()
 
 
 def answers(call: Call, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
-    """What a function gives for each completion, or the exception that stands for it.
+    """The value of a function for each completion, or the exception in its place.
 
     Args:
-        call: of the function.
-        arguments: of the function.
-        seconds: for all of this.
-        name: of the function.
-        alone: whether a function that raises is asked for each completion alone, in the time that is left, so that one that it cannot
-            judge does not take the others with it.
+        call: calls the function.
+        arguments: its arguments.
+        seconds: time limit of all calls together.
+        name: its name.
+        alone: whether a function that raises is called again for each completion alone, in the remaining time, so that one bad completion
+            does not lose the rewards of the others.
 
     Raises:
-        TrainingError: not one value for each completion; and where the function raises it.
+        TrainingError: the function raised it, or did not return one value per completion.
     """
     end, count = time.monotonic() + seconds, len(arguments["completions"])
     try:
@@ -147,7 +144,7 @@ def _answer(call: Call, arguments: Arguments, seconds: float, of_all: BaseExcept
         raise
     except (Exception, SystemExit) as error:  # user code
         return error
-    # Only here it was asked for a single one: what it makes of that is not worth a run.
+    # A function may not support a single completion; that does not end the run.
     return values[0] if isinstance(values, Sequence) and len(values) == 1 else of_all
 
 

@@ -1,4 +1,4 @@
-"""A judge that answers over HTTP."""
+"""A reward function that asks an HTTP server."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class HttpJudge:
     """A reward function that asks a server.
 
     Each completion is a POST of `{"prompt": ..., "completion": ..., <dataset columns>}`, which is answered by `{"reward": number or
-    null}`. A judge that does not answer so, after three tries, leaves the completion unscored.
+    null}`. A completion without such an answer after three tries has no reward (None).
 
     Args:
-        url: of the judge.
+        url: address of the server.
         timeout: seconds to wait for an answer.
 
     Raises:
-        ConfigError: the address is none.
+        ConfigError: the address is invalid.
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
@@ -43,12 +43,12 @@ class HttpJudge:
         self.url, self.timeout = url, timeout
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The judge's reward for each completion; None where it gives none, or does not answer."""
+        """The server's reward for each completion; None where it gives none or does not answer."""
         found = self.ask({"prompts": prompts, "completions": completions, **columns}, SECONDS)
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
     def ask(self, arguments: Arguments, seconds: float) -> list[Any]:
-        """What the judge answers for each completion, or the exception that stands for its answer; all that is there in time."""
+        """The answer for each completion, or the exception in its place; LateError where none came within `seconds`."""
         columns = {name: values for name, values in arguments.items() if name not in ("prompts", "completions", *NOT_SENT)}
         names = ("prompt", "completion", *columns)
         columns_of_all = (arguments["prompts"], arguments["completions"], *columns.values())

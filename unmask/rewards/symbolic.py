@@ -1,7 +1,7 @@
 r"""Whether two mathematical answers are the same: exactly for plain numbers, by math-verify for the rest.
 
-math-verify runs in a process of its own, which is killed where an answer keeps it busy (`44**35**19`). What it would wave through is
-refused before it is asked: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the
+math-verify runs in a separate process, which is killed when an answer takes too long (`44**35**19`). Errors that it would accept are
+refused before it is called: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the
 reference does not have.
 """
 
@@ -31,7 +31,7 @@ KNOWN = re.compile(
     "frac|sqrt|pi|infty|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
-"""What an answer may say beside what its reference says."""
+"""Macros that an answer may use besides those of its reference."""
 SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\left": "", r"\right": ""}
 SIGNS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot "})
 SIGNS |= str.maketrans({"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "})
@@ -43,11 +43,11 @@ SAME = [
     re.compile(r"_(?:\{[^{}]*\}|.)"),
     re.compile(r","),
 ]
-"""Relations, percent signs, subscripts and commas: what math-verify would wave through if only one side has it."""
+"""Relations, percent signs, subscripts and commas: math-verify would accept an answer where only one side has them."""
 
 
 def equivalent(answer: str, reference: str) -> Verdict:
-    """Whether an answer (LaTeX or plain) says what the reference says.
+    """The verdict on whether an answer (LaTeX or plain) equals the reference.
 
     `malformed`: empty, longer than `MAX_ANSWER` characters, or nothing that math-verify can read. `timeout`: it took longer than
     `SECONDS`. `infrastructure`: math-verify is not installed.
@@ -68,7 +68,7 @@ def equivalent(answer: str, reference: str) -> Verdict:
         return _verified(_exact(answer), _exact(reference))
     except WorkerTimeoutError as error:
         return Verdict(0.0, "timeout", error.what)
-    except WorkerCallError as error:  # math-verify raised, or its stack overflowed: by the answer's doing
+    except WorkerCallError as error:  # the answer made math-verify raise or overflow its stack
         return Verdict(0.0, "malformed", error.what)
     except WorkerError as error:
         return Verdict(None, "infrastructure", error.what)
@@ -94,7 +94,7 @@ def number(text: str) -> Fraction | None:
 
 
 def _plain(text: str) -> str:
-    """One spelling of each sign; without dollar signs around, a final full stop, and space that means nothing."""
+    """The text with one spelling of each sign, and without outer dollar signs, a final full stop and redundant space."""
     text = SPELLING.sub(lambda found: SPELLINGS[found[0]], text.translate(SIGNS))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
     text = re.sub(r"_\{(.)\}", r"_\1", text)
@@ -125,7 +125,7 @@ def _readable(answer: str, reference: str) -> bool:
 
 
 def _comparable(answer: str, reference: str) -> bool:
-    """Whether both have the same relations, percent signs, subscripts, commas and brackets, and the answer no words or letters of its own.
+    """Whether both have the same relations, percent signs, subscripts, commas and brackets, and the answer no other words or letters.
 
     The words of an answer are a unit, which may be left out but not be another.
     """
@@ -144,7 +144,7 @@ def _brackets(text: str) -> tuple[str, str] | None:
 
 
 def _exact(text: str) -> str:
-    """With fractions for decimals, which math-verify compares to six digits only."""
+    """The text with decimals as fractions, because math-verify compares decimals to six digits only."""
     return DECIMAL.sub(lambda found: rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}", text)
 
 
@@ -156,7 +156,7 @@ def equivalent_all(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
 
 _idle: SimpleQueue[Worker] = SimpleQueue()
 for _ in range(WORKERS):
-    _idle.put(Worker("unmask.rewards.judging:judge"))
+    _idle.put(Worker("unmask.rewards.math_worker:compare"))
 
 
 @functools.lru_cache(maxsize=65_536)

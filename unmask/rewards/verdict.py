@@ -1,4 +1,4 @@
-"""What a grader says about one completion."""
+"""The verdict on one completion."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from unmask.sandbox.outcome import Status
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The judgement of one completion."""
+    """The verdict on one completion."""
 
     value: float | None
-    """The shaped reward; None where nothing could be judged: never 0, for that would blame the completion."""
+    """The shaped reward. None if verification failed for reasons outside the completion (0 would penalise it)."""
     status: Status
-    """`ok`: right. `wrong`: an answer, but not a right one. `malformed`: not an answer at all. `timeout`: judging it took too long, by
-    the answer's own doing. `infrastructure`: the grader failed, through no doing of the answer."""
+    """`ok`: right. `wrong`: an answer, but not a right one. `malformed`: not an answer at all. `timeout`: the answer took too
+    long to verify. `infrastructure`: the verifier failed for reasons outside the answer."""
     detail: str = field(default="", compare=False)
-    """Why, for people."""
+    """The reason, for people."""
 
     @property
     def solved(self) -> bool:

@@ -1,1 +1,1 @@
-"""Running programs that nobody has read: isolated, bounded, and judged from outside."""
+"""Run untrusted programs: isolated, with limits, and tested from outside their process."""

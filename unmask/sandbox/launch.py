@@ -1,4 +1,4 @@
-"""A candidate and a judge, each in a sandbox of its own: started, given one job, heard, and killed with all that came of them."""
+"""A candidate and a tester, each in its own sandbox: started, given one job, and killed with all their child processes."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ DEATH_SECONDS = 10.0
 
 
 class Member:
-    """A process in a sandbox, and all that come of it.
+    """A process in a sandbox, with its child processes.
 
     Args:
-        host: what isolates.
-        limits: what it may take.
-        uid: to run as, where that can be chosen.
-        group: a control group, empty now.
-        role: of worker.py.
-        pipes: from and to the other member, if there is one.
+        host: the isolation of this host.
+        limits: resource limits.
+        uid: the user id to run as, where it can be chosen.
+        group: an empty control group.
+        role: a role of worker.py.
+        pipes: descriptors from and to the other member, if any.
     """
 
     def __init__(self, host: Host, limits: Limits, uid: int, group: Group | None, role: str, pipes: Sequence[int] = (-1, -1)):
         self.host, self.group = host, group
         self._received = b""
         self.first = -1
-        """A descriptor of the first process in the sandbox, with which all others in it end."""
+        """A pidfd of the first process in the sandbox; when it ends, so do all others in it."""
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
             (self.control, control), (self.info, info) = (_pipe(on_failure, handed_on) for _ in range(2))
             rules = None
@@ -69,10 +69,10 @@ class Member:
             on_failure.pop_all()
 
     def wait_until_ready(self) -> None:
-        """Its first word, before any job.
+        """Wait for the first frame, which comes before any job.
 
         Raises:
-            SandboxError: it does not start.
+            SandboxError: the process does not start.
         """
         if self.receive(START_SECONDS) != b"null":
             raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`.")
@@ -82,12 +82,12 @@ class Member:
             self.first = os.pidfd_open(int(found[1]))
 
     def send(self, job: Any) -> None:
-        """Hand over its job."""
+        """Send the job."""
         data = json.dumps(job).encode()
         self.write(len(data).to_bytes(4, "big") + data)
 
     def write(self, data: bytes) -> None:
-        """Hand over bytes. Where it has ended: SandboxError."""
+        """Write bytes to its standard input. SandboxError if it has ended."""
         assert self.process.stdin
         try:
             self.process.stdin.write(data)
@@ -96,7 +96,7 @@ class Member:
             raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`.") from None
 
     def receive(self, seconds: float) -> bytes | None:
-        """The next frame; None after that time; empty where the process ended without one, or says too much."""
+        """The next frame. None after `seconds`; empty if the process ended without one or sent more than `MAX_FRAME`."""
         deadline = time.monotonic() + seconds
         while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4], "big"):
             if not select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
@@ -113,7 +113,7 @@ class Member:
         """Kill every process in the sandbox, and wait until they are gone.
 
         Raises:
-            SandboxError: one does not die.
+            SandboxError: a process does not die.
         """
         gone = True
         if self.first >= 0:
@@ -121,7 +121,7 @@ class Member:
                 signal.pidfd_send_signal(self.first, signal.SIGKILL)
             gone = bool(select.select([self.first], [], [], DEATH_SECONDS)[0])
             os.close(self.first)
-            # Bubblewrap outside then ends by itself, and has reaped it: what is dead but not reaped counts in the group.
+            # The outer bubblewrap then reaps it and ends. Dead processes that are not reaped still count in the group.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(DEATH_SECONDS)
         if self.process.returncode is None:
@@ -139,7 +139,7 @@ class Member:
 
 
 def _pipe(on_failure: contextlib.ExitStack, handed_on: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe, whose reading end is closed on failure and whose writing end is closed here in any case."""
+    """A pipe. Its reading end is closed on failure, its writing end always."""
     reading, writing = os.pipe()
     on_failure.callback(os.close, reading)
     handed_on.callback(os.close, writing)
@@ -147,10 +147,10 @@ def _pipe(on_failure: contextlib.ExitStack, handed_on: contextlib.ExitStack) -> 
 
 
 class Cell:
-    """A candidate and a judge, joined by two pipes, for one job.
+    """A candidate and a tester, joined by two pipes, for one job.
 
     Args:
-        uids, groups: of the candidate and of the judge.
+        uids, groups: of the candidate and of the tester.
     """
 
     def __init__(self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]):
@@ -160,22 +160,22 @@ class Cell:
             answered, answering = _pipe(handed_on, handed_on)
             self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (asked, answering))
             on_failure.callback(self.candidate.kill)
-            self.judge = Member(host, limits, uids[1], groups[1], "judge", (answered, asking))
+            self.tester = Member(host, limits, uids[1], groups[1], "tester", (answered, asking))
             on_failure.pop_all()
 
     def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
-        """What the judge finds: None where it does not end in time, nothing (an empty dict) where it ends without findings.
+        """The results of the tester: None if it does not end in time, an empty dict if it ends without results.
 
         Raises:
             SandboxError: one of the two did not start; no line of the program has run.
         """
-        for member in (self.judge, self.candidate):
+        for member in (self.tester, self.candidate):
             member.wait_until_ready()
-        self.judge.send(job)
+        self.tester.send(job)
         self.candidate.send(program)
-        found = self.judge.receive(self.limits.seconds)
-        return None if found is None else json.loads(found or b"{}")
+        frame = self.tester.receive(self.limits.seconds)
+        return None if frame is None else json.loads(frame or b"{}")
 
     def kill(self) -> None:
         self.candidate.kill()
-        self.judge.kill()
+        self.tester.kill()

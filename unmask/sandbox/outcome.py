@@ -1,4 +1,4 @@
-"""What came of judging something."""
+"""The outcome of testing a program."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Status = Literal["ok", "wrong", "malformed", "timeout", "infrastructure"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a program.
+    """The outcome of testing a program.
 
     Attributes:
-        status: ok: every test passed. wrong: one did not, or the program raised or ended. malformed: it is no program. timeout.
-            infrastructure: the sandbox failed before the program ran, or the tests are broken.
-        passed, total: tests.
+        status: ok: every test passed. wrong: one failed, or the program raised or ended. malformed: not a program. timeout: not done in
+            time. infrastructure: the sandbox failed before the program ran, or the tests are broken.
+        passed, total: numbers of tests.
         detail: the first failure.
     """
 

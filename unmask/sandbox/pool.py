@@ -1,4 +1,4 @@
-"""Many programs judged side by side, each in sandboxes that ran nothing before and run nothing after."""
+"""A pool of sandboxes that tests many programs at once, each in fresh sandboxes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class PythonTests:
     """A dataset's tests of a program.
 
     Attributes:
-        asserts: a Python program; each assertion that it comes to is a test.
-        names: what it takes from the candidate: its own name for it, and the candidate's.
-        setup: a program that defines what else it needs.
+        asserts: a Python program; each assertion that it reaches is a test.
+        names: the candidate's names by the tests' names for them.
+        setup: a program that defines everything else that the tests need.
     """
 
     asserts: str
@@ -36,9 +36,9 @@ class PythonTests:
 
 
 class Slot:
-    """A place for one sandbox after another, with user ids and control groups of its own.
+    """Runs one sandbox after another under its own user ids and control groups.
 
-    After a Python program the next cell is started, and gets ready before it is needed.
+    After each Python program it starts the next cell, so that it is ready when needed.
     """
 
     numbers = itertools.count()
@@ -49,24 +49,24 @@ class Slot:
         self.uids = (first, first + 1)
         self.groups: tuple[Group | None, Group | None] = (None, None)
         if "cgroups" not in host.missing:
-            names = [f"unmask-{os.getpid()}-{id(self)}-{role}" for role in ("candidate", "judge")]
+            names = [f"unmask-{os.getpid()}-{id(self)}-{role}" for role in ("candidate", "tester")]
             self.groups = (Group(names[0], limits.memory, limits.processes), Group(names[1], limits.memory, limits.processes))
         self._cell: Cell | None = None
 
     @contextlib.contextmanager
     def cell(self) -> Iterator[Cell]:
-        """A candidate and a judge for one job; they are killed after it, and the next ones started."""
+        """A candidate and a tester for one job. They are killed after it, and the next ones are started."""
         cell, self._cell = self._cell or self._start(), None
         try:
             yield cell
         finally:
             cell.kill()
-        with contextlib.suppress(OSError):  # if it cannot be started, the next job will say so
+        with contextlib.suppress(OSError):  # the next job reports the failure
             self._cell = self._start()
 
     @contextlib.contextmanager
     def member(self, role: str) -> Iterator[Member]:
-        """One process of that role, ready for its job; it is killed after it."""
+        """A process of a role of worker.py, ready for its job and killed after it."""
         self.stop()
         member = Member(self.host, self.limits, self.uids[0], self.groups[0], role)
         try:
@@ -76,7 +76,7 @@ class Slot:
             member.kill()
 
     def stop(self) -> None:
-        """Kill what waits for a job."""
+        """Kill the cell that waits for a job."""
         if self._cell is not None:
             self._cell.kill()
             self._cell = None
@@ -92,44 +92,46 @@ class Slot:
 
 
 Job = Callable[[Slot], Outcome]
-"""What a slot is lent for."""
+"""Runs one program in a slot."""
 
 
 def python_job(program: str, tests: PythonTests) -> Job:
-    """The job of running a Python program's tests."""
+    """A job that runs the tests of a Python program."""
 
     def job(slot: Slot) -> Outcome:
         with slot.cell() as cell:
-            found = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
-        return outcome(found, slot.limits)
+            results = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
+        return outcome(results, slot.limits)
 
     return job
 
 
-def outcome(found: dict[str, Any] | None, limits: Limits) -> Outcome:
-    """What a judge's findings mean. Once the program is heard, whatever goes wrong is its own doing."""
-    if found is None:
+def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
+    """The outcome of a tester's results. After the program is loaded, every failure counts against it."""
+    if results is None:
         return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
-    if "broken" in found:
-        return Outcome("infrastructure", detail=f"the tests are broken: {found['broken']}")
-    if "refused" in found:
-        return Outcome("malformed" if found["syntax"] else "wrong", detail=found["refused"])
-    if not found:
+    if "broken" in results:
+        return Outcome("infrastructure", detail=f"the tests are broken: {results['broken']}")
+    if "refused" in results:
+        return Outcome("malformed" if results["syntax"] else "wrong", detail=results["refused"])
+    if not results:
         return Outcome("wrong", detail="the tests ended before their end")
-    passed, total = found["passed"], found["total"] + (not found["complete"])  # what ends the tests early is a failed one
-    return Outcome("ok" if 0 < passed == total else "wrong", passed, total, found["detail"])
+    passed, total = results["passed"], results["total"]
+    if not results["complete"]:
+        total += 1  # an early end counts as a failed test
+    return Outcome("ok" if 0 < passed == total else "wrong", passed, total, results["detail"])
 
 
 class Pool:
     """Sandboxes for many programs.
 
     Args:
-        slots: how many run at once; None: two for each processor, as starting one is mostly waiting, shared by the ranks of this machine.
-        limits: of each.
-        accept_unsandboxed: run programs where nothing isolates them, as this user, with all that this user may do.
+        slots: the number of programs at once. None: two per processor (starting one is mostly waiting), divided by the local ranks.
+        limits: of each program.
+        accept_unsandboxed: where nothing isolates, run programs as this user, with all its permissions.
 
     Raises:
-        SandboxError: nothing isolates here, and that was not accepted.
+        SandboxError: nothing isolates here, and `accept_unsandboxed` is not set.
     """
 
     def __init__(self, slots: int | None = None, limits: Limits | None = None, *, accept_unsandboxed: bool = False):
@@ -145,12 +147,12 @@ class Pool:
         self._free: SimpleQueue[Slot] = SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
-        # Sandboxes end with the thread that started them, so that threads of the pool start them all.
+        # A sandbox ends with the thread that started it, so the threads of the pool start all of them.
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self._slots)
 
     def submit(self, job: Job) -> Future[Outcome]:
-        """The outcome of a job, once there is one."""
+        """A future of the outcome of a job."""
         return self._threads.submit(self._run, job)
 
     def run(self, jobs: Iterable[Job]) -> list[Outcome]:

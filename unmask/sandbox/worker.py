@@ -1,17 +1,17 @@
-"""What runs inside a sandbox.
+"""The program that runs inside a sandbox, in one of four roles.
 
-A `candidate` serves the functions of an untrusted program, and a `judge` runs the tests of a dataset on them; a `compiler` makes a native
-program, and a `native` becomes one.
+A `candidate` serves the functions of an untrusted program, and a `tester` runs the tests of a dataset on them. A `compiler` builds a native
+program, and a `native` process executes one.
 
-Candidate and judge are processes in sandboxes of their own, joined by a pair of pipes. The judge calls, the candidate answers, and only
-plain data passes: numbers, text, collections of these, and numbers that stand for any other object and mean nothing but to the candidate.
-So tests compare built-in values with built-in operators, in a process in which no line of the candidate ever ran.
+Candidate and tester run in separate sandboxes, joined by a pair of pipes. The tester calls, the candidate answers, and only plain data
+passes: numbers, text, collections of these, and handles (numbers that only the candidate can resolve to an object). So tests compare
+built-in values with built-in operators, in a process that never runs a line of the candidate.
 
-This file is handed to a bare interpreter, and nothing that it says is trusted outside. It imports modules written in C
-alone: `ast`, `json` and `os`, written in Python, would take longer to import than the interpreter takes to start.
+A bare interpreter runs this file, and its output is not trusted outside. It imports only modules written in C: `ast`, `json` and `os`,
+written in Python, would take longer to import than the interpreter takes to start.
 
-A frame is four bytes of length and that much JSON. Each process first says that it is ready (null), then reads its job from standard
-input; the judge ends with its findings.
+A frame is four bytes of length, then JSON of that length. Each process first sends null (ready), then reads its job from standard input.
+The tester ends with its results.
 """
 
 import _ast
@@ -27,13 +27,13 @@ RESULTS = 3
 SAFE_INTEGER = 1 << 53
 DETAIL = 300
 COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
-"""Those other than list and dict, by the tag that they are written with."""
+"""Collections other than list and dict, by their tag in JSON."""
 
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")}
 
 
 class Reading:
-    """How JSON is read: as `json.loads` does."""
+    """The settings of `json.loads`."""
 
     strict = True
     object_hook = object_pairs_hook = None
@@ -52,15 +52,15 @@ MAKERS = {
     "range": lambda parts: range(*parts),
     "type": lambda name: TYPES[name],
 }
-"""What makes a value of what is written with a tag."""
+"""Constructors of tagged values."""
 
 
 class CandidateError(Exception):
-    """The candidate raised something that is no built-in exception, answered with garbage, or is gone."""
+    """The candidate raised an exception that is not built in, sent an invalid answer, or ended."""
 
 
 class Pipe:
-    """Frames from one file descriptor and to another."""
+    """Reads frames from one file descriptor and writes them to another."""
 
     def __init__(self, source, sink):
         self.source, self.sink = source, sink
@@ -97,7 +97,7 @@ class Pipe:
 
 
 def encode(value, keep):
-    """Plain data as JSON: what is no JSON is an object of one tag. `keep` gives the number that stands for any other object."""
+    """Plain data as JSON; types that JSON lacks become an object with one tag. `keep` returns the handle of any other object."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -126,7 +126,7 @@ def encode(value, keep):
 
 
 def decode(value, handle):
-    """The plain data that JSON stands for: built-in types only. `handle` makes of a number what stands for it."""
+    """The value of encoded JSON: built-in types only. `handle` resolves the number of a handle."""
     if not isinstance(value, list | dict):
         return value
     if isinstance(value, list):
@@ -140,7 +140,7 @@ def decode(value, handle):
 
 
 class Candidate:
-    """The untrusted program: it is run once, and then answers what the judge asks of it."""
+    """The untrusted program: it runs once, then answers the requests of the tester."""
 
     def __init__(self, pipe, source):
         self.pipe, self.source = pipe, source
@@ -158,7 +158,7 @@ class Candidate:
         exec(compile(self.source, "candidate.py", "exec"), self.names)
 
     def _attempt(self, action, *arguments):
-        """What it gives, as JSON, or the name and text of what it raises."""
+        """The result as JSON, or the name and text of the exception."""
         try:
             return {"value": encode(action(*arguments), self._keep)}
         except BaseException as error:  # user code
@@ -190,28 +190,28 @@ class Candidate:
 
 
 class Handle:
-    """An object of the candidate, of which the judge knows the number alone. It equals nothing and has no truth value."""
+    """An object of the candidate, known to the tester by its number only. It equals nothing and has no truth value."""
 
-    __slots__ = ("_judge", "_number")
+    __slots__ = ("_number", "_tester")
     __hash__ = None  # type: ignore[assignment]
 
-    def __init__(self, judge, number):
-        object.__setattr__(self, "_judge", judge)
+    def __init__(self, tester, number):
+        object.__setattr__(self, "_tester", tester)
         object.__setattr__(self, "_number", number)
 
     def __call__(self, *args, **kwargs):
-        return self._judge.ask("call", self._number, list(args), kwargs)
+        return self._tester.ask("call", self._number, list(args), kwargs)
 
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._judge.ask("get", self._number, name)
+        return self._tester.ask("get", self._number, name)
 
     def __setattr__(self, name, value):
-        self._judge.ask("set", self._number, name, value)
+        self._tester.ask("set", self._number, name, value)
 
     def __iter__(self):
-        return iter(self._judge.ask("items", self._number))
+        return iter(self._tester.ask("items", self._number))
 
     def __bool__(self):
         raise CandidateError("an object of the candidate has no truth value")
@@ -225,7 +225,7 @@ def parse(source):
 
 
 def count_asserts(node):
-    """Each assertion is counted, and a failed one does not end the tests; `assert True` says nothing."""
+    """Make each assertion counted and non-fatal; `assert True` is not counted."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         if isinstance(statements := getattr(node, name, None), list):
             setattr(node, name, [count_asserts(statement) for statement in statements])
@@ -238,13 +238,13 @@ def count_asserts(node):
     return counted
 
 
-class Judge:
-    """The tests of a dataset, on the functions of a candidate.
+class Tester:
+    """Runs the tests of a dataset on the functions of a candidate.
 
     Args:
         pipe: to the candidate.
-        job: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: what
-            they take from the candidate, and as what.
+        job: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: the
+            candidate's names by the tests' names for them.
     """
 
     def __init__(self, pipe, job):
@@ -253,7 +253,8 @@ class Judge:
         self.detail = ""
 
     def run(self):
-        """The findings: `broken` where the tests themselves are, before the candidate is heard; else the counts, and whether all ran."""
+        """The results: `broken` if the tests themselves fail before the candidate is read; `refused` if the candidate fails to load; else
+        the counts, and whether all tests ran."""
         names = {"__name__": "tests", "_count": self._count}
         try:
             program = compile(count_asserts(parse(self.job["tests"])), "tests.py", "exec")
@@ -279,9 +280,9 @@ class Judge:
         return self.value(self.pipe.read())
 
     def value(self, answer):
-        """The value in an answer, or the exception that it tells of: a built-in one of that name, else a CandidateError.
+        """The value in an answer. An exception in it is raised: the built-in one of that name, else a CandidateError.
 
-        StopIteration is none of them: raised within `map` or `filter`, it would end the tests' own loops.
+        StopIteration becomes a CandidateError: raised within `map` or `filter`, it would end the tests' own loops.
         """
         try:
             if "value" in answer:
@@ -293,7 +294,7 @@ class Judge:
         try:
             kind = TYPES.get(name, object)
             raised = kind(text) if issubclass(kind, Exception) and not issubclass(kind, StopIteration) else unknown
-        except TypeError:  # of those that take other arguments
+        except TypeError:  # exceptions with other arguments
             raised = unknown
         raise raised
 
@@ -313,8 +314,8 @@ class Judge:
 
 
 def compile_program(job):
-    """Write files, run commands one after the other, and give a file that they made; or the first that fails, and what it said."""
-    import base64  # late, for the others to start faster
+    """Write files and run commands in order. Returns the resulting file in base64, or the first failed command and its stderr."""
+    import base64  # here, so that the other roles start faster
     import subprocess
 
     for name, text in job["files"].items():
@@ -329,7 +330,7 @@ def compile_program(job):
 
 
 def become_program(job, control):
-    """Go on as a native program, whose way out is `RESULTS`."""
+    """Replace this process with a native program that writes its results to descriptor `RESULTS`."""
     import base64  # late, as above
 
     with open("program", "wb", opener=lambda path, flags: posix.open(path, flags, 0o700)) as file:
@@ -348,14 +349,14 @@ def main():
     outside, peer = Pipe(0, control), Pipe(source, sink)
     outside.write(None)
     job = outside.read()
-    if role == "judge":
-        outside.write(Judge(peer, job).run())
+    if role == "tester":
+        outside.write(Tester(peer, job).run())
     elif role == "compiler":
         outside.write(compile_program(job))
     elif role == "native":
         become_program(job, control)
     else:
-        # From here on the way out is gone, and what the program prints goes nowhere.
+        # The candidate cannot reach the control pipe, and its prints are discarded.
         posix.close(control)
         for standard in (0, 1, 2):
             posix.dup2(posix.open("/dev/null", posix.O_RDWR), standard)

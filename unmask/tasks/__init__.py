@@ -1,4 +1,4 @@
-"""Verifiable tasks: each reads problems (some make their own), and judges answers to them."""
+"""Verifiable tasks: each reads problems (some also generate them), and verifies answers."""
 
 from unmask.tasks.base import Puzzle, Reward, Row, Task, as_puzzle, get_rewards, get_task, split_of
 from unmask.tasks.code import MBPP, HumanEval

@@ -1,9 +1,9 @@
-"""What a verifiable task is: it reads or makes problems, judges answers to them, and never trusts the text that it judges.
+"""The interface of verifiable tasks: they read or generate problems, and verify answers as untrusted text.
 
 A row is a flat dict, ready for a dataset: `prompt` and `completion` (a right answer) as text, `group` (the identity of the solution:
 rows of one group are not independent, so confidence intervals are clustered by it and splits never divide it), and the task's own columns.
 
-A task of one's own is one small subclass of `Task` (or of `Puzzle`, where problems can be made): docs/tasks.md shows one.
+A custom task is a small subclass of `Task` (or of `Puzzle`, where problems can be made): docs/tasks.md shows one.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from unmask.rewards.verdict import Verdict
 Row = dict[str, Any]
 Split = Literal["train", "test"]
 Style = Literal["plain", "chat"]
-Judge = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Verdict]]
+Verify = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Verdict]]
 Component = Callable[[str, Mapping[str, Any]], float | None]
-"""The value of one completion for a row, as published; None where it cannot be judged."""
+"""The value of one completion for a row, as published; None where it cannot be verified."""
 
-TEST_SHARE = 0.28
+TEST_FRACTION = 0.28
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A reward function as TRL calls it, which also tells the status of each verdict.
+    """A reward function with TRL's signature that also reports the status of each verdict.
 
     Attributes:
-        name: what it is logged as.
-        columns: the dataset's columns that it reads.
-        judge: the verdicts on completions to rows of these columns.
+        name: its name in logs.
+        columns: the dataset columns that it reads.
+        verify: returns the verdicts on completions, with these columns of their rows.
     """
 
     name: str
     columns: tuple[str, ...]
-    judge: Judge
+    verify: Verify
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The value of each completion (text or messages); None where it could not be judged."""
+        """The value of each completion (text or messages); None where it could not be verified."""
         return [verdict.value for verdict in self.verdicts(completions, **columns)]
 
     def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
         """The verdict on each completion, with the dataset's columns as lists; others are ignored."""
         require_names(columns, self.columns, f"the reward {self.name}")
         rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*(columns[name] for name in self.columns), strict=True)]
-        return self.judge([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
+        return self.verify([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
 
 
 def split_of(group: str) -> Split:
     """The split a solution belongs to: a fixed function of its identity, so that no seed and no run ever trains on a test solution."""
     digest = hashlib.sha256(group.encode()).digest()
-    return "test" if digest[0] < TEST_SHARE * 256 else "train"
+    return "test" if digest[0] < TEST_FRACTION * 256 else "train"
 
 
 class Task(abc.ABC):
@@ -66,17 +66,17 @@ class Task(abc.ABC):
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
-    """What every record of a file must have."""
+    """Keys that every record of a file must have."""
     columns: ClassVar[tuple[str, ...]]
     """The columns of a row that `verify` reads."""
     instructions: ClassVar[str] = "Give the answer alone, between <answer> and </answer>."
-    """What the chat format asks for, before the problem."""
+    """The instructions before the problem in the chat format."""
     published: ClassVar[Mapping[str, Component]] = {}
     """The components of the published reward (of d1, Zhao et al. 2025, unless the task says otherwise), by name."""
     reference: ClassVar[str | None] = None
-    """The column with the text that a completion should resemble, for ROUGE and BLEU; None: likeness means nothing here."""
+    """The column with the text that a completion should resemble, for ROUGE and BLEU; None: similarity is not measured."""
     max_completion: int | None = None
-    """Tokens (for a character tokenizer) of the longest right completion, and one for the end of sequence; None: the sampler says."""
+    """Tokens (for a character tokenizer) of the longest right completion, and one for the end of sequence; None: the sampler's setting."""
 
     _known: ClassVar[dict[str, type[Task]]] = {}
 
@@ -87,18 +87,18 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of one record of a file. A malformed one: DataError that names `where`."""
+        """The row of one record of a file. DataError that names `where` if it is malformed."""
 
     @abc.abstractmethod
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Judge a completion, strictly: any string gets a verdict, in bounded time. Its value may give credit for a part, in [0, 1)."""
+        """The strict verdict on a completion: any string gets one, in bounded time. Its value may give partial credit, in [0, 1)."""
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-        """The verdict on each completion; tasks that run programs judge many at a time."""
+        """The verdict on each completion; tasks that run programs verify many in parallel."""
         return [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records, each with where it stands. A record that is malformed, or without one of `fields`: DataError."""
+        """The rows of records, each with where it stands. DataError if a record is malformed or lacks one of `fields`."""
         for where, record in records:
             require_names(record, self.fields, where)
             yield self.row(record, where)
@@ -130,8 +130,8 @@ class Task(abc.ABC):
 
         Args:
             shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: the components of the
-                published reward, one function each (tasks for which there is one). A function that is all of a shaping has the
-                name that it is asked for by: `sudoku`, `sudoku/partial`.
+                published reward, one function each (tasks for which there is one). The only function of a shaping has the
+                shaping's name: `sudoku`, `sudoku/partial`.
 
         Raises:
             ConfigError: a shaping that the task does not have.
@@ -139,13 +139,13 @@ class Task(abc.ABC):
         known = self.shapings()
         if shaping not in known:
             raise ConfigError(f"{self.name} has no shaping {shaping!r}", where="rewards", remedy=did_you_mean(shaping, known))
-        parts, whole = known[shaping], self.name if shaping == "strict" else f"{self.name}/{shaping}"
-        return [Reward(name if len(parts) > 1 else whole, self.columns, judge) for name, judge in parts.items()]
+        components, only = known[shaping], self.name if shaping == "strict" else f"{self.name}/{shaping}"
+        return [Reward(name if len(components) > 1 else only, self.columns, verify) for name, verify in components.items()]
 
-    def shapings(self) -> dict[str, dict[str, Judge]]:
-        """By the name of each shaping, its components."""
+    def shapings(self) -> dict[str, dict[str, Verify]]:
+        """The components of each shaping, by name."""
         published = {name: _component(function) for name, function in self.published.items()}
-        known: dict[str, dict[str, Judge]] = {"strict": {self.name: self._strictly}, "partial": {self.name: self.verify_all}}
+        known: dict[str, dict[str, Verify]] = {"strict": {self.name: self._strictly}, "partial": {self.name: self.verify_all}}
         return known | ({"published": published} if published else {})
 
     def _strictly(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -153,16 +153,16 @@ class Task(abc.ABC):
         return [v if v.value is None else dataclasses.replace(v, value=float(v.solved)) for v in verdicts]
 
 
-def _component(function: Component) -> Judge:
-    def judge(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+def _component(function: Component) -> Verify:
+    def verify(completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         values = [function(completion, row) for completion, row in zip(completions, rows, strict=True)]
         return [Verdict(value, "infrastructure" if value is None else "ok" if value > 0 else "wrong") for value in values]
 
-    return judge
+    return verify
 
 
 class Puzzle(Task):
-    """A task that makes its own problems."""
+    """A task that generates problems."""
 
     alphabet: ClassVar[str]
     """Every character that a prompt or a right completion can hold."""
@@ -170,7 +170,7 @@ class Puzzle(Task):
 
     @abc.abstractmethod
     def draw(self, split: Split, rng: random.Random) -> Row | None:
-        """One random row of a split, or None where this attempt gave none."""
+        """One random row of a split, or None if this attempt fails."""
 
     @abc.abstractmethod
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
@@ -180,7 +180,7 @@ class Puzzle(Task):
         """`count` different rows of a split. The same seed gives the same rows, and a smaller count their beginning.
 
         Raises:
-            ConfigError: for an unknown split, and where the task has fewer problems than asked for.
+            ConfigError: for an unknown split, and where the task has fewer than `count` problems.
         """
         if split not in get_args(Split):
             raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'.")
@@ -208,14 +208,14 @@ class Puzzle(Task):
 
 
 def get_task(name: str) -> Task:
-    """The task of that name with its default settings. An unknown name: ConfigError that names the nearest."""
+    """The task of that name with its default settings. ConfigError that names the nearest for an unknown name."""
     if name not in Task._known:
         raise ConfigError(f"unknown task {name!r}", remedy=did_you_mean(name, Task._known))
     return Task._known[name]()
 
 
 def as_puzzle(task: Task) -> Puzzle:
-    """The task, if it makes its own problems; another one: ConfigError."""
+    """The task as a `Puzzle`. ConfigError if it does not generate problems."""
     if not isinstance(task, Puzzle):
         raise ConfigError(
             f"{task.name} makes no problems of its own", where="task", remedy="Give a file of them, or a data set on the hub."

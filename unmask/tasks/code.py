@@ -1,4 +1,4 @@
-"""Python programs, judged by the tests of their dataset in sandboxes: HumanEval (Chen et al. 2021) and MBPP (Austin et al. 2021)."""
+"""Python programs, verified by the tests of their dataset in sandboxes: HumanEval (Chen et al. 2021) and MBPP (Austin et al. 2021)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from unmask.errors import DataError
 from unmask.rewards.format import code_format, parse_python
 from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
-from unmask.rewards.program import judge_programs
+from unmask.rewards.program import verify_programs
 from unmask.rewards.verdict import Verdict
 from unmask.sandbox.pool import Job, PythonTests, python_job
-from unmask.tasks.base import Judge, Row, Task
+from unmask.tasks.base import Row, Task, Verify
 
 
 def program_in(completion: str, languages: Sequence[str]) -> str | None:
@@ -32,30 +32,30 @@ class Code(Task):
     """A task whose answers are programs."""
 
     languages: ClassVar[tuple[str, ...]] = ("python", "py", "python3")
-    """What a fenced block may be called; the first is the proper name."""
+    """Accepted names of a fenced block's language; the first is written in answers."""
     instructions = "Write the Python function. Give the whole of it in one fenced block: ```python ... ```"
 
     def program(self, code: str, row: Mapping[str, Any]) -> str:
-        """The whole program of what a model wrote."""
+        """The complete program for the code that a model wrote."""
         return code
 
     @abstractmethod
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
-        """What judges it."""
+        """The sandbox job that runs its tests."""
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The value is the share of the tests that pass."""
+        """The value is the fraction of passed tests."""
         return self.verify_all([completion], [row])[0]
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         codes = [program_in(completion, self.languages) for completion in completions]
-        return judge_programs(self.job(self.program(code, row), row) if code else None for code, row in zip(codes, rows, strict=True))
+        return verify_programs(self.job(self.program(code, row), row) if code else None for code, row in zip(codes, rows, strict=True))
 
     def answer(self, row: Mapping[str, Any]) -> str:
         return f"```{self.languages[0]}\n{self.program(row['completion'], row).strip()}\n```"
 
-    def shapings(self) -> dict[str, dict[str, Judge]]:
-        """As of any task; published: 1 for a fenced block that parses (a half for one that does not), and the share of the tests."""
+    def shapings(self) -> dict[str, dict[str, Verify]]:
+        """As of any task; published: 1 for a fenced block that parses (a half for one that does not), and the fraction of passed tests."""
         return super().shapings() | {"published": {"code_format": self._format, "tests": self.verify_all}}
 
     def _format(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
@@ -84,12 +84,12 @@ class HumanEval(Code):
         }
 
     def program(self, code: str, row: Mapping[str, Any]) -> str:
-        """The beginning and what follows: its own function whole, or the rest of the one that the beginning ends with."""
+        """The stub, followed by a whole function or by the body of the function that the stub ends with."""
         whole = re.search(rf"^(async )?def {row['entry_point']}\b", code, re.MULTILINE)
         return row["stub"] + ("\n    pass\n\n" if whole else "") + code
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
-        # Some tests call helpers that the beginning defines: theirs are the dataset's, never the candidate's.
+        # Some tests call helpers that the stub defines. They get the dataset's helpers, never the candidate's.
         names = {"candidate": row["entry_point"], row["entry_point"]: row["entry_point"]}
         return python_job(program, PythonTests(f"{row['test']}\ncheck(candidate)\n", names, setup=row["stub"] + "\n    pass\n"))
 
@@ -126,7 +126,7 @@ class MBPP(Code):
         }
 
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
-        """What the tests use: names that the reference defines, which then come from a candidate, and modules, which never do."""
+        """The names that the tests use: those that the reference defines (taken from the candidate), and modules (never taken from it)."""
         try:
             used = {node.id for node in ast.walk(parse_python(tests)) if isinstance(node, ast.Name)}
             defined = {getattr(node, "name", None) for node in parse_python(code).body}

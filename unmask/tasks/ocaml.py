@@ -1,4 +1,4 @@
-"""OCaml programs, judged by the tests of their dataset in sandboxes: Exercism's track, and MultiPL-T (Cassano et al. 2024)."""
+"""OCaml programs, verified by the tests of their dataset in sandboxes: Exercism's track, and MultiPL-T (Cassano et al. 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the worker of symbolic.py runs: math-verify, strictly, on one answer and its reference."""
+"""The worker of symbolic.py: math-verify, strictly, on one answer and its reference."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from math_verify import LatexExtractionConfig, parse, verify
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 
 MEMORY = 4 << 30
-# At once, not in a call: nothing but this module runs in its process.
+# Set at import: only this module runs in the process.
 resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
-def judge(answer: str, reference: str) -> Verdict:
-    """`malformed` where nothing mathematical can be read. Never a comparison of strings."""
-    read = [
+def compare(answer: str, reference: str) -> Verdict:
+    """The verdict on an answer; `malformed` if math-verify can read no formula in it. Strings are never compared."""
+    parsed = [
         parse(f"$\\boxed{{{text}}}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
         for text in (answer, reference)
     ]
-    if not read[0]:
+    if not parsed[0]:
         return MALFORMED
-    return OK if verify(read[1], read[0], timeout_seconds=None) else WRONG
+    return OK if verify(parsed[1], parsed[0], timeout_seconds=None) else WRONG
