@@ -85,7 +85,7 @@ def test_log_and_screen_tell_the_same(verb, tmp_path, monkeypatch):
         figures.append(next(told))
         return {"memory_gb": figures[-1], "memory/allocated_gb": figures[-1] / 2, "memory/share": 0.5}
 
-    monkeypatch.setattr("unmask.training.metrics_trainer.memory_metrics", metrics)
+    monkeypatch.setattr("unmask.training.trainer.memory_metrics", metrics)
     shown: dict[str, float] = {}
     progress = SimpleNamespace(update=lambda fraction, **metrics: shown.update(metrics))
     make(verb, tmp_path, max_steps=1, log_memory_usage=True, progress=progress).train()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
@@ -31,10 +31,10 @@ from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, step
 from unmask.training.config import TrainingConfig, check_rows, naming_metric
 from unmask.training.distributed import lockstep, visits, without_repeats
 from unmask.training.hardware_checks import compile_in_place
-from unmask.training.metrics_trainer import Batch, MetricsTrainer
+from unmask.training.memory import memory_metrics
 from unmask.training.model_history import chosen_settings, stage_entry
 from unmask.training.optimizers import keep_on_host, naming_missing
-from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, write_sums
+from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, check_finite, read_sums, write_sums
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import direct
 from unmask.training.unsupported import refuse_unsupported
@@ -42,8 +42,11 @@ from unmask.training.unsupported import refuse_unsupported
 if TYPE_CHECKING:
     import peft
 
+Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
+STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 
-class DiffusionTrainer(MetricsTrainer):
+
+class DiffusionTrainer(Trainer):
     """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
     Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss. Losses are sums divided
@@ -108,9 +111,8 @@ class DiffusionTrainer(MetricsTrainer):
         if args.torch_compile:
             compile_in_place(self.lm, args, self.accelerator)
         direct(self.callback_handler.callbacks, args.logging_dir)
-        if progress is not None:
-            self.remove_callback(PrinterCallback)
-            self.remove_callback(ProgressCallback)
+        for printed in (PrinterCallback, ProgressCallback) if progress is not None else ():
+            self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
 
     @classmethod
@@ -152,19 +154,18 @@ class DiffusionTrainer(MetricsTrainer):
 
     def draw(self, batch: Batch) -> Draw:
         """Randomness keyed by seed, sample and epoch: the same masks on any number of devices and after a resume."""
-        epoch = 0 if self.means.evaluating else int(self.state.epoch or 0)
-        return Draw(self.args.seed, batch["sample_id"], epoch)
+        return Draw(self.args.seed, batch["sample_id"], 0 if self.means.evaluating else int(self.state.epoch or 0))
 
     @property
     def over(self) -> bool:
-        """Whether all steps are done. transformers would make one more step when a run is resumed at its end."""
+        """Whether all steps are done; transformers would make one more when a run is resumed at its end."""
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
         """As in transformers.Trainer, with these differences.
 
-        True resumes from the last complete checkpoint, or starts from the beginning if there is none. A path may also be the
-        folder of a run. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced.
+        True resumes from the last complete checkpoint, or starts from the beginning if there is none. A path may also be a run's folder. A
+        new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced.
         """
         self._throughput = Throughput()
         folder = Path(str(self.args.output_dir))
@@ -186,8 +187,7 @@ class DiffusionTrainer(MetricsTrainer):
 
     def data_reports(self) -> dict[str, DataReport]:
         """The data reports by data set (`train`, `eval`), for data sets that have one."""
-        named = {"train": self.train_dataset, "eval": self.eval_dataset}
-        return {name: rows.report for name, rows in named.items() if isinstance(rows, Rows)}
+        return {name: rows.report for name in ("train", "eval") if isinstance(rows := getattr(self, f"{name}_dataset"), Rows)}
 
     def rewind(self, step: int) -> None:
         """Drop the log lines after this step. They will be written again."""
@@ -268,8 +268,7 @@ class DiffusionTrainer(MetricsTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | tuple[Tensor, None]:
-        # DDP treats modules that the last pass of a step does not call as unused in all of its passes.
-        distributed = self.accelerator.num_processes > 1
+        distributed = self.accelerator.num_processes > 1  # DDP treats modules that a step's last pass does not call as unused in all
         with self.phases("forward"), self.lm.calling_all_modules() if distributed else contextlib.nullcontext():
             loss = self.micro_loss(self.lm.bind(model), inputs)
         if num_items_in_batch is not None:
@@ -293,10 +292,10 @@ class DiffusionTrainer(MetricsTrainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def create_optimizer(self, *arguments: Any) -> Any:
-        first = self.optimizer is None
+        new = self.optimizer is None
         with naming_missing():
             super().create_optimizer(*arguments)
-        if first and self.args.optimizer_offload:
+        if new and self.args.optimizer_offload:
             keep_on_host(self.optimizer)
         return self.optimizer
 
@@ -310,7 +309,72 @@ class DiffusionTrainer(MetricsTrainer):
         items = torch.stack([self.count_items(batch) for batch in batch_samples]).sum().to(device)
         return self.accelerator.gather(items).sum().clamp_min(1)
 
+    # Metrics.
+
+    def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
+        """Add a mean over `count` things to the metric's mean in the next log line."""
+        self.means.add(name, float(value) * count, count)
+
+    def record_loss(self, loss: Tensor) -> Tensor:
+        """Add a micro-batch's part of a step's loss to the logged mean. transformers' own sums are lost on resume."""
+        for name in STEP_LOSSES:
+            self.means.add(name, float(loss), self.accelerator.sync_gradients)  # a step is counted with its last micro-batch
+        return loss
+
+    def count_tokens(self, batch: Batch) -> Tensor:
+        """The number of tokens without padding, which the model card reports."""
+        return (batch["documents"] > 0).sum()
+
+    def count_samples(self, batch: Batch) -> int:
+        """The rows of this process's micro-batch, which `samples_per_second` counts."""
+        return len(batch["sample_id"])
+
+    @contextlib.contextmanager
+    def measuring(self, prefix: str) -> Iterator[None]:
+        """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
+        if prefix == "train":
+            what = "train is reserved for the summary of a run"
+            raise ConfigError(what, where="metric_key_prefix", remedy="Use another, such as train_rows")
+        training, self.means = self.means, Means(f"{prefix}_")
+        try:
+            yield
+        finally:
+            self.means = training
+
+    def finite(self, name: str, value: Tensor) -> Tensor:
+        """Return the value, or raise TrainingError if it is not finite."""
+        check_finite(name, value, self.state.global_step)
+        return value
+
+    def get_performance_stats(self) -> dict[str, Any]:
+        """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
+        return self.phases.performance_stats()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.means.load(read_sums(Path(checkpoint)) if self.is_world_process_zero() else {})  # the saved sums cover all processes
+
+    def _track_num_input_tokens(self, inputs: Batch) -> None:
+        self._throughput.samples += self.count_samples(inputs)
+        self.state.num_input_tokens_seen += int(self.accelerator.gather(self.count_tokens(inputs).to(self.args.device)).sum())
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        checked = norm is not None and self.accelerator.scaler is None  # a float16 scaler skips steps whose gradients are not finite
+        return self.finite("gradient norm", norm) if checked else norm
+
+    def floating_point_ops(self, inputs: Batch) -> int:
+        return 0
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        logs |= self.means.take(lambda name: name not in STEP_LOSSES or name in logs)
+        if "loss" in logs:  # a line of training, not of evaluation
+            logs |= self._throughput.take(self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen)
+        memory = memory_metrics(self.args.device)
+        self._run_callback.memory_gb = memory["memory_gb"]
+        if self.args.log_memory_usage:
+            logs |= memory
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
