@@ -1,0 +1,237 @@
+"""Every block of README and docs: Python is run, commands are run or planned with small models, YAML is read as a config.
+
+A block that cannot be run here says why in a comment before it, `<!-- not run: reason -->`; it is still parsed.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import re
+import shlex
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import unmask as package
+from tests.helpers import REPOSITORY
+from tests.training.tiny_runs import CHAT_TEMPLATE
+from unmask.cli.entry import app
+from unmask.commands.run import training_arguments
+from unmask.config.layers import read_layers
+from unmask.config.run import resolve
+from unmask.config.yaml import parse_yaml
+from unmask.data.characters import character_tokenizer
+from unmask.demo import DemoSettings, small_model
+from unmask.models.load import load
+from unmask.rl.methods import METHODS
+from unmask.tasks import Task, get_task
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
+FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+LANGUAGES = {"bash", "python", "yaml", "json", "text", "ocaml"}
+TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
+PARSED = ("serve", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
+HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
+SHORTER = [("max_steps=100", "max_steps=20"), ("max_steps=10_000", "max_steps=20"), ("max_steps=10,", "max_steps=1,")]
+VERBS = {"conversion.md": "convert", "preferences.md": "dpo", "data.md": "pretrain"}
+PROBLEM = {"prompt": "1003340220004001=", "completion": "1234341221434321", "text": "1234341221434321", "group": "a"}
+SUDOKU = {"puzzle": "0234341221434321", "solution": "1234341221434321"}
+ROWS = {
+    "corpus.jsonl": {"text": "Once upon a time, there was a cat."},
+    "pairs.jsonl": {"prompt": "What? ", "completion": "This."},
+    "data/pairs.jsonl": {"prompt": "What? ", "completion": "This."},
+    "preferences.jsonl": {"prompt": "What? ", "chosen": "This.", "rejected": "That."},
+    "prompts.jsonl": {"prompt": "What? "},
+    "summaries.jsonl": {"prompt": "Say it: ", "answer": "This."},
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    page: str
+    line: int
+    language: str
+    text: str
+    not_run: str | None
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = FENCE.finditer(text)
+    return [Block(page.name, text[: each.start()].count("\n") + 1, each["language"], each["text"], each["reason"]) for each in found]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+
+
+def commands(block: Block) -> list[list[str]]:
+    """The words of each command, without comments, environment variables and background marks."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    split = [shlex.split(line, comments=True) for line in lines]
+    bare = [[word for index, word in enumerate(words) if word != "&" and not is_variable(words, index)] for words in split]
+    return [words for words in bare if words]
+
+
+def is_variable(words: list[str], index: int) -> bool:
+    """Whether a word sets an environment variable: it stands before the command."""
+    return all(re.fullmatch(r"[A-Z_]+=\S*", word) for word in words[: index + 1])
+
+
+COMMANDS = [block for block in BLOCKS if block.language == "bash"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_block_is_fenced_and_names_its_language(page):
+    assert {block.language for block in blocks_of(page)} <= LANGUAGES
+    text = page.read_text(encoding="utf-8")
+    outside = FENCE.sub("", text)
+    assert "```" not in outside and not re.search(r"^\n {4}\S", outside, re.M)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with small models and files at the paths that the pages name."""
+    folder = tmp_path_factory.mktemp("docs")
+    lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)
+    tokenizer = character_tokenizer("".join(map(chr, range(32, 127))) + "\n")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    config = lm.config
+    config.vocab_size, config.max_position_embeddings = len(tokenizer), 512
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
+    causal, converted = folder / "runs/demo/pretrain", folder / "runs/demo/sft"
+    type(lm.model)(config).save_pretrained(causal)
+    tokenizer.save_pretrained(causal)
+    load(causal, attention="bidirectional").save(converted)
+    for name in ("MODEL", "runs/pretrain/model", "runs/served"):
+        shutil.copytree(causal, folder / name)
+    for name in ("runs/demo/grpo", "runs/convert/model", "runs/sft/model", "runs/dpo/model"):
+        shutil.copytree(converted, folder / name)
+    for name, row in ROWS.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
+    for name in ("stories.txt", "FILE"):
+        (folder / name).write_text("Once upon a time, there was a cat.\n" * 200)
+    (folder / "my_rewards.py").write_text(next(block.text for block in BLOCKS if "# my_rewards.py" in block.text))
+    (folder / "train.yaml").write_text("model_name_or_path: runs/demo/pretrain\nlearning_rate: 1.0e-4\nper_device_train_batch_size: 2\n")
+    for block in BLOCKS:
+        if block.language == "yaml" and (name := re.match(r"# (\S+\.yaml)", block.text)):
+            (folder / name[1]).write_text(block.text)
+    return folder
+
+
+@pytest.fixture
+def here(workplace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it to work in."""
+    shutil.copytree(workplace, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("block", COMMANDS, ids=str)
+def test_commands_can_be_given(block, here, monkeypatch):
+    monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 1.0)  # which makes steps to time this machine
+    for words in commands(block):
+        give_words(words, run=block.not_run is None)
+
+
+def give_words(words: list[str], *, run: bool) -> None:
+    """Run a command, or check that it can be given."""
+    name = Path(words[0]).name
+    if name == "make":
+        assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
+    elif name == "unmask":
+        give(words[1:], run=run)
+    elif name in ("pytest", "apt-get"):
+        assert all((REPOSITORY / word.rstrip(";")).exists() for word in words if word.startswith("tests/"))
+    elif name == "pip":
+        extras = re.findall(r"unmask\[([\w,]+)\]", " ".join(words))[0].split(",")
+        declared = re.findall(r"^(\w+) = \[", (REPOSITORY / "pyproject.toml").read_text(), re.M)
+        assert set(extras) <= set(declared)
+    else:
+        give_module(words)
+
+
+def give_module(words: list[str]) -> None:
+    """A module that python, torchrun or accelerate starts."""
+    assert words[0] in ("python", "torchrun", "accelerate"), f"no test knows {words[0]}"
+    at = words.index("-m")
+    module, arguments = words[at + 1], words[at + 2 :]
+    for flag, value in itertools.pairwise(words):
+        assert flag != "--config_file" or (REPOSITORY / value).exists()
+    if module == "unmask":
+        give(arguments, run=False)
+    elif module.startswith("benchmarks"):
+        assert (REPOSITORY / f"{module.replace('.', '/')}.py").exists()
+        source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "benchmarks").glob("*.py"))
+        assert all(word.strip("-").replace("-", "_") in source for word in arguments if word.startswith("--"))
+    else:
+        assert module == "vllm.entrypoints.openai.api_server"  # tests/generation/remote/test_vllm_client.py reads its flags
+
+
+def give(words: list[str], *, run: bool) -> None:
+    """Run a command on small models; those that train are planned, those with recipes are constructed by tests/commands/test_recipes.py."""
+    verb, hub = words[0], any(re.fullmatch(r"[A-Z]\w+/\S+", word) for word in words)
+    if (
+        not run
+        or verb in PARSED
+        or hub
+        or "--recipe" in words
+        or "--measure-variance" in words
+        or "--device-map" in words
+        or "cuda" in words
+    ):
+        group = typer.main.get_command(app)
+        group.commands[verb].make_context(verb, [*words[1:]])  # type: ignore[attr-defined]
+        return
+    words = [re.sub(r"^\d{2,}$", "4", word) if before == "--rows" else word for before, word in zip(["", *words], words, strict=False)]
+    if verb in TRAINING:
+        words += ["--dry-run", *HERE]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, (result.output, result.exception)
+
+
+PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+def test_python_runs(page, here, monkeypatch):
+    """The blocks of a page one after the other, with fewer steps; `rows` stands for a data set of one's own."""
+    monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
+    monkeypatch.setattr(Task, "_known", dict(Task._known))
+    names: dict[str, Any] = {"__name__": __name__, "unmask": package, "rows": [PROBLEM] * 64}
+    for block in blocks_of(page):
+        if block.language != "python":
+            continue
+        text = block.text
+        for long, short in SHORTER:
+            text = text.replace(long, short)
+        tree = ast.parse(text, str(block))
+        if block.not_run is None:
+            exec(compile(tree, str(block), "exec"), names)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "unmask":
+                assert hasattr(package, node.attr), f"{block}: unmask.{node.attr}"
+
+
+@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "yaml"], ids=str)
+def test_yaml_is_a_config(block, tmp_path):
+    parsed = parse_yaml(block.text, str(block))
+    path = tmp_path / "config.yaml"
+    path.write_text(block.text)
+    given = {"model.path": "m", "output_dir": "out"}
+    config = resolve(
+        read_layers(config_files=[path], flags={key: value for key, value in given.items() if key.split(".")[0] not in parsed})
+    )
+    verb = VERBS.get(block.page) or ("grpo" if "unmask grpo" in block.text else "sft")
+    config.training["use_cpu"] = True
+    training_arguments(verb, config)
