@@ -37,7 +37,7 @@ def test_a_profile_from_the_command_line(model, tmp_path):
     assert result.exit_code == 0, result.output
     assert [path.name for path in output.iterdir()] == ["trace.json"]
     check_trace(json.loads((output / "trace.json").read_text()), {"forward": 2, "backward": 2})
-    shares = dict(re.findall(r"(forward|backward|other) .*? ([\d.]+)%", result.output))
+    shares = dict(re.findall(r"^\W*(forward|backward|other) .*? ([\d.]+)%", result.output, re.M))
     assert sum(map(float, shares.values())) == pytest.approx(100, abs=0.2) and all(float(share) > 0 for share in shares.values())
     assert "aten::" in result.output and "ui.perfetto.dev" in result.output
 
