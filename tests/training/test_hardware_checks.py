@@ -234,7 +234,7 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
     tiny().save(tmp_path)
     with pytest.raises(ModelError, match="unknown quantization '3bit'"):
         load(tmp_path, quantization="3bit")
-    with pytest.raises(ModelError, match="4bit weights cannot be computed with in float64"):
+    with pytest.raises(ModelError, match="4bit weights do not compute in float64"):
         load(tmp_path, quantization="4bit", dtype="float64")
     with pytest.raises(ConfigError, match="quantization: '3bit' is refused"):
         ModelConfig(path="x", quantization="3bit")
