@@ -78,14 +78,10 @@ def decide(
 
 
 def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
-    reshaped = reshapes(config)
-    shaped_NV = reshape_logits(logits_NV, config, present_NV) if reshaped else logits_NV
-    same_weights = not reshaped and config.temperature in (0, 1)  # those of the model's distribution and of the sampled one
-    best_N = logits_NV.amax(-1)
-    below_NV = logits_NV - best_N[:, None]
-    weight_NV = below_NV.exp_() if reshaped or same_weights else below_NV.exp()  # else `below_NV` is used again
+    largest_N1 = logits_NV.amax(-1, keepdim=True)
+    weight_NV = _weights(logits_NV, largest_N1)
     total_N = weight_NV.sum(-1)
-    normaliser_N = best_N + total_N.log()
+    normaliser_N = largest_N1.squeeze(1) + total_N.log()
     if normaliser_N.isnan().any():  # one NaN makes its whole row NaN
         remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
         raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
@@ -95,13 +91,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
-    if config.temperature > 0 or config.filtered_confidence:
-        if reshaped:
-            below_NV = shaped_NV - shaped_NV.amax(-1, keepdim=True)
-        if not same_weights:
-            weight_NV = below_NV.div_(config.temperature or 1.0).exp_()
-        weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    token_N = best(shaped_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN])
+    token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, noise, present_NV)
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
@@ -111,7 +101,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
         case "left_to_right":
             priority_N = torch.zeros_like(log_prob_N)  # ties by the lower position
         case policy if config.filtered_confidence:
-            priority_N = _filtered_priority(weight_NV, token_N, policy)
+            priority_N = _filtered_confidence(weight_NV, token_N, policy)
         case "confidence":
             priority_N = log_prob_N
         case "margin":
@@ -127,13 +117,38 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
+def _draw_tokens(
+    logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, and the weights that it is drawn by: after penalty, bans, temperature and filters.
+
+    Args:
+        weight_NV: of the model's distribution, which is the sampled one unless a setting changes it.
+    """
+    reshaped = config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
+    if reshaped:
+        logits_NV = reshape_logits(logits_NV, config, present_NV)
+    if config.temperature == 0 and not config.filtered_confidence:
+        return best(logits_NV), weight_NV
+    if reshaped or config.temperature not in (0, 1):
+        weight_NV = _weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
+    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
+    return best(logits_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN]), weight_NV
+
+
+def _weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
+    """Probabilities relative to that of each row's largest logit."""
+    below_NV = logits_NV - largest_N1
+    return (below_NV if temperature == 1 else below_NV.div_(temperature)).exp_()
+
+
 def _log_fraction(weight_NV: Tensor, token_N: Tensor) -> Tensor:
     """The log-probability of a token in each row, under the distribution proportional to the weights."""
     return (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
 
 
-def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
-    """The policy's confidence under the distribution proportional to the weights: after penalty, bans, temperature and filters (Dream)."""
+def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
+    """The policy's confidence under the distribution proportional to the weights, from which tokens are drawn (Dream, Ye et al. 2025)."""
     if policy == "confidence":
         return _log_fraction(weight_NV, token_N)
     prob_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
@@ -146,11 +161,6 @@ def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tenso
 def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
     """Logits moved by `guidance` times their difference from those without the prompt (Nie et al. 2025); -inf stays."""
     return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
-
-
-def reshapes(config: SamplerConfig) -> bool:
-    """Whether `reshape_logits` changes anything."""
-    return config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
 
 
 def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
