@@ -49,7 +49,7 @@ def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention
         assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
         saved = expected[ticket].forward_passes - trace.forward_passes
         assert saved == 0 or (saved > 0 and ticket in drafting)
-    assert engine.slots.count == 0 and not engine.working and not engine.waiting
+    assert engine.slots.count == 0 and not engine.running and not engine.waiting
 
 
 @every_pattern
@@ -59,10 +59,10 @@ def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
     engine = Engine(lm, batch_size=1)
     first, second = (engine.submit(request, config) for request in make_requests(lm, ["ab", "ba"], config))
     engine.step()
-    assert [sequence.ticket for sequence in engine.working] == [first]
+    assert [sequence.ticket for sequence in engine.running] == [first]
     assert engine.cancel(first) and engine.slots.count == 0
     engine.step()
-    assert [sequence.ticket for sequence in engine.working] == [second]
+    assert [sequence.ticket for sequence in engine.running] == [second]
     assert not engine.cancel(first) and not engine.cancel(99)
     assert [ticket for ticket, _ in engine.run()] == [second]
     assert not engine.cancel(second)
@@ -77,7 +77,7 @@ def test_memory_is_bounded_by_the_configuration(attention, block_size):
     prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
     tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
     finished = []
-    while engine.waiting or engine.working:
+    while engine.waiting or engine.running:
         finished += [ticket for ticket, _ in engine.step()]
         rows, columns = engine.slots.ids_SC.shape
         assert rows * columns <= 30 + drafts
@@ -283,11 +283,11 @@ def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
         raise KeyboardInterrupt
 
     engine.submit(request, config)
-    while engine.waiting or engine.working:
+    while engine.waiting or engine.running:
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Engine, "_draft", stop)  # between a step and the drafts that follow from it
             engine.step()
-        for sequence in engine.working:
+        for sequence in engine.running:
             if sequence.step == 0:
                 assert sequence.draft is None
                 begun.add(sequence.block)
