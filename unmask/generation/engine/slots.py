@@ -111,9 +111,8 @@ class Slots:
 
     def hidden_rows(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
         """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
-        slot_B, start_B, stop_B = torch.tensor(
-            [(entry.slot, entry.start, entry.stop) for entry in entries], device=self.ids_SC.device
-        ).unbind(1)
+        blocks = [(entry.slot, entry.start, entry.stop) for entry in entries]
+        slot_B, start_B, stop_B = torch.tensor(blocks, device=self.ids_SC.device).unbind(1)
         position_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
         hidden_BC = self.hidden_SC[slot_B] & (position_C >= start_B[:, None]) & (position_C < stop_B[:, None])
         index = [F.pad(hidden_BC.nonzero(), (0, 1))]
