@@ -59,22 +59,19 @@ def decide(
         GenerationError: the logits are NaN.
     """
     rows, vocabulary = logits_NV.shape
-    portion = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
-    needed = {
-        Stream.TOKEN: config.temperature > 0,
-        Stream.ORDER: config.policy == "random",
-        Stream.ORDER_NOISE: config.order_temperature > 0,
-    }
-    streams = [stream for stream, used in needed.items() if used]
+    rows_at_once = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
+    streams = [Stream.TOKEN] if config.temperature > 0 else []
+    streams += [Stream.ORDER] if config.policy == "random" else []
+    streams += [Stream.ORDER_NOISE] if config.order_temperature > 0 else []
     noise = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
-    parts = []
-    for first in range(0, max(rows, 1), portion):
-        at = slice(first, first + portion)
-        present = None if present_NV is None else present_NV[at]
-        parts.append(_decide(logits_NV[at], config, {stream: noise_N[at] for stream, noise_N in noise.items()}, present))
-    if len(parts) == 1:
-        return parts[0]
-    return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    chunks = []
+    for first in range(0, max(rows, 1), rows_at_once):
+        chunk = slice(first, first + rows_at_once)
+        present = None if present_NV is None else present_NV[chunk]
+        chunks.append(_decide(logits_NV[chunk], config, {stream: noise_N[chunk] for stream, noise_N in noise.items()}, present))
+    if len(chunks) == 1:
+        return chunks[0]
+    return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*chunks, strict=True)))  # type: ignore[arg-type]
 
 
 def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
@@ -224,9 +221,9 @@ def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tupl
     sum_NK = weight_NK.double().cumsum(-1)
     total_N1 = sum_NK[:, -1:].contiguous()
     goal_N1 = noise_N1 * total_N1 if goal_N1 is None else goal_N1
-    found_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
-    found_N1 = torch.minimum(found_N1, torch.searchsorted(sum_NK, total_N1))  # the last entry of positive weight
-    return found_N1, F.pad(sum_NK, (1, 0)).gather(1, found_N1), goal_N1
+    index_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
+    index_N1 = torch.minimum(index_N1, torch.searchsorted(sum_NK, total_N1))  # the last entry of positive weight
+    return index_N1, F.pad(sum_NK, (1, 0)).gather(1, index_N1), goal_N1
 
 
 def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
@@ -238,13 +235,13 @@ def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
     sorted_BW = priority_BW.double().sort(dim=-1, descending=True).values
     hidden_BW = sorted_BW > -torch.inf
     if config.threshold is not None:
-        good_BW = sorted_BW.exp() >= config.threshold
+        accepted_BW = sorted_BW.exp() >= config.threshold
     elif config.factor is not None:
-        good_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
+        accepted_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
     else:
         assert config.entropy_bound is not None
-        good_BW = (-sorted_BW).cumsum(-1) <= config.entropy_bound
-    return (good_BW & hidden_BW).sum(-1).clamp_min(1)
+        accepted_BW = (-sorted_BW).cumsum(-1) <= config.entropy_bound
+    return (accepted_BW & hidden_BW).sum(-1).clamp_min(1)
 
 
 def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:

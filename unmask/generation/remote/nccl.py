@@ -47,15 +47,12 @@ def check_nccl() -> None:
 
 
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
-    """A sender whose `send_weights()` sends the model's current weights.
+    """A sender whose `send_weights()` sends the model's current weights. Errors as of `check_nccl`.
 
     Args:
         model: its parameters have the names of the server's checkpoint.
         call: a request to the server.
         address: of this machine, as the server's workers reach it.
-
-    Raises:
-        GenerationError: no GPU, or vLLM is not installed here.
     """
     check_nccl()
     try:
