@@ -329,7 +329,7 @@ def test_the_shared_preferences_are_read_whole():
 @given(st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=4))
 def test_unpaired_answers_are_pairs_with_a_label(texts):
     examples = [{"prompt": prompt, "completion": answer, "label": label} for prompt, answer, label in texts]
-    rows = made(examples, layouts=UNPAIRED)
+    rows = made(examples, formats=UNPAIRED)
     assert [row["label"] for row in rows] == [label for *_, label in texts]
     assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
 
@@ -338,6 +338,6 @@ def test_unpaired_answers_are_pairs_with_a_label(texts):
 def test_a_label_is_true_or_false(label):
     examples = [GOOD | {"label": True}, GOOD | {"label": label}]
     with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
-        made(examples, layouts=UNPAIRED)
-    rows = made(examples, layouts=UNPAIRED, skip=True)
+        made(examples, formats=UNPAIRED)
+    rows = made(examples, formats=UNPAIRED, skip=True)
     assert rows.report.dropped == {"of another type": [1]}

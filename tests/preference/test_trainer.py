@@ -17,7 +17,7 @@ from unmask.diffusion.views import Draw
 from unmask.errors import DataError, TrainingError
 from unmask.models.load import load
 from unmask.preference.config import DPOConfig
-from unmask.preference.trainer import DPOTrainer
+from unmask.preference.trainer import DPOTrainer, PreferenceBatch
 
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 LABELLED = [
@@ -62,7 +62,7 @@ def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks
     """With a rate of 0 the margin stays 0: the stored scores are those of each epoch's own masks."""
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0)
     trainer.train()
-    scores = trainer.stored["train"].score_EIR
+    scores = trainer.stored["train"].log_prob_EIR
     assert scores.shape == (3, 8, 2)
     assert len({tuple(epoch.flatten().tolist()) for epoch in scores}) == 3
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
@@ -73,7 +73,7 @@ def test_where_batches_that_are_not_full_are_left_out_all_epochs_are_scored_and_
     shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "dataloader_drop_last": True}
     trainer = make("dpo", tmp_path, rows=PREFERENCES[:rows], max_steps=steps, learning_rate=0.0, **shape)
     trainer.train()
-    assert len(trainer.stored["train"].score_EIR) == math.ceil(trainer.state.epoch)
+    assert len(trainer.stored["train"].log_prob_EIR) == math.ceil(trainer.state.epoch)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
@@ -83,7 +83,7 @@ def test_a_plan_that_is_reused_is_scored_once(tmp_path):
     plan = trainer.plan
     trainer.plan = lambda batch, draw: seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
     trainer.train()
-    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert trainer.stored["train"].log_prob_EIR.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
     assert len(seen) == 6 and all((ids % 100 == 0).all() for ids in seen)
 
@@ -91,7 +91,7 @@ def test_a_plan_that_is_reused_is_scored_once(tmp_path):
 def test_of_exact_likelihoods_one_table_serves_all_epochs(tmp_path):
     trainer = make("dpo", tmp_path, tiny("block_causal", 2), max_steps=6, learning_rate=0.0)
     trainer.train()
-    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert trainer.stored["train"].log_prob_EIR.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
@@ -200,7 +200,7 @@ def test_blocks_of_four_are_scored_as_the_mean_over_all_orders(shift, tmp_path):
     lm = tiny("block_causal", 4, logit_shift=shift, dtype=torch.float64)
     trainer = make("dpo", tmp_path, lm)
     rows = batch(trainer, 0, 3, 5)
-    found = trainer.score_responses(lm, rows)
+    found = trainer.response_log_probs(lm, trainer.with_reference(rows))
     for number, (ids_T, maskable_T) in enumerate(each_response(rows)):
         expected = sum(any_order(conditionals(lm, ids_T, part)) for part in groups(lm, int(maskable_T.nonzero()[0]), len(ids_T)))
         assert found[number].item() == pytest.approx(expected, abs=1e-9)
@@ -238,8 +238,8 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
         rows = trainer.data_collator([trainer.train_dataset[0]] * 200)
         drawn = []
         for iteration in (0, 1):
-            rows["views"] = trainer.plan(rows, Draw(iteration, torch.arange(200)))
-            drawn.append(trainer.score_responses(trainer.lm, rows))
+            views = trainer.plan(rows, Draw(iteration, torch.arange(200)))
+            drawn.append(trainer.response_log_probs(trainer.lm, PreferenceBatch(rows, views)))
         bound = torch.cat([part.view(2, -1) for part in drawn], 1)
         spread[complementary], means[complementary] = bound.std(1), bound.mean(1)
         for side, (ids_T, maskable_T) in enumerate(each_response(batch(trainer, 0))):
@@ -269,15 +269,16 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     for alpha in (0.0, 0.7):
         trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), rpo_alpha=alpha)
         rows = batch(trainer, 0, 2, 5)
-        losses.append(trainer.compute_loss(trainer.model.train(), rows, num_items_in_batch=torch.tensor(3)).item())
-    bound_N = trainer.score_responses(trainer.lm, rows)
+        [prepared] = trainer.prepared([rows])
+        losses.append(trainer.compute_loss(trainer.model.train(), prepared, num_items_in_batch=torch.tensor(3)).item())
+    bound_N = trainer.response_log_probs(trainer.lm, prepared)
     term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
     assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
 
 
 def test_rows_that_no_stored_reference_has_scored_are_refused(tmp_path):
     for held_out in (None, PREFERENCES[:4]):
-        with pytest.raises(TrainingError, match=r"reference: the reference was scored on other.*use reference frozen or adapter"):
+        with pytest.raises(TrainingError, match=r"reference: the stored log-probabilities are of other.*use reference frozen or adapter"):
             make("dpo", tmp_path, eval_dataset=held_out).evaluate(PREFERENCES[4:])
 
 

@@ -40,9 +40,9 @@ def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        (lambda *_: [1], r"judge: gave \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
-        (lambda *_: [1, 2], "judge: gave"),
-        (lambda *_: [1, float("nan")], "judge: gave"),
+        (lambda *_: [1], r"judge: returned \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
+        (lambda *_: [1, 2], "judge: returned"),
+        (lambda *_: [1, float("nan")], "judge: returned"),
         (lambda *_: [1, "win"], "judge: raised ValueError"),
         (lambda *_: 1 / 0, "judge: raised ZeroDivisionError"),
         (lambda *_: sys.exit(3), "judge: raised SystemExit: 3"),
