@@ -172,7 +172,7 @@ def test_what_is_not_the_row_s_own_fault_is_never_left_out():
         made(chat, skip=True, learn="all")
     endless = character_tokenizer("ab")
     endless.eos_token = None
-    with pytest.raises(DataError, match=r"row 0.*no end-of-sequence token"):
+    with pytest.raises(DataError, match=r"row 0.*no EOS token"):
         made([{"prompt": "a", "completion": "b"}], skip=True, tokenizer=endless)
 
 

@@ -45,7 +45,7 @@ def test_shots_are_the_first_rows_and_are_not_asked(tmp_path):
     assert plain[0]["prompt"].count("Question:") == 3 and "#### 2\n\n" in plain[0]["prompt"]
     chat = pose(TASK, rows, "chat", 1)
     assert [turn["role"] for turn in chat[0]["prompt"]] == ["user", "assistant", "user"]
-    with pytest.raises(ConfigError, match="4 examples take all 4 rows"):
+    with pytest.raises(ConfigError, match="4 examples use all 4 rows"):
         pose(TASK, rows, "plain", 4)
 
 
