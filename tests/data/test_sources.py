@@ -112,7 +112,7 @@ def test_a_damaged_file_in_a_stream_is_refused_where_it_is_reached(tmp_path, suf
     path = damaged_folder(home, suffix)
     sources = [(home, f"{home}, part 2 of 2")] + [(path, str(path))] * (suffix == "parquet")
     for source, where in sources:
-        with pytest.raises(DataError, match=r"cannot be read on: .*Write the file again") as error:
+        with pytest.raises(DataError, match=r"the rest cannot be read: .*Write the file again") as error:
             list(load_rows(source, streaming=True))
         assert error.value.where == where
     rows = iter(load_rows(home, streaming=True))
@@ -338,7 +338,7 @@ def test_sources_that_do_not_mix_are_named(streaming, tmp_path):
 
     with pytest.raises(DataError, match=r"text\.jsonl and .*story\.jsonl: the sources have no column in common.*text_column"):
         mix("text", "story")
-    with pytest.raises(DataError, match=r"number\.jsonl: the sources do not mix"):
+    with pytest.raises(DataError, match=r"number\.jsonl: the sources cannot be mixed"):
         mix("text", "number")
     with pytest.raises(DataError, match=r"text\.jsonl: no column 'story'"):
         mix("text", text_column="story")

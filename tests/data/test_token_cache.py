@@ -146,7 +146,7 @@ def test_a_damaged_cache_is_refused_with_file_and_remedy(name, damage, what, tmp
 def test_a_cache_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(ConfigError, match=f"token_cache: cannot make the folder {folder}: .*Name another"):
+        with pytest.raises(ConfigError, match=f"token_cache: cannot create the folder {folder}: .*Choose another"):
             cached(folder)
 
 
