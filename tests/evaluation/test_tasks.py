@@ -91,5 +91,5 @@ def test_rows_that_could_not_be_judged_are_left_out_and_counted(monkeypatch):
     assert (len(result.solved), result.metrics["solved"].mean) == (8, 0.5)
     assert result.statuses == {"infrastructure": 4, "ok": 4, "timeout": 4}
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts[:1] * 12)
-    with pytest.raises(DataError, match="not one row could be judged: no sandbox"):
+    with pytest.raises(DataError, match="no row could be verified: no sandbox"):
         result_of(["?"] * 12, monkeypatch)

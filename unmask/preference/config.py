@@ -46,9 +46,7 @@ class DPOConfig(PairConfig):
     beta: float = setting(0.2, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6)
     label_smoothing: float = setting(0.0, "Assumed fraction of wrong labels (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"])
     rpo_alpha: float = setting(0.0, "Weight of an SFT term on the chosen response, per token (RPO)", low=0, needs=[PAIRED])
-    length_normalization: bool = setting(
-        False, "Whether log-ratios are divided by the response's tokens, as they always are for simpo", needs=[COMPARED]
-    )
+    length_normalization: bool = setting(False, "Whether log-ratios are per token (for simpo they always are)", needs=[COMPARED])
     simpo_gamma: float = setting(0.5, "The target margin, times beta", low=0, needs=["loss_type=simpo"])
     desirable_weight: float = setting(1.0, "Weight of the loss of desirable responses", low=0, needs=["loss_type=kto"])
     undesirable_weight: float = setting(1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"])
@@ -68,9 +66,7 @@ class DPOConfig(PairConfig):
         choices=get_args(ReferenceMode),
         needs=[COMPARED],
     )
-    reference_model: str | None = setting(
-        None, "The reference, as a folder or a hub name; unset: the policy before training", needs=[COMPARED]
-    )
+    reference_model: str | None = setting(None, "The reference (folder or hub name); unset: the policy before training", needs=[COMPARED])
     stale_reference: str = setting(
         "error",
         "If the output folder holds log-probabilities of another model, tokenizer, data or settings: error, or replace",

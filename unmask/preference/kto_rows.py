@@ -43,14 +43,9 @@ def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[di
         if prompts[index - 1] != prompts[index]:
             nearest = index - 1
         other, other_start = rows[nearest], starts[nearest]
-        names = ("input_ids", "documents", "maskable")
-        mismatched = {name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names}
-        response = {name: row[name] for name in names}
-        examples.append(
-            {
-                "response": response | {"sample_id": index},
-                "mismatched": mismatched | {"sample_id": len(rows) + index},
-                "desirable": row["label"],
-            }
-        )
+        response, mismatched = {"sample_id": index}, {"sample_id": len(rows) + index}
+        for name in ("input_ids", "documents", "maskable"):
+            response[name] = row[name]
+            mismatched[name] = (row[name][:start] + other[name][other_start:])[:max_length]
+        examples.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
     return examples

@@ -57,15 +57,12 @@ def kto(
     undesirable_weight: float = 1.0,
 ) -> Tensor:
     """1 - sigmoid(beta * (log-ratio - baseline)) for desirable responses, 1 - sigmoid(beta * (baseline - log-ratio)) for undesirable ones
-    (Ethayarajh et al. 2024, eq. 7 and 8).
+    (Ethayarajh et al. 2024, eq. 7 and 8), each with its weight.
 
     Args:
-        log_ratio_B: of each response.
-        desirable_B: boolean.
+        log_ratio_B, desirable_B: of each response; `desirable_B` is boolean.
         baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the reference, the mean log-ratio
             of mismatched responses.
-        beta: strength of the pull towards the reference.
-        desirable_weight, undesirable_weight: factors of the losses of desirable and undesirable responses.
     """
     ahead_B = torch.where(desirable_B, log_ratio_B - baseline, baseline - log_ratio_B)
     weight_B = torch.where(desirable_B, log_ratio_B.new_tensor(desirable_weight), log_ratio_B.new_tensor(undesirable_weight))

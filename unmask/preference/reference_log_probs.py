@@ -56,6 +56,70 @@ class ReferenceTable:
             raise TrainingError(what, where="reference", remedy=remedy)
         return self.log_prob_EIR[plan, index_B].T.flatten().to(sample_id_B.device)
 
+    @classmethod
+    def read(cls, path: Path, hashes: Mapping[str, str], plans: int, *, replace: bool) -> ReferenceTable | None:
+        """The table in a file, or None if it must be computed: the file is missing, has fewer view plans, or is stale and `replace` is set.
+
+        Raises:
+            TrainingError: the file has other hashes or cannot be read, and `replace` is not set.
+        """
+        if not path.exists():
+            return None
+        try:
+            with safe_open(path, "pt") as file:
+                stored = file.metadata() or {}
+                stale = [name for name in hashes if stored.get(name) != hashes[name]]
+                if not stale:
+                    table = cls(file.get_tensor("scores"), file.get_tensor("digests"))
+                    return table if len(table.digest_EI) >= plans else None
+            what = f"holds log-probabilities of another {' and another '.join(stale)}"
+        except SafetensorError as error:
+            what = f"cannot be read ({error})"
+        if not replace:
+            remedy = "Use the inputs that it was computed from, move the file, or set stale_reference to replace"
+            raise TrainingError(what, where=str(path), remedy=remedy)
+        warnings.warn(f"{path} {what}: the reference's log-probabilities are recomputed", RuntimeWarning, stacklevel=2)
+        return None
+
+    @classmethod
+    def compute(
+        cls,
+        rows: Sequence[Row],
+        log_probs_of: LogProbsOfRows,
+        accelerator: Accelerator,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        batch_size: int,
+        report: Callable[[float], None],
+    ) -> ReferenceTable:
+        """The table of all rows. The processes divide the rows; a batch has rows of similar length.
+
+        Args:
+            shape: the number of view plans, and of responses per row.
+            report: called with the finished fraction.
+        """
+        plans, responses = shape
+        ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
+        mine = ordered[accelerator.process_index :: accelerator.num_processes]
+        count = 1 + max(row["sample_id"] for row in rows)
+        log_prob_EIR, digest_EI = torch.zeros(plans, count, responses, dtype=dtype), torch.zeros(plans, count, dtype=torch.int64)
+        for start in range(0, len(mine), batch_size):
+            batch = mine[start : start + batch_size]
+            ids = [row["sample_id"] for row in batch]
+            for plan in range(plans):
+                log_prob_N, digest_EI[plan, ids] = log_probs_of(batch, plan)
+                log_prob_EIR[plan, ids] = log_prob_N.view(responses, -1).T.cpu().to(dtype)
+            report(min(1.0, (start + batch_size) / len(mine)))
+        whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_EIR, digest_EI)]
+        return cls(*whole)
+
+    def write(self, path: Path, hashes: Mapping[str, str]) -> None:
+        """Write the file atomically."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished")
+        save_file({"scores": self.log_prob_EIR, "digests": self.digest_EI}, unfinished, metadata=dict(hashes))
+        unfinished.replace(path)
+
 
 EMPTY_TABLE = ReferenceTable(torch.zeros(0, 0, 1), torch.zeros(0, 0, dtype=torch.long))
 
@@ -87,89 +151,3 @@ def data_hashes(rows: Sequence[Row], settings: Mapping[str, Any]) -> dict[str, s
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def get_table(
-    path: Path,
-    hashes: Mapping[str, str],
-    rows: Sequence[Row],
-    plans: int,
-    log_probs_of: LogProbsOfRows,
-    accelerator: Accelerator,
-    *,
-    replace: bool,
-    write: bool,
-    **computing: Any,
-) -> ReferenceTable:
-    """The table of all rows under every view plan: read from a file, or computed (with `computing`) and, with `write`, stored.
-
-    Raises:
-        TrainingError: the file has other hashes or cannot be read, and `replace` is not set.
-    """
-    table = _read(path, hashes, plans, replace=replace)
-    if table is None:
-        table = _compute(rows, plans, log_probs_of, accelerator, **computing)
-        if write:
-            _write(path, table, hashes)
-    return table
-
-
-def _read(path: Path, hashes: Mapping[str, str], plans: int, *, replace: bool) -> ReferenceTable | None:
-    """None if the table has to be computed: there is no file, it has fewer view plans, or it is stale and `replace` is set (a warning)."""
-    if not path.exists():
-        return None
-    try:
-        with safe_open(path, "pt") as file:
-            stored = file.metadata() or {}
-            stale = [name for name in hashes if stored.get(name) != hashes[name]]
-            if not stale:
-                table = ReferenceTable(file.get_tensor("scores"), file.get_tensor("digests"))
-                return table if len(table.digest_EI) >= plans else None
-        what = f"holds log-probabilities of another {' and another '.join(stale)}"
-    except SafetensorError as error:
-        what = f"cannot be read ({error})"
-    if not replace:
-        remedy = "Use the inputs that it was computed from, move the file, or set stale_reference to replace"
-        raise TrainingError(what, where=str(path), remedy=remedy)
-    warnings.warn(f"{path} {what}: the reference's log-probabilities are recomputed", RuntimeWarning, stacklevel=2)
-    return None
-
-
-def _compute(
-    rows: Sequence[Row],
-    plans: int,
-    log_probs_of: LogProbsOfRows,
-    accelerator: Accelerator,
-    *,
-    batch_size: int,
-    responses: int,
-    dtype: torch.dtype,
-    report: Callable[[float], None],
-) -> ReferenceTable:
-    """The table of all rows under every view plan. The processes divide the rows; a batch has rows of similar length.
-
-    Args:
-        responses: in each row.
-        report: called with the finished fraction.
-    """
-    ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
-    mine = ordered[accelerator.process_index :: accelerator.num_processes]
-    count = 1 + max(row["sample_id"] for row in rows)
-    log_prob_EIR, digest_EI = torch.zeros(plans, count, responses, dtype=dtype), torch.zeros(plans, count, dtype=torch.int64)
-    for start in range(0, len(mine), batch_size):
-        batch = mine[start : start + batch_size]
-        ids = [row["sample_id"] for row in batch]
-        for plan in range(plans):
-            log_prob_N, digest_EI[plan, ids] = log_probs_of(batch, plan)
-            log_prob_EIR[plan, ids] = log_prob_N.view(responses, -1).T.cpu().to(dtype)
-        report(min(1.0, (start + batch_size) / len(mine)))
-    whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_EIR, digest_EI)]
-    return ReferenceTable(*whole)
-
-
-def _write(path: Path, table: ReferenceTable, hashes: Mapping[str, str]) -> None:
-    """Write the file atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    save_file({"scores": table.log_prob_EIR, "digests": table.digest_EI}, unfinished, metadata=dict(hashes))
-    unfinished.replace(path)

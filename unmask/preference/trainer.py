@@ -32,7 +32,7 @@ from unmask.models.model_state import disable_dropout, evaluating
 from unmask.preference.config import DPOConfig
 from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
 from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
-from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, get_table, model_hashes
+from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
 from unmask.preference.win_rate import Judge, check_prompts, find_judge, wins
 from unmask.training.config import TrainingConfig, canvas, total_steps
 from unmask.training.distributed import failing_together
@@ -161,13 +161,13 @@ class DPOTrainer(DiffusionTrainer):
     def tokens_of(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor | None]:
         return batch.rows["input_ids"], documents_apart(batch.rows)
 
-    def sum_by_response(self, rows: Batch, value_BT: Tensor) -> Tensor:
-        """The sum of token values over each response [N]."""
-        return torch.cat([(value_BT * in_response_BT).sum(1) for in_response_BT in self._response_masks(rows)])
-
     def _response_masks(self, rows: Batch) -> list[Tensor]:
         """Which tokens [B, T] belong to the first response of each row, and to the second."""
         return [rows["documents"] == number for number in range(1, self.responses_per_row + 1)]
+
+    def sum_by_response(self, rows: Batch, value_BT: Tensor) -> Tensor:
+        """The sum of token values over each response [N]."""
+        return torch.cat([(value_BT * mask_BT).sum(1) for mask_BT in self._response_masks(rows)])
 
     def log_likelihoods(self, batch: PreferenceBatch, log_prob_BMT: Tensor) -> Tensor:
         """The log-likelihood of every response [N], or the estimate of its lower bound, in nats."""
@@ -220,8 +220,8 @@ class DPOTrainer(DiffusionTrainer):
         margin_P = margins(log_ratio_N)
         loss_P = self._pair_loss(margin_P)
         if self.args.rpo_alpha:
-            pairs = len(margin_P)
-            loss_P = loss_P - self.args.rpo_alpha * log_prob_N[:pairs] / self._response_lengths(batch.rows)[:pairs]
+            length_N = self.sum_by_response(batch.rows, batch.rows["maskable"])
+            loss_P = loss_P - self.args.rpo_alpha * log_prob_N.chunk(2)[0] / length_N.chunk(2)[0]
         self._record_metrics(margin_P, log_prob_N, torch.arange(len(log_prob_N), device=log_prob_N.device) < len(margin_P))
         return loss_P.sum()
 
@@ -230,10 +230,7 @@ class DPOTrainer(DiffusionTrainer):
         assert batch.reference_N is not None
         log_ratio_N = log_prob_N - batch.reference_N
         per_token = self.args.length_normalization or self.args.loss_type == "simpo"
-        return log_ratio_N / self._response_lengths(batch.rows) if per_token else log_ratio_N
-
-    def _response_lengths(self, rows: Batch) -> Tensor:
-        return self.sum_by_response(rows, rows["maskable"])
+        return log_ratio_N / self.sum_by_response(batch.rows, batch.rows["maskable"]) if per_token else log_ratio_N
 
     def _pair_loss(self, margin_P: Tensor) -> Tensor:
         args = self.args
@@ -360,15 +357,15 @@ class DPOTrainer(DiffusionTrainer):
             if progress is not None:
                 progress.update(0.0, reference_scored=fraction)
 
-        return get_table(
-            *(path, hashes, rows, len(draws), log_probs_of, self.accelerator),
-            batch_size=args.train_batch_size,
-            responses=self.responses_per_row,
-            dtype=self.lm.log_prob_dtype,
-            report=report,
-            replace=args.stale_reference == "replace",
-            write=args.should_save,
-        )
+        table = ReferenceTable.read(path, hashes, len(draws), replace=args.stale_reference == "replace")
+        if table is None:
+            shape = (len(draws), self.responses_per_row)
+            table = ReferenceTable.compute(
+                rows, log_probs_of, self.accelerator, shape, self.lm.log_prob_dtype, args.train_batch_size, report
+            )
+            if args.should_save:
+                table.write(path, hashes)
+        return table
 
     # The variance of the margin, and evaluation.
 
