@@ -53,10 +53,10 @@ def test_every_row_is_kept_or_counted_by_its_reason(reasons):
         assert summary["dropped"][reason] == {"count": len(places), "rows": places[:10]}
     assert summary["dropped"].keys() == {*reasons} - {None}
     if made:
-        assert report.of(made) == made and report.of(made).report is report
+        assert report.attach(made) == made and report.attach(made).report is report
     else:
         with pytest.raises(DataError, match=r"train_dataset: no row is left \(\d+ \w+"):
-            report.of(made)
+            report.attach(made)
 
 
 @pytest.mark.parametrize(("skip", "reason"), [(False, "too long"), (True, None), (False, None)])
@@ -70,8 +70,8 @@ def example() -> DataReport:
     report = DataReport("train_dataset", skip=True)
     for index in range(30):
         with report.row(index):
-            report.measure(prompt=index, chosen=2 * index, rejected=3)
-            report.cut(prompt=index % 10 == 0, completion=False)
+            report.record_lengths(prompt=index, chosen=2 * index, rejected=3)
+            report.record_cuts(prompt=index % 10 == 0, completion=False)
             if index >= 18:
                 raise DataError("no good", reason="too long")
     return report
@@ -95,6 +95,6 @@ def test_the_report_is_json_and_is_pickled_with_the_rows():
     assert json.loads(json.dumps(summary)) == summary
     assert summary["truncated"] == {"prompt": 3} and summary["chosen_equals_rejected"] == 0 and "packed" not in summary
     assert summary["tokens"]["rejected"]["histogram"] == {"2-3": 30}
-    rows = report.of([{"input_ids": [1]}])
+    rows = report.attach([{"input_ids": [1]}])
     again = pickle.loads(pickle.dumps(rows))  # as a data loader sends it to its workers
     assert again == rows and again.report.to_dict() == summary

@@ -36,7 +36,7 @@ Ends = Sequence[int]
 """The ids of end tokens."""
 
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
-EQUAL = "chosen equals rejected"
+EQUAL_RESPONSES = "chosen equals rejected"
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
@@ -173,7 +173,7 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     """
     if chosen == rejected:
         what = f"chosen and rejected are the same: {chosen!r:.80}"
-        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL)
+        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL_RESPONSES)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     common = min(common, len(chosen) - 1, len(rejected) - 1)
     if common and chosen[common - 1] == " ":

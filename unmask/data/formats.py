@@ -123,12 +123,10 @@ class RecordFormat:
         row = row | texts
         return self.convert(row) if self.convert else {name: row[name] for name in self.columns}
 
-    def style(self, row: Example) -> str:
-        """The types of the row's texts."""
-        return " and ".join(dict.fromkeys(_style(row[name]) for name in self.texts))
-
-    def described(self, style: str) -> str:
-        return f"{', '.join(self.columns)} ({style})"
+    def described(self, row: Example) -> str:
+        """The columns and the types of the row's texts, such as "prompt, completion (text)"."""
+        types = dict.fromkeys(_type(row[name]) for name in self.texts)
+        return f"{', '.join(self.columns)} ({' and '.join(types)})"
 
 
 PLAIN = RecordFormat(("text",), ("text",), unread=("tools",))
@@ -161,7 +159,7 @@ class Reader:
     def __init__(self, formats: Sequence[RecordFormat]):
         self.formats = formats
         self.format: RecordFormat | None = None
-        self.style = ""
+        self.described = ""
         self.count = self.first = 0  # rows read; index of the row that set the format
 
     def read(self, row: Mapping[str, Any] | DataError) -> Example:
@@ -188,12 +186,11 @@ class Reader:
         example = format_.read(given)
         if len({isinstance(example[name], str) for name in example.keys() - {"label"}}) > 1:
             return example  # mixes text and messages: rendering refuses it, so it must not set the format
-        style = format_.style(given)
+        described = format_.described(given)
         if self.format is None:
-            self.format, self.style, self.first = format_, style, self.count - 1
-        if (format_, style) != (self.format, self.style):
-            first = self.format.described(self.style)
-            what = f"a row of {format_.described(style)} after rows of {first} (such as row {self.first})"
+            self.format, self.described, self.first = format_, described, self.count - 1
+        if described != self.described:
+            what = f"a row of {described} after rows of {self.described} (such as row {self.first})"
             raise DataError(what, remedy="Keep one format in a file.", reason="of another layout")
         return example
 
@@ -202,7 +199,7 @@ class Reader:
         return max(reversed(self.formats), key=lambda known: [sum(name in cells for name in known.columns) for cells in (given, row)])
 
 
-def _style(value: Any) -> str:
+def _type(value: Any) -> str:
     if isinstance(value, str):
         return "text"
     first = value if isinstance(value, Mapping) else value[0]

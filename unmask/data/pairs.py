@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import EQUAL, Ends, Learn, render, render_preference, render_turns
+from unmask.data.chat import EQUAL_RESPONSES, Ends, Learn, render, render_preference, render_turns
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -107,17 +107,17 @@ def pair_rows(
             converted = reader.read(example)
             prompt, completion, learnt = _render(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
-            report.measure(prompt=len(prompt), completion=len(completion))
+            report.record_lengths(prompt=len(prompt), completion=len(completion))
             kept, [answer] = room.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
             row = _row(tokenizer, kept, answer, room, len(rows), cut=cut, learnt=_last(learnt, len(kept)))
             if "label" in converted:
                 row["label"] = converted["label"]
             rows.append(row)
-            report.cut(prompt=len(kept) < len(prompt), completion=cut)
+            report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
     if not packed:
-        return report.of(rows)
-    packs = report.of(pack(rows, room.max_length))
+        return report.attach(rows)
+    packs = report.attach(pack(rows, room.max_length))
     report.packed = len(packs)
     return packs
 
@@ -140,14 +140,14 @@ def preference_rows(
             prompt, chosen, rejected = render_preference(tokenizer, reader.read(example), ends)
             if chosen == rejected:
                 remedy = "Remove the row: it states no preference."
-                raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL)
+                raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL_RESPONSES)
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])
-            report.measure(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
+            report.record_lengths(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
             kept, answers = room.fit(tokenizer, prompt, chosen, rejected)
             rows = [_row(tokenizer, kept, side, room, len(pairs), cut=False, learnt=[False] * len(kept)) for side in answers]
             pairs.append({"chosen": rows[0], "rejected": rows[1]})
-            report.cut(prompt=len(kept) < len(prompt))
-    return report.of(pairs)
+            report.record_cuts(prompt=len(kept) < len(prompt))
+    return report.attach(pairs)
 
 
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:

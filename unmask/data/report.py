@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from unmask.console import show_table
-from unmask.data.chat import EQUAL
+from unmask.data.chat import EQUAL_RESPONSES
 from unmask.data.rows import naming
 from unmask.errors import DataError
 
@@ -75,16 +75,16 @@ class DataReport:
         """Number of rows that are kept."""
         return len(self.numbers)
 
-    def measure(self, **lengths: int) -> None:
+    def record_lengths(self, **lengths: int) -> None:
         """Record the tokens of a row's parts."""
         for name, length in lengths.items():
             self.lengths.setdefault(name, []).append(length)
 
-    def cut(self, **parts: bool) -> None:
+    def record_cuts(self, **parts: bool) -> None:
         """Record which of a row's parts were truncated."""
         self.truncated.update(name for name, truncated in parts.items() if truncated)
 
-    def of(self, rows: Sequence[RowType]) -> Rows[RowType]:
+    def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
         """The rows with this report.
 
         Raises:
@@ -104,7 +104,7 @@ class DataReport:
         dropped = {reason: {"count": len(indices), "rows": indices[:NAMED]} for reason, indices in self.dropped.items()}
         counts: dict[str, Any] = {"read": self.read, "kept": self.kept, "dropped": dropped, "truncated": dict(self.truncated)}
         if "chosen" in self.lengths:
-            counts["chosen_equals_rejected"] = len(self.dropped.get(EQUAL, ()))
+            counts["chosen_equals_rejected"] = len(self.dropped.get(EQUAL_RESPONSES, ()))
         if self.packed is not None:
             counts["packed"] = self.packed
         tokens = {name: quantiles(lengths) | {"histogram": histogram(lengths)} for name, lengths in self.lengths.items()}
@@ -116,8 +116,8 @@ class DataReport:
         for reason, indices in self.dropped.items():
             more = ", ..." if len(indices) > NAMED else ""
             counts.append((f"left out: {reason}", f"{len(indices):,} (row {', '.join(map(str, indices[:NAMED]))}{more})"))
-        if "chosen" in self.lengths and EQUAL not in self.dropped:
-            counts.append((EQUAL, "0"))
+        if "chosen" in self.lengths and EQUAL_RESPONSES not in self.dropped:
+            counts.append((EQUAL_RESPONSES, "0"))
         counts += [(f"{name} cut", f"{count:,}") for name, count in self.truncated.items()]
         if self.packed is not None:
             counts.append(("packed into", f"{self.packed:,}"))

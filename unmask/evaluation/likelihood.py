@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unmask.data.chat import Prompt, encode_completion, encode_prompt
+from unmask.data.chat import encode_completion, encode_prompt
 from unmask.data.rows import column, pad_rows
 from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import elbo, exact_log_likelihood
@@ -55,10 +55,14 @@ def log_likelihood(
     if len(prompts) != len(completions):
         what = f"{len(prompts)} prompts and {len(completions)} completions"
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
-    pairs = [(encode_prompt(lm.tokenizer, p), _completion_ids(lm, p, c)) for p, c in zip(prompts, completions, strict=True)]
-    for index, (prompt, completion) in enumerate(pairs):
-        check_ids(lm, [*prompt, *completion], f"pair {index}")
-        _check(lm, index, len(prompt), len(completion))
+    pairs = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        prompt_ids = encode_prompt(lm.tokenizer, prompt)
+        ids = encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
+        pairs.append((prompt_ids, ids))
+    for index, (prompt_ids, ids) in enumerate(pairs):
+        check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
+        _check(lm, index, len(prompt_ids), len(ids))
     by_length = sorted(range(len(pairs)), key=lambda index: sum(map(len, pairs[index])))
     log_prob_B = torch.zeros(len(pairs), dtype=torch.float64)
     batch_size = max(1, ROWS_PER_PASS // samples)
@@ -97,10 +101,6 @@ def _log_probs(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estima
         return exact_log_likelihood(lm, ids_BT, mask_BT, maskable_BT, chunk=ROWS_PER_PASS)
     key_B = torch.tensor([sequence_key([*p, -1, *c]) for p, c in pairs], device=lm.device)
     return elbo(lm, ids_BT, mask_BT, maskable_BT, Draw(seed, key_B), samples=samples, chunk=ROWS_PER_PASS)
-
-
-def _completion_ids(lm: DiffusionLM, prompt: Prompt, completion: str | Sequence[int]) -> list[int]:
-    return encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
 
 
 def _check(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:

@@ -117,10 +117,14 @@ class DPOConfig(PairConfig):
         """
         work = super().workload(blueprint, run)
         assert work is not None
-        block = (work.attention == "block_causal" and blueprint.pattern(work.attention)["block_size"]) or None
-        exact = self.bound == "exact" or (self.bound is None and (work.attention == "causal" or (block or math.inf) <= WIDEST_EXACT))
-        views = 1 if work.attention == "causal" else 2**block - 1 if exact and block else self.samples
         pattern: Any = work  # `passes` reads only the attention of a model
+        block = blueprint.pattern("block_causal")["block_size"] if work.attention == "block_causal" else None
+        if work.attention == "causal":
+            views = 1
+        elif block and (self.bound == "exact" or (self.bound is None and block <= WIDEST_EXACT)):
+            views = 2**block - 1
+        else:
+            views = self.samples
         all_passes = list(passes(pattern, work.batch, views, self.score_chunk or work.batch))
         rows, copies = all_passes[0]
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"

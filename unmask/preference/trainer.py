@@ -33,7 +33,7 @@ from unmask.preference.config import DPOConfig
 from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
 from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
 from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
-from unmask.preference.win_rate import Judge, check_prompts, find_judge, wins
+from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
 from unmask.training.config import TrainingConfig, canvas, total_steps
 from unmask.training.distributed import failing_together
 from unmask.training.pair_config import room
@@ -92,7 +92,7 @@ class DPOTrainer(DiffusionTrainer):
         rehearsed: int | None = None,
         **rest: Any,
     ):
-        self.judge = find_judge(judge or args.judge)  # first, so that a failed import is reported before the model is loaded
+        self.judge = load_judge(judge or args.judge)  # first, so that a failed import is reported before the model is loaded
         unpaired = args.loss_type == "kto"
         if self.judge is not None and unpaired:
             raise ConfigError("kto has no chosen responses to compare with", where="judge", remedy="Use a loss of pairs, or leave it out")
@@ -126,12 +126,12 @@ class DPOTrainer(DiffusionTrainer):
         fits, report = room(lm, args), args.data_report(where)
         if args.loss_type != "kto":
             pairs = preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids)
-            return report.of([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
+            return report.attach([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
         if any("label" in row for row in islice(dataset, 100) if isinstance(row, Mapping)):
             rows: Sequence[Row] = pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, formats=UNPAIRED)
         else:
             rows = labelled(preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids))
-        return report.of(with_mismatched(rows, fits.max_length, where))
+        return report.attach(with_mismatched(rows, fits.max_length, where))
 
     def planned_steps(self, args: TrainingConfig) -> int:
         return total_steps(args, range(self.rows_given))

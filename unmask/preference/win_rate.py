@@ -20,7 +20,7 @@ Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
 """Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5 for a draw, 0 if it loses."""
 
 
-def find_judge(judge: Judge | str | None) -> Judge | None:
+def load_judge(judge: Judge | str | None) -> Judge | None:
     """The judge; a string names a function, as `path.py:function` or `package.module:function`."""
     return load_function(judge) if isinstance(judge, str) else judge
 
