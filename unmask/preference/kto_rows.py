@@ -38,14 +38,15 @@ def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[di
     if not others:
         remedy = "Give responses to at least two prompts, or use another loss_type"
         raise DataError("all rows have the same prompt, but kto compares responses to different ones", where=where, remedy=remedy)
+    names = ("input_ids", "documents", "maskable")
     examples, nearest = [], others[-1]
     for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
         if prompts[index - 1] != prompts[index]:
             nearest = index - 1
         other, other_start = rows[nearest], starts[nearest]
-        response, mismatched = {"sample_id": index}, {"sample_id": len(rows) + index}
-        for name in ("input_ids", "documents", "maskable"):
-            response[name] = row[name]
-            mismatched[name] = (row[name][:start] + other[name][other_start:])[:max_length]
+        mismatched = {name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names} | {
+            "sample_id": len(rows) + index
+        }
+        response = {name: row[name] for name in names} | {"sample_id": index}
         examples.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
     return examples
