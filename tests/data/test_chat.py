@@ -1,4 +1,4 @@
-"""Rendering: what training sees is what sampling sees, and every completion ends once."""
+"""Rendering: training and sampling see the same prompt, and every completion has one end token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _tokenizer(template: str | None = None, **special: str):
 
 
 def _spaced(**how: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that writes a space before a text, as SentencePiece does."""
+    """A tokenizer that puts a space before a text, as SentencePiece does."""
     spaced = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(**how), decoders.Metaspace(**how)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]

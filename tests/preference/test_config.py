@@ -1,4 +1,4 @@
-"""Settings of preference optimisation: what has no effect, or makes no sense, is refused before anything is loaded."""
+"""Settings of preference optimisation that have no effect or contradict one another are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
         (("block_causal", 4), {"log_variance_steps": 5}, r"log_variance_steps: an exact .* masks\. Leave it out, or use bound elbo\.?$"),
     ],
 )
-def test_what_is_exact_follows_from_the_attention(pattern, more, exact, tmp_path):
+def test_the_attention_decides_whether_the_likelihood_is_exact(pattern, more, exact, tmp_path):
     with pytest.raises(ConfigError, match=exact) if isinstance(exact, str) else nullcontext():
         assert config(tmp_path, **more).exact(tiny(*pattern)) is exact
 
 
-def test_a_trainer_without_adapters_has_no_base_under_them(tmp_path):
+def test_reference_adapter_needs_adapters(tmp_path):
     with pytest.raises(ConfigError, match=r"reference: the policy has no adapters\. Set lora"):
         make("dpo", tmp_path, reference="adapter")
 

@@ -83,11 +83,11 @@ def write_report(report: Report, path: str | Path) -> None:
     html = template.render(
         report=report,
         style=page.joinpath("report.css").read_text(encoding="utf-8"),
-        scales=_scales(report.stages),
+        scales=interval_scales(report.stages),
         total_seconds=sum(stage.seconds for stage in report.stages),
         largest_difference=max(differences, default=0.0) or 1.0,
-        charts=_charts(report.stages),
-        frames=_frames(report.denoising) if report.denoising else [],
+        charts=draw_charts(report.stages),
+        frames=draw_frames(report.denoising) if report.denoising else [],
         chart_box=(CHART_WIDTH, CHART_HEIGHT, PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM),
         manifest=json.dumps(report.manifest, indent=2, ensure_ascii=False, default=str),
     )
@@ -113,7 +113,7 @@ def _range(ends: tuple[float, float]) -> str:
     return f"{100 * ends[0]:.0f} to {100 * ends[1]:.0f}%"
 
 
-def _scales(stages: Sequence[StageResult]) -> dict[str, tuple[float, float] | None]:
+def interval_scales(stages: Sequence[StageResult]) -> dict[str, tuple[float, float] | None]:
     """The scale of each metric's interval bars, in tenths, over all stages; None without intervals."""
     scales: dict[str, tuple[float, float] | None] = {}
     for name in dict.fromkeys(name for stage in stages for name in stage.metrics):
@@ -146,7 +146,7 @@ class _Chart:
     x_ticks: list[tuple[float, str]]
 
 
-def _charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
+def draw_charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
     """Charts by the name of the curve, in the order of the stages. Each has its own scale, because losses of stages differ."""
     charts: dict[str, list[_Chart]] = {}
     for stage in stages:
@@ -217,7 +217,7 @@ class _Frame(NamedTuple):
     cells: list[_Cell]
 
 
-def _frames(denoising: Denoising) -> list[_Frame]:
+def draw_frames(denoising: Denoising) -> list[_Frame]:
     box = math.isqrt(denoising.columns or 0)
     if box * box != denoising.columns:
         box = 0
