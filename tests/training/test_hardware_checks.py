@@ -268,8 +268,8 @@ def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, m
     [
         ((7, 5), {"bf16": True}, "bidirectional", "no GPU that it runs on"),
         ((8, 0), {"bf16": True, "use_cpu": True}, "bidirectional", "no GPU that it runs on"),
-        ((8, 0), {}, "bidirectional", r"it computes in 16 bits alone\. Set bf16"),
-        ((8, 0), {"bf16": True}, "block_causal", "it knows no attention by blocks"),
+        ((8, 0), {}, "bidirectional", r"it computes in 16 bits only\. Set bf16"),
+        ((8, 0), {"bf16": True}, "block_causal", "it does not support block-causal attention"),
         ((8, 0), {"bf16": True}, "causal", None),
     ],
 )
