@@ -172,7 +172,7 @@ def block_causal(block: int, prompt: int, tokens: int, bars: tuple[float, float]
         theirs = partial(recomputed, lm, ours.requests, config)
         equal = agree(ours(), theirs())
         seconds = timed({"ours": ours, "recomputed": theirs}, rounds, warm=True)
-        passes = ours.engine.passes / sum(map(len, ours.requests[0].counts or []))
+        passes = ours.engine.num_forward_passes / sum(map(len, ours.requests[0].counts or []))
         name = f"block {block}, prompt {prompt}{', one for all' if group else ''}, generation 64, {tokens} a step"
         figure = f"{seconds['recomputed'] / seconds['ours']:.3f}"
         rows.append((name, figure, f"at least {bar}; {equal}; {passes:.3f} passes a step (bar: 1.1)"))

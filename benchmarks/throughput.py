@@ -112,7 +112,7 @@ def blocks(options: argparse.Namespace, device: str, machine: DeviceConfig, prom
     seconds = timed({str(drafts): ours for drafts, ours in contenders.items()}, rounds=2, warm=True)
     rows = []
     for drafts, ours in contenders.items():
-        time, passes = seconds[str(drafts)], ours.engine.passes
+        time, passes = seconds[str(drafts)], ours.engine.num_forward_passes
         limit = of_limit(time, lm, options, machine, passes, options.block * (1 + drafts), options.block / 2)
         figure = f"{options.batch * options.length / time:.1f}"
         rows.append((f"block {options.block}, {drafts} guesses", figure, f"{limit}; {passes} passes; {equal[drafts]}"))

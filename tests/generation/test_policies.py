@@ -203,10 +203,10 @@ def test_the_first_by_priority_and_then_by_position(priorities, data):
         assert chosen_T.nonzero().flatten().tolist() == sorted(ranked[:count])
 
 
-def priorities(priority_BW: list[list[float]]) -> torch.Tensor:
+def priorities(rows: list[list[float]]) -> torch.Tensor:
     """Priorities [B, W], padded with -inf for positions that are not hidden."""
-    width = max(map(len, priority_BW)) + 1
-    return torch.tensor([row + [-math.inf] * (width - len(row)) for row in priority_BW])
+    width = max(map(len, rows)) + 1
+    return torch.tensor([row + [-math.inf] * (width - len(row)) for row in rows])
 
 
 @given(st.lists(st.lists(st.sampled_from([0.95, 0.9, 0.9 - 1e-6, 0.5, 0.5 - 1e-6]), min_size=1, max_size=6), min_size=1, max_size=4))

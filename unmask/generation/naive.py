@@ -20,7 +20,6 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 
 
-@torch.no_grad()
 def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
     """Complete prompts one by one. Arguments, errors and tokens are those of `unmask.generate`; lossy settings are ignored."""
     config = config or SamplerConfig()

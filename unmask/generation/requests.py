@@ -65,26 +65,21 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         what = f"{config.steps} steps for {config.max_new_tokens} tokens"
         raise GenerationError(what, where="steps", remedy="Every step reveals at least one token: lower it")
     if grid is None and config.max_new_tokens % (config.block_size or 1):
-        raise GenerationError(
-            f"does not divide the {config.max_new_tokens} new tokens", where=f"block_size {config.block_size}", remedy="Change one of them"
-        )
+        what = f"does not divide the {config.max_new_tokens} new tokens"
+        raise GenerationError(what, where=f"block_size {config.block_size}", remedy="Change one of them")
     requests = []
     for index, (prompt, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, start, stop = f"prompt {index}", len(prompt), len(prompt) + config.max_new_tokens
         if lm.context_length is not None and stop > lm.context_length:
-            raise GenerationError(
-                f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of {lm.context_length}",
-                where=where,
-                remedy="Shorten the prompt or lower max_new_tokens",
-            )
+            what = f"{start} prompt tokens and {config.max_new_tokens} new ones exceed the context of {lm.context_length}"
+            raise GenerationError(what, where=where, remedy="Shorten the prompt or lower max_new_tokens")
         check_ids(lm, prompt, where)
         if lm.logit_shift and not prompt:
             raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
         blocks = _blocks(lm, start, stop, grid, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
-        requests.append(
-            Request(prompt, ids, hidden, start, key, blocks, step_counts([b - a for a, b in blocks], config, key), config.stop_at_eos)
-        )
+        counts = step_counts([last - first for first, last in blocks], config, key)
+        requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos))
     return requests
 
 

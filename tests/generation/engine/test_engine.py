@@ -158,7 +158,7 @@ def test_committing_needs_no_extra_pass(attention, block_size):
     for request in make_requests(lm, [[4] * 9, [5] * 8, [6] * 10], config):
         engine.submit(request, config)
     steps = max(trace.forward_passes for _, trace in engine.run())
-    assert steps == 24 and engine.passes <= steps + 2  # the prompts', of different lengths
+    assert steps == 24 and engine.num_forward_passes <= steps + 2  # the prompts', of different lengths
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])

@@ -141,10 +141,10 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path:
         assert not (tmp_path / "rollout_weights").exists()
         monkeypatch.setenv("RANK", "0")
         first.sync(changed(lm), 0)
-        generation = [backend.generate(PROMPTS, CONFIG, KEYS) for backend in (first, second)]
+        generations = [backend.generate(PROMPTS, CONFIG, KEYS) for backend in (first, second)]
         for backend in (first, second):
             backend.close()
-    assert generation[0] == generation[1] == LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS)
+    assert generations[0] == generations[1] == LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS)
 
 
 def test_a_restarted_server_gets_the_weights_again(tmp_path: Path) -> None:

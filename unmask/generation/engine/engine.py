@@ -41,6 +41,7 @@ class Engine:
             batch_size bounds them.
 
     Attributes:
+        num_forward_passes: passes so far, of any number of sequences.
         prompt_tokens: tokens before the first hidden one, of all sequences so far (with guidance twice); only with an exact cache.
         prompt_tokens_shared: those whose keys and values were copied from a sequence with the same prompt.
 
@@ -59,7 +60,7 @@ class Engine:
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
-        self.passes = 0
+        self.num_forward_passes = 0
         self.prompt_tokens = self.prompt_tokens_shared = 0
         self._settings: WeakValueDictionary[str, SamplerConfig] = WeakValueDictionary()  # equal ones are one object
         self._tickets = 0
@@ -217,7 +218,7 @@ class Engine:
         alone = any(sequence.config.deterministic for sequence in self.running)
         for bucket in buckets([entry.start for entry in uncached], alone):
             commit(self.lm, self.slots, [uncached[index] for index in bucket])
-            self.passes += 1
+            self.num_forward_passes += 1
         for (source, base), targets in copies.items():
             self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
@@ -232,7 +233,7 @@ class Engine:
         members = [(sequence, sequence.slots[0]) for sequence in self.running] + [(sequence, sequence.slots[1]) for sequence in guided]
         entries = [self._entry(sequence, slot) for sequence, slot in members]
         rows = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.running))
-        self.passes += 1
+        self.num_forward_passes += 1
         for sequence in self.running:
             sequence.num_forward_passes += 1
         if not guided:
