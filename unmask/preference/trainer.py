@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -250,7 +250,7 @@ class DPOTrainer(DiffusionTrainer):
         return loss_N.sum()
 
     @torch.no_grad()
-    def baseline(self, batches: Sequence[Batch]) -> Tensor:
+    def baseline(self, batches: Iterable[Batch]) -> Tensor:
         """KTO's estimate of the KL divergence from the reference: the mean log-ratio of the mismatched responses of all processes, at least
         0. For a diffusion model likelihoods are bounds, on the same masks for both."""
         total: Any = torch.zeros(2, dtype=self.lm.log_prob_dtype, device=self.accelerator.device)
@@ -393,4 +393,4 @@ class DPOTrainer(DiffusionTrainer):
             for value in values:
                 self.record("win_rate", value)
         if self.args.loss_type == "kto":
-            self.eval_baseline = self.baseline(list(self.in_batches(mine, self.args.eval_batch_size)))
+            self.eval_baseline = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
