@@ -89,7 +89,6 @@ def pair_rows(
     """Token rows in which only the completion is learnt; with `label` if the example has one.
 
     Args:
-        tokenizer: of the model.
         examples: rows in one of the formats.
         room: the limits of a row.
         report: counts rows, and skips bad ones or raises their errors.

@@ -25,7 +25,6 @@ def read_problems(
     """The rows of a task, from a source (see `load_rows`) or generated.
 
     Args:
-        task: the task.
         source: a file, a folder or a hub id; None: the task generates problems.
         count: at most this many; None: all of the source.
         split: of generated problems.

@@ -160,11 +160,9 @@ def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bo
 
 def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bool = False) -> Tensor:
     """A [B, T] tensor of rows padded to the longest, on the right or `left`."""
-    width, padded = max(map(len, rows)), []
-    for row in rows:
-        padding = [fill] * (width - len(row))
-        padded.append([*padding, *row] if left else [*row, *padding])
-    return torch.tensor(padded)
+    width = max(map(len, rows))
+    padding = [[fill] * (width - len(row)) for row in rows]
+    return torch.tensor([[*pad, *row] if left else [*row, *pad] for row, pad in zip(rows, padding, strict=True)])
 
 
 class Collator:

@@ -61,7 +61,7 @@ def load_rows(
         dataset = _from_hub(source, split, streaming)
     if not streaming and not len(dataset):
         raise _empty(source)
-    return _first(dataset, max_rows)
+    return dataset if max_rows is None else dataset.take(max_rows)
 
 
 def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
@@ -136,11 +136,7 @@ def load_mixture(
         )
     except ValueError as error:
         raise DataError(f"the sources cannot be mixed: {error}", where=where, remedy="Write values of one type in each column.") from error
-    return _first(mixture, max_rows)
-
-
-def _first(rows: Dataset | IterableDataset, count: int | None) -> Dataset | IterableDataset:
-    return rows if count is None else rows.take(count)
+    return mixture if max_rows is None else mixture.take(max_rows)
 
 
 def _select(rows: Dataset | IterableDataset, names: dict[str, str]) -> Dataset | IterableDataset:
@@ -195,8 +191,7 @@ def _from_file(source: str, kind: str, text_column: str, streaming: bool) -> Dat
     try:
         return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
     except pyarrow.ArrowException as error:
-        what = f"a column mixes types: {error}"
-        raise DataError(what, where=source, remedy="Write values of one type in each column.") from error
+        raise DataError(f"a column mixes types: {error}", where=source, remedy="Write values of one type in each column.") from error
 
 
 def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
@@ -225,8 +220,7 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
         rows = _load_dataset(source, None, split, streaming)
         return _naming_files(rows, source) if streaming else rows
     except ValueError as error:
-        what = f"not a saved dataset: {error}"
-        raise DataError(what, where=source, remedy="Save it again.") from error
+        raise DataError(f"not a saved dataset: {error}", where=source, remedy="Save it again.") from error
     if isinstance(saved, datasets.DatasetDict):
         if split not in saved:
             raise DataError(f"no split {split!r}", where=source, remedy=f"Present: {', '.join(map(repr, saved))}.")
@@ -252,8 +246,8 @@ def _rows_of_shards(shards: Iterable[IterableDataset], names: Iterable[str]) -> 
         try:
             yield from shard
         except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"the rest cannot be read: {reason}", where=name, remedy="Write the file again.") from error
+            what = f"the rest cannot be read: {' '.join(str(error).split())}"
+            raise DataError(what, where=name, remedy="Write the file again.") from error
 
 
 def _from_hub(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:

@@ -34,7 +34,6 @@ def log_likelihood(
     """log p(completion | prompt) of each pair, in nats.
 
     Args:
-        lm: any model.
         prompts: strings, chat messages or lists of token ids.
         completions: strings or lists of token ids; no EOS is added.
         estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in complementary pairs); "exact": one pass for a
@@ -56,13 +55,12 @@ def log_likelihood(
         what = f"{len(prompts)} prompts and {len(completions)} completions"
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
     pairs = []
-    for prompt, completion in zip(prompts, completions, strict=True):
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         prompt_ids = encode_prompt(lm.tokenizer, prompt)
         ids = encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
-        pairs.append((prompt_ids, ids))
-    for index, (prompt_ids, ids) in enumerate(pairs):
         check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
-        _check(lm, index, len(prompt_ids), len(ids))
+        _check_length(lm, index, len(prompt_ids), len(ids))
+        pairs.append((prompt_ids, ids))
     by_length = sorted(range(len(pairs)), key=lambda index: sum(map(len, pairs[index])))
     log_prob_B = torch.zeros(len(pairs), dtype=torch.float64)
     batch_size = max(1, ROWS_PER_PASS // samples)
@@ -103,7 +101,7 @@ def _log_probs(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estima
     return elbo(lm, ids_BT, mask_BT, maskable_BT, Draw(seed, key_B), samples=samples, chunk=ROWS_PER_PASS)
 
 
-def _check(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:
+def _check_length(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:
     if lm.context_length is not None and prompt + completion > lm.context_length:
         what = f"{prompt} prompt and {completion} completion tokens exceed the context of {lm.context_length}"
         raise GenerationError(what, where=f"pair {index}", remedy="Shorten the prompt or the completion")

@@ -130,9 +130,6 @@ def _percent(fraction: float) -> str:
     return f"{100 * min(max(fraction, 0.0), 1.0):.2f}%"
 
 
-# --- curves ----------------------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Chart:
     """One curve of one stage, in SVG units."""
@@ -200,9 +197,6 @@ def _round_numbers(low: float, high: float) -> list[float]:
 def _decades(low: float, high: float) -> list[float]:
     first, last = math.ceil(low), math.floor(high)
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 6))]
-
-
-# --- denoising -------------------------------------------------------------------------------------------------------------------
 
 
 class _Cell(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -97,8 +97,7 @@ class DPOTrainer(DiffusionTrainer):
         if self.judge is not None and unpaired:
             raise ConfigError("kto has no chosen responses to compare with", where="judge", remedy="Use a loss of pairs, or leave it out")
         self.responses_per_row = 1 if unpaired else 2
-        self.eval_baseline = torch.zeros(())
-        """KTO's baseline over all held-out rows, so that it does not depend on the batch size."""
+        self.eval_baseline = torch.zeros(())  # KTO's, over all held-out rows, so that it does not depend on the batch size
         collator = (UnpairedCollator if unpaired else Collator)(0, marking=not args.dispatched)
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
@@ -251,9 +250,9 @@ class DPOTrainer(DiffusionTrainer):
         return loss_N.sum()
 
     @torch.no_grad()
-    def baseline(self, batches: Sequence[Batch]) -> Tensor:
-        """KTO's estimate of the KL divergence from the reference: the mean log-ratio of the mismatched responses on all processes, at
-        least 0. For a diffusion model bounds replace likelihoods, on the same masks for both."""
+    def baseline(self, batches: Iterable[Batch]) -> Tensor:
+        """KTO's estimate of the KL divergence from the reference: the mean log-ratio of the mismatched responses of all processes, at least
+        0. For a diffusion model likelihoods are bounds, on the same masks for both."""
         total: Any = torch.zeros(2, dtype=self.lm.log_prob_dtype, device=self.accelerator.device)
         with self.lockstep():
             for rows in batches:
@@ -394,4 +393,4 @@ class DPOTrainer(DiffusionTrainer):
             for value in values:
                 self.record("win_rate", value)
         if self.args.loss_type == "kto":
-            self.eval_baseline = self.baseline(list(self.in_batches(mine, self.args.eval_batch_size)))
+            self.eval_baseline = self.baseline(self.in_batches(mine, self.args.eval_batch_size))
