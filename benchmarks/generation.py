@@ -89,7 +89,7 @@ class Apart(Engine):
     def _prefill(self, entering: set[SequenceState]) -> None:
         for sequence in entering:
             sequence.clean = block_start(sequence.request.start, self.lm.block_size)
-        entries = [BatchEntry(s.slots[0], s.clean, s.clean, s.clean) for s in self.working if s in entering]
+        entries = [BatchEntry(s.slots[0], s.clean, s.clean, s.clean) for s in self.running if s in entering]
         commit(self.lm, self.slots, entries)
 
 

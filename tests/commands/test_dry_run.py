@@ -133,9 +133,9 @@ class Products(TrainerCallback):
 
 def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path, monkeypatch):
     scored: list[int] = []
-    original = DPOTrainer.score_responses
+    original = DPOTrainer.response_log_probs
     monkeypatch.setattr(
-        DPOTrainer, "score_responses", lambda self, lm, rows: scored.append(len(rows["sample_id"])) or original(self, lm, rows)
+        DPOTrainer, "response_log_probs", lambda self, lm, batch: scored.append(self.count_samples(batch)) or original(self, lm, batch)
     )
     (tmp_path / "judge.py").write_text("def judge(prompts, completions, chosen): return [0.5] * len(chosen)")
     training = {"use_cpu": True, "max_length": 64, "per_device_train_batch_size": 4, "num_train_epochs": 3, "eval_strategy": "epoch"}

@@ -13,7 +13,7 @@ from tests.training.tiny_runs import PREFERENCES, make, moved, tiny, unmask
 from unmask.commands.margin_variance import COMPLEMENTARY, DEFAULT, ESTIMATORS, INDEPENDENT, as_table, drawn_margins, variances
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw
-from unmask.preference.trainer import DPOTrainer
+from unmask.preference.trainer import DPOTrainer, PreferenceBatch
 
 SHARED = "independent times, shared masks"
 
@@ -44,9 +44,9 @@ def test_every_plan_averages_to_the_same_bound(name, tmp_path):
     bounds = {}
     for plan, views in ((COMPLEMENTARY, 9), (name, 4)):
         group_BT = noise_groups(trainer.lm, rows["maskable"], rows["documents"])
-        rows["views"] = ESTIMATORS[plan].draw_views(group_BT, Draw(0, rows["sample_id"], 7), views=views)
-        assert rows["views"].count == views
-        bounds[views] = trainer.score_responses(trainer.lm, rows)[:count]
+        planned = ESTIMATORS[plan].draw_views(group_BT, Draw(0, rows["sample_id"], 7), views=views)
+        assert planned.count == views
+        bounds[views] = trainer.response_log_probs(trainer.lm, PreferenceBatch(rows, planned))[:count]
     error = ((bounds[4].var() + bounds[9].var()) / count).sqrt()
     assert (bounds[4].mean() - bounds[9].mean()).abs() < 4 * error < 0.25 * bounds[9].mean().abs()
 

@@ -97,8 +97,10 @@ def test_overwriting_replaces_the_scores_of_an_earlier_reference(model, tmp_path
     run = ["dpo", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK]
     assert unmask(*run).exit_code == 0
     refused = unmask(*run, "--overwrite", "training.seed=1", "training.stale_reference=error")
-    assert refused.exit_code != 0 and "holds scores of another settings" in " ".join(refused.stderr.split())
-    with pytest.warns(RuntimeWarning, match="holds scores of another settings: the reference is scored again"):
+    assert refused.exit_code != 0 and "holds log-probabilities of another settings" in " ".join(refused.stderr.split())
+    with pytest.warns(
+        RuntimeWarning, match="holds log-probabilities of another settings: the reference's log-probabilities are recomputed"
+    ):
         assert unmask(*run, "--overwrite", "training.seed=1").exit_code == 0
     assert parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")["training"]["stale_reference"] == "error"
 
@@ -176,7 +178,7 @@ def test_a_file_of_mixed_layouts_is_refused_with_its_row_or_what_differs_is_left
     path, rows = tmp_path / f"rows.{suffix}", [first] * 5 + [other]
     path.write_text(json.dumps(rows) if suffix == "json" else lines(*rows))
     run = [verb, "--model", model, "--data", path, *QUICK]
-    assert_refused(unmask(*run, "--output", tmp_path / "out"), f"rows.{suffix}, row 5", "of" if other == MIXED[1][2] else "Keep one layout")
+    assert_refused(unmask(*run, "--output", tmp_path / "out"), f"rows.{suffix}, row 5", "of" if other == MIXED[1][2] else "Keep one format")
     assert not (tmp_path / "out").exists()
     result = unmask(*run, "--output", tmp_path / "out", "training.bad_rows=skip")
     assert result.exit_code == 0, (result.output, result.exception)

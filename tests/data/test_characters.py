@@ -1,4 +1,4 @@
-"""The character tokenizer: text comes back as it was."""
+"""The character tokenizer restores text exactly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ characters = st.characters(exclude_categories=["Cs"])
 
 
 @given(st.lists(characters, min_size=1, max_size=20).map("".join), st.data())
-def test_decoding_gives_back_the_text(alphabet, data):
+def test_decoding_restores_the_text(alphabet, data):
     tokenizer = character_tokenizer(alphabet)
     text = data.draw(st.text(st.sampled_from(alphabet), max_size=30))
     assume(not any(token in text for token in SPECIAL.values()))

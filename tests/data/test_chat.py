@@ -1,4 +1,4 @@
-"""Rendering: what training sees is what sampling sees, and every completion ends once."""
+"""Rendering: training and sampling see the same prompt, and every completion has one end token."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _tokenizer(template: str | None = None, **special: str):
 
 
 def _spaced(**how: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that writes a space before a text, as SentencePiece does."""
+    """A tokenizer that puts a space before a text, as SentencePiece does."""
     spaced = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
     spaced.pre_tokenizer, spaced.decoder = pre_tokenizers.Metaspace(**how), decoders.Metaspace(**how)
     special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -88,7 +88,7 @@ def test_a_real_tokenizer():
     ("prompt", "answer"),
     [("Once upon a time", ", there was a girl."), ("Once", " upon a time\nthere"), ("One day\n", "Lily saw"), ("", "Tim")],
 )
-def test_an_answer_goes_on_where_the_prompt_stops(prompt, answer):
+def test_an_answer_continues_the_prompt(prompt, answer):
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
     prompt_ids, completion_ids = render_pair(tokenizer, prompt, answer)
     assert [*prompt_ids, *completion_ids[:-1]] == tokenizer(prompt + answer)["input_ids"]
@@ -96,7 +96,7 @@ def test_an_answer_goes_on_where_the_prompt_stops(prompt, answer):
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 @given(prompt=words, answer=words)
-def test_no_space_comes_between(scheme, prompt, answer):
+def test_no_space_is_inserted_between_prompt_and_answer(scheme, prompt, answer):
     tokenizer = SPACED[scheme]
     prompt, answer = (text.replace("\n", " ") for text in (prompt, answer))
     prompt_ids, completion_ids = render_pair(tokenizer, prompt, answer)
@@ -106,7 +106,7 @@ def test_no_space_comes_between(scheme, prompt, answer):
     assert _text(tokenizer, prompt_ids + completion_ids) == f"[user]{prompt}[assistant]{answer}"
 
 
-def test_the_beginning_of_sequence_is_added_where_the_tokenizer_adds_it_and_once():
+def test_the_beginning_of_sequence_is_added_once_if_the_tokenizer_adds_it():
     assert encode_prompt(BARE, "<s>ab") == encode_prompt(BARE, "ab")
     ends_too = _tokenizer()
     ends_too.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -119,13 +119,13 @@ def test_the_beginning_of_sequence_is_added_where_the_tokenizer_adds_it_and_once
 
 
 @given(st.lists(st.integers(0, 1000), max_size=9))
-def test_ids_pass_as_they_are(ids):
+def test_ids_are_unchanged(ids):
     assert encode_prompt(BARE, ids) == ids
     assert render_pair(BARE, tuple(ids), "ab")[0] == ids
 
 
 @pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1, "a"], {"role": "user"}, [{"content": "a"}]])
-def test_what_is_no_prompt_is_refused(prompt):
+def test_other_types_of_prompt_are_refused(prompt):
     with pytest.raises(DataError, match="a prompt cannot be"):
         encode_prompt(BARE, prompt)
 
@@ -162,7 +162,7 @@ def _conversation(pairs: list[tuple[str, str]], system: str = "") -> list[dict]:
 
 @pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE], ids=["chatml", "simple"])
 @given(pairs=conversations, system=words, rest=st.lists(words, max_size=1))
-def test_of_a_conversation_every_answer_is_learnt_with_its_end_and_nothing_else(tokenizer, pairs, system, rest):
+def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(tokenizer, pairs, system, rest):
     messages = _conversation(pairs, system) + [_turn("user", text) for text in rest]
     prompt, answer, learnt = render_turns(tokenizer, messages, "all")
     assert (prompt, answer) == render_turns(tokenizer, messages, "last")[:2]
@@ -231,7 +231,7 @@ def test_the_token_that_ends_a_turn_is_found_by_rendering_one(template, end):
 
 @pytest.mark.parametrize(("template", "end"), [(CHATML, "<|im_end|>"), (LLAMA3, "<|eot_id|>")])
 @given(pairs=conversations)
-def test_a_turns_own_end_closes_an_answer_without_an_end_of_sequence_behind(template, end, pairs):
+def test_the_end_of_turn_closes_an_answer_without_an_additional_eos(template, end, pairs):
     """As SDAR's, Llama 3's and LLaDA's, whose templates end turns with another token than EOS."""
     tokenizer, ends = _two_ends(template)
     pairs = [(question.strip(), answer.strip()) for question, answer in pairs]
@@ -247,7 +247,7 @@ def test_a_turns_own_end_closes_an_answer_without_an_end_of_sequence_behind(temp
 
 @pytest.mark.parametrize("closing", ["<|im_end|>", "</s>", "<|im_end|></s>", "<|im_end|>\n</s>\n", " <|im_end|>"])
 @given(answer=words.filter(str.strip))
-def test_an_answer_that_brings_any_end_along_ends_once(closing, answer):
+def test_an_answer_that_has_any_end_token_ends_once(closing, answer):
     tokenizer, ends = _two_ends(CHATML)
     asked, ended = [_turn("user", "a")], [_turn("assistant", answer + closing)]
     brought = "</s>" if closing == "</s>" else "<|im_end|>"
@@ -259,28 +259,28 @@ def test_an_answer_that_brings_any_end_along_ends_once(closing, answer):
 
 
 @pytest.mark.parametrize("answer", ["b<|im_end|>c", "b<|im_end|>c</s>", "b</s>c<|im_end|>", "b<|im_end|><|im_end|>", "<|im_end|>b"])
-def test_an_answer_that_goes_on_behind_any_end_is_refused(answer):
+def test_an_answer_with_any_end_token_inside_is_refused(answer):
     tokenizer, ends = _two_ends(CHATML)
     for render_it in (
         lambda: render_pair(tokenizer, "a", answer, ends),
         lambda: render_pair(tokenizer, [_turn("user", "a")], [_turn("assistant", answer)], ends),
         lambda: render_preference(tokenizer, {"prompt": "a", "chosen": "b", "rejected": answer}, ends),
     ):
-        with pytest.raises(DataError, match="holds the end of sequence") as caught:
+        with pytest.raises(DataError, match="has the end token") as caught:
             render_it()
         assert caught.value.reason == "with an end of sequence in it"
-    with pytest.raises(DataError, match="its end alone"):
+    with pytest.raises(DataError, match="only an end token"):
         render_pair(tokenizer, "a", "<|im_end|>", ends)
 
 
 @pytest.mark.parametrize(
     ("turns", "message", "reason"),
     [
-        ([_turn("user", "a")], "nothing in it is the assistant's", "without an answer"),
-        ([_turn("assistant", "a")], "message 0 is the assistant's, but answers nobody", "answers that follow nothing"),
+        ([_turn("user", "a")], "there is no turn of the assistant", "without an answer"),
+        ([_turn("assistant", "a")], "message 0 is the assistant's, but follows no message to answer", "answers that follow nothing"),
         (
             [_turn("user", "a"), _turn("assistant", "b"), _turn("assistant", "c")],
-            "message 2 .* answers nobody",
+            "message 2 .* follows no message",
             "answers that follow nothing",
         ),
         ("abc", "not a list of messages", "of another type"),
@@ -299,30 +299,30 @@ def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
         "{% for m in messages %}[{{ m.role }}]{% if loop.last or m.role == 'user' %}{{ m.content }}{% endif %}!{% endfor %}"
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
-    with pytest.raises(DataError, match=r"renders the prompt otherwise.*only appends"):
+    with pytest.raises(DataError, match=r"renders the prompt differently.*only appends"):
         render_turns(forgets, turns, "all")
-    with pytest.raises(DataError, match=r"does not end an assistant's turn.*learn: last") as caught:
+    with pytest.raises(DataError, match=r"does not end a turn of the assistant.*learn: last") as caught:
         render_turns(PLAIN_CHAT, turns, "all")
     assert caught.value.reason is None  # of the template: no row would be better
     assert render_turns(PLAIN_CHAT, turns[:2], "all")[1] == render_pair(BARE, "", "b")[1]
 
 
 @pytest.mark.parametrize("start", range(1, len("<|im_end|>")))
-def test_an_earlier_answer_may_look_like_the_end_behind_it(start):
+def test_an_earlier_answer_may_look_like_its_end(start):
     answer = "<|im_end|>"[start:]
     prompt, _, learnt = render_turns(CHAT, _conversation([("a", answer), ("c", "d")]), "all")
     assert CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == answer + "<|im_end|>"
 
 
 @pytest.mark.parametrize("content", ["", None])
-def test_an_earlier_answer_may_be_a_call_alone(content):
+def test_an_earlier_answer_may_be_only_a_tool_call(content):
     called = {"role": "assistant", "content": content, "tool_calls": [{"name": "f"}]}
     turns = [*ASKED, called, _turn("tool", "b"), *ANSWER]
     said, calls = "{{ m.content or '' }}", "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}"
     tokenizer = _tokenizer(CHATML.replace("{{ m.content }}", said + calls))
     prompt, _, learnt = render_turns(tokenizer, turns, "all")
     assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == "f<|im_end|>"
-    with pytest.raises(DataError, match="does not end an assistant's turn"):
+    with pytest.raises(DataError, match="does not end a turn of the assistant"):
         render_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said)), turns, "all")
 
 
@@ -332,28 +332,28 @@ def test_a_template_by_name_or_from_a_file(tmp_path):
     assert read_template(str(path)) == CHATML
     assert read_template("simple") == TEMPLATES["simple"]
     for wrong in ("simpel", str(tmp_path)):
-        with pytest.raises(ConfigError, match=r"data\.chat_template: .*no template that comes with Unmask.*Give simple, or the path"):
+        with pytest.raises(ConfigError, match=r"data\.chat_template: .*neither a template of Unmask.*Give simple, or the path"):
             read_template(wrong)
     with pytest.raises(DataError, match="the chat template is malformed") as caught:
         encode_prompt(_tokenizer("{% for m in messages %}"), [_turn("user", "a")])
     assert caught.value.reason is None
 
 
-def test_the_simple_template_needs_no_tokens_of_its_own():
+def test_the_simple_template_needs_no_special_tokens():
     turns = _conversation([("a", "b"), ("c", "d")], "s")
     text = "<s>system:\ns\n\nuser:\na\n\nassistant:\nb</s>\n\nuser:\nc\n\nassistant:\nd</s>\n\n"
     assert SIMPLE.apply_chat_template(turns, tokenize=False) == text
     assert len(SIMPLE) == len(BARE)
 
 
-def test_an_answer_that_was_begun_is_continued():
+def test_a_started_answer_is_continued():
     begun = [_turn("user", "a"), _turn("assistant", "b")]
     assert CHAT.decode(encode_prompt(CHAT, begun)) == "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb"
 
 
 def test_templates_that_cannot_serve_are_refused():
     marks_the_last = _tokenizer("{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}")
-    with pytest.raises(DataError, match="renders the prompt otherwise"):
+    with pytest.raises(DataError, match="renders the prompt differently"):
         render_pair(marks_the_last, [_turn("user", "a")], [_turn("assistant", "b")])
     refuses = _tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="roles must alternate"):
@@ -371,21 +371,21 @@ def test_templates_that_cannot_serve_are_refused():
 def test_a_tokenizer_without_an_end_of_sequence():
     endless = _tokenizer()
     endless.eos_token = None
-    with pytest.raises(DataError, match="no end-of-sequence token"):
+    with pytest.raises(DataError, match="no EOS token"):
         render_pair(endless, "a", "b")
 
 
 @pytest.mark.parametrize(
     ("prompt", "completion"), [("a", [_turn("assistant", "b")]), ([_turn("user", "a")], "b"), ("a", None), ([_turn("user", "a")], [])]
 )
-def test_kinds_are_not_mixed(prompt, completion):
-    with pytest.raises(DataError, match="different kinds"):
+def test_strings_and_messages_are_not_mixed(prompt, completion):
+    with pytest.raises(DataError, match="different types"):
         render_pair(CHAT, prompt, completion)
 
 
 @pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE, PLAIN_CHAT], ids=["chatml", "simple", "plain"])
 @given(answer=words.filter(str.strip), behind=st.text(" \n", max_size=2))
-def test_an_answer_that_brings_its_end_along_ends_once(tokenizer, answer, behind):
+def test_an_answer_that_has_its_end_token_ends_once(tokenizer, answer, behind):
     eos = tokenizer.eos_token
     asked, ended = [_turn("user", "a")], [_turn("assistant", answer + eos + behind)]
     assert render_pair(tokenizer, asked, ended) == render_pair(tokenizer, asked, [_turn("assistant", answer)])
@@ -396,7 +396,7 @@ def test_an_answer_that_brings_its_end_along_ends_once(tokenizer, answer, behind
 
 
 @pytest.mark.parametrize("answer", ["b{}c", "b{}{}", "{}b{}"])
-def test_an_answer_that_goes_on_behind_an_end_is_refused(answer):
+def test_an_answer_with_an_end_token_inside_is_refused(answer):
     asked, other = [_turn("user", "a")], [_turn("assistant", "b")]
     broken = [_turn("assistant", answer.replace("{}", CHAT.eos_token))]
     for render_it in (
@@ -404,10 +404,10 @@ def test_an_answer_that_goes_on_behind_an_end_is_refused(answer):
         lambda: render_pair(CHAT, "a", broken[0]["content"]),
         lambda: render_turns(CHAT, asked + broken + asked + other, "all"),
     ):
-        with pytest.raises(DataError, match="holds the end of sequence") as caught:
+        with pytest.raises(DataError, match="has the end token") as caught:
             render_it()
         assert caught.value.reason == "with an end of sequence in it"
-    with pytest.raises(DataError, match="its end alone") as caught:
+    with pytest.raises(DataError, match="only an end token") as caught:
         render_pair(CHAT, "a", CHAT.eos_token)
     assert caught.value.reason == "empty"
 
@@ -424,7 +424,7 @@ def test_preferences_with_the_prompt_given(prompt, chosen, rejected):
     assert ids == (*render_pair(BARE, prompt, chosen), render_pair(BARE, prompt, rejected)[1])
 
 
-def test_preferences_with_the_prompt_implied():
+def test_preferences_with_an_implicit_prompt():
     prompt, good, bad = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
     explicit = {"prompt": prompt, "chosen": good, "rejected": bad}
     implied = {"chosen": prompt + good, "rejected": prompt + bad}
@@ -434,14 +434,14 @@ def test_preferences_with_the_prompt_implied():
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [("b", "c"), (" b", " c"), (ASKED + ANSWER, OTHER)])
-def test_a_prompt_that_is_implied_is_not_empty(chosen, rejected):
-    with pytest.raises(DataError, match="begin with nothing in common") as caught:
+def test_an_implicit_prompt_is_not_empty(chosen, rejected):
+    with pytest.raises(DataError, match="they have no common beginning") as caught:
         render_preference(CHAT, {"chosen": chosen, "rejected": rejected})
     assert caught.value.reason == "empty"
 
 
 @given(words, words.filter(bool), words.filter(bool))
-def test_an_implied_prompt_loses_nothing(prompt, a, b):
+def test_an_implicit_prompt_loses_nothing(prompt, a, b):
     if a == b:
         with pytest.raises(DataError, match="the same"):
             split_implicit_prompt(prompt + a, prompt + b)
@@ -456,7 +456,7 @@ turns = st.lists(st.builds(_turn, st.sampled_from(["user", "assistant"]), st.sam
 
 
 @given(turns, turns, turns)
-def test_an_implied_prompt_of_turns(prompt, a, b):
+def test_an_implicit_prompt_of_messages(prompt, a, b):
     if a != b:
         start, chosen, rejected = split_implicit_prompt(prompt + a, prompt + b)
         assert (start + chosen, start + rejected) == (prompt + a, prompt + b)
@@ -474,7 +474,7 @@ def test_an_implied_prompt_of_turns(prompt, a, b):
     ],
 )
 @pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT, SIMPLE], ids=["chatml", "plain", "simple"])
-def test_a_completion_is_one_answer_to_others(tokenizer, prompt, completion, reason):
+def test_a_completion_is_a_single_answer(tokenizer, prompt, completion, reason):
     with pytest.raises(DataError) as caught:
         render_pair(tokenizer, prompt, completion)
     assert caught.value.reason == reason
@@ -483,8 +483,8 @@ def test_a_completion_is_one_answer_to_others(tokenizer, prompt, completion, rea
             render_preference(tokenizer, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
 
-def test_preferences_that_part_before_the_last_answer_are_refused():
-    with pytest.raises(DataError, match="a turn of the user's") as caught:
+def test_preferences_that_differ_before_the_last_answer_are_refused():
+    with pytest.raises(DataError, match="a turn of the user") as caught:
         render_preference(CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER})
     assert caught.value.reason == "with others' turns in the answer"
     alike = {"chosen": ASKED + OTHER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + OTHER}

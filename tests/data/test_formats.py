@@ -1,4 +1,4 @@
-"""Every layout is read as the same words, one layout a file."""
+"""Every record format is converted to TRL's columns; a file has one format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ spoken = st.lists(st.tuples(st.sampled_from(sorted(SPEAKERS)), words), min_size=
 
 
 def said(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """As ShareGPT writes it."""
+    """Messages in ShareGPT's form."""
     return [{"from": speaker, "value": text} for speaker, text in turns]
 
 
@@ -26,8 +26,8 @@ def messages(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
     return [{"role": SPEAKERS[speaker], "content": text} for speaker, text in turns]
 
 
-def read(rows: list[Any], layouts: Any = SUPERVISED) -> list[dict[str, Any]]:
-    reader = Reader(layouts)
+def read(rows: list[Any], formats: Any = SUPERVISED) -> list[dict[str, Any]]:
+    reader = Reader(formats)
     return [reader.read(row) for row in rows]
 
 
@@ -43,7 +43,7 @@ def test_conversations_of_sharegpt_are_messages(turns, chosen, rejected):
 
 
 @given(spoken, words)
-def test_a_system_prompt_apart_comes_first(turns, system):
+def test_the_system_column_becomes_the_first_message(turns, system):
     turns = [turn for turn in turns if turn[0] != "system"] or [("human", "a")]
     row = {"conversations": said(turns), "system": system}
     first = [("system", system)]
@@ -51,7 +51,7 @@ def test_a_system_prompt_apart_comes_first(turns, system):
     assert read([row | {"system": ""}]) == [{"messages": messages(turns)}]
     [same] = read([row | {"conversations": [{"from": "system", "value": system, "weight": 0}, *said(turns)]}])
     assert same == {"messages": [messages(first)[0] | {"weight": 0}, *messages(turns)]}
-    with pytest.raises(DataError, match="stands beside another") as caught:
+    with pytest.raises(DataError, match="there are two system prompts") as caught:
         read([row | {"conversations": said([("system", system + "d"), *turns])}])
     assert caught.value.reason == "two system prompts"
 
@@ -60,7 +60,7 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 
 
 @pytest.mark.parametrize(
-    ("layouts", "row"),
+    ("formats", "row"),
     [
         (SUPERVISED, {"text": "a"}),
         (SUPERVISED, {"messages": CHAT}),
@@ -72,9 +72,9 @@ CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         (UNPAIRED, {"prompt": CHAT[:1], "completion": CHAT[1:], "label": True}),
     ],
 )
-def test_trl_s_layouts_are_read_as_they_are_and_other_columns_left_out(layouts, row):
+def test_the_formats_of_trl_are_unchanged_and_other_columns_left_out(formats, row):
     others = {"source": "", "score": None, "id": 3}
-    assert read([row, row | others, others | row], layouts) == [row] * 3
+    assert read([row, row | others, others | row], formats) == [row] * 3
 
 
 def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_thoughts():
@@ -83,8 +83,8 @@ def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_though
     prompt = [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n1+1?"}]
     assert read([row]) == [{"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}]
     for thoughts, message, reason in [
-        ("one", "'one' is no list of texts", "of another type"),
-        ([1], r"\[1\] is no list of texts", "of another type"),
+        ("one", "'one' is not a list of strings", "of another type"),
+        ([1], r"\[1\] is not a list of strings", "of another type"),
         ([], "there is no trace", "empty"),
         ([" "], "there is no trace", "empty"),
     ]:
@@ -95,10 +95,10 @@ def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_though
         read([row | {"attempt": ""}])
 
 
-def test_a_prompt_that_both_conversations_begin_with_is_theirs():
+def test_a_prompt_that_both_conversations_repeat_is_left_out():
     whole = {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "c"}]}
     assert read([{"prompt": "a", **whole}] * 2, PREFERENCES) == [whole] * 2
-    assert read([{"prompt": "z", **whole}], PREFERENCES) == [{"prompt": "z", **whole}]  # which is refused where it is rendered
+    assert read([{"prompt": "z", **whole}], PREFERENCES) == [{"prompt": "z", **whole}]  # rendering refuses it
     apart = whole | {"rejected": [{"role": "user", "content": "z"}, CHAT[1]]}
     assert read([{"prompt": "a", **apart}], PREFERENCES) == [{"prompt": "a", **apart}]
 
@@ -115,13 +115,13 @@ TABLES = [
 
 
 @pytest.mark.parametrize("rows", TABLES)
-def test_what_a_table_fills_in_with_nothing_is_not_there(rows):
+def test_a_null_in_a_table_counts_as_absent(rows):
     """A table gives every row, and every message, all columns."""
     assert read(list(Dataset.from_list(rows))) == read(rows)
 
 
 @pytest.mark.parametrize(
-    ("layouts", "first", "other", "message"),
+    ("formats", "first", "other", "message"),
     [
         (SUPERVISED, {"text": "a"}, {"prompt": "a", "completion": "b"}, r"prompt, completion \(text\) after rows of text \(text\)"),
         (SUPERVISED, {"prompt": "a", "completion": "b"}, {"prompt": CHAT[:1], "completion": CHAT[1:]}, r"\(messages\) after .*\(text\)"),
@@ -151,18 +151,18 @@ def test_what_a_table_fills_in_with_nothing_is_not_there(rows):
         (PREFERENCES, IN_MESSAGES, {**IN_MESSAGES, "prompt": said([("human", "a")])}, r"\(messages of ShareGPT and messages\) after .*"),
     ],
 )
-def test_the_first_row_decides_for_the_file(layouts, first, other, message):
+def test_the_first_row_sets_the_format(formats, first, other, message):
     for one, two in ((first, other), (other, first)):
-        reader = Reader(layouts)
+        reader = Reader(formats)
         reader.read(one)
-        with pytest.raises(DataError, match="Keep one layout in a file") as caught:
+        with pytest.raises(DataError, match="Keep one format in a file") as caught:
             reader.read(two)
         assert caught.value.reason == "of another layout"
         assert reader.read(one)
     with pytest.raises(DataError, match=message):
-        read([first, other], layouts)
-    with pytest.raises(DataError, match=r"after rows of .* \(as row 1 is\)"):
-        reader = Reader(layouts)
+        read([first, other], formats)
+    with pytest.raises(DataError, match=r"after rows of .* \(such as row 1\)"):
+        reader = Reader(formats)
         with pytest.raises(DataError):
             reader.read({})
         reader.read(first)
@@ -171,15 +171,15 @@ def test_the_first_row_decides_for_the_file(layouts, first, other, message):
 
 @pytest.mark.parametrize("bad", [{"prompt": "a"}, {"prompt": "z", "chosen": CHAT}, {"chosen": " "}, {"chosen": 3}, {"rejected": "c"}])
 @pytest.mark.parametrize("good", [TEXTS, IN_MESSAGES, REPEATED])
-def test_a_bad_first_row_decides_nothing(bad, good):
+def test_a_bad_first_row_sets_no_format(bad, good):
     reader = Reader(PREFERENCES)
-    with contextlib.suppress(DataError):  # or where it is rendered: a text beside messages
+    with contextlib.suppress(DataError):  # rendering refuses the mix of text and messages
         assert reader.read(IN_MESSAGES | bad)
     assert reader.read(good) == read([good], PREFERENCES)[0]
 
 
 @pytest.mark.parametrize(
-    ("layouts", "row", "missing"),
+    ("formats", "row", "missing"),
     [
         (SUPERVISED, {"prompt": "a"}, "'completion'"),
         (SUPERVISED, {"promt": "a"}, "'prompt', 'completion'"),
@@ -190,9 +190,9 @@ def test_a_bad_first_row_decides_nothing(bad, good):
         (UNPAIRED, {"prompt": "a", "completion": "b"}, "'label'"),
     ],
 )
-def test_the_nearest_layout_tells_what_is_missing(layouts, row, missing):
+def test_the_nearest_format_names_the_missing_columns(formats, row, missing):
     with pytest.raises(DataError, match=f"no column {missing} ") as caught:
-        read([row], layouts)
+        read([row], formats)
     assert caught.value.reason == "a column is missing"
 
 
@@ -272,12 +272,12 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
     [
         ("text", "a row cannot be 'text'", "of another type"),
         (None, "a row cannot be None", "of another type"),
-        ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: a row with tools", "with tools"),
-        ({"conversations": CHAT, "history": [["a", "b"]]}, "history: a row with history", "with history"),
-        ({"prompt": "a", "completion": "b", "system": "c"}, "system: a row with system, which is not read", "with system"),
+        ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: the column tools is not supported", "with tools"),
+        ({"conversations": CHAT, "history": [["a", "b"]]}, "history: the column history is not supported", "with history"),
+        ({"prompt": "a", "completion": "b", "system": "c"}, "system: the column system is not supported", "with system"),
     ],
 )
-def test_what_is_no_row_or_would_lose_a_part_is_an_error_of_its_own(row, message, reason):
+def test_rows_of_a_wrong_type_or_with_unsupported_columns_are_refused(row, message, reason):
     reader = Reader(SUPERVISED)
     with pytest.raises(DataError, match=message) as caught:
         reader.read(row)
@@ -286,8 +286,8 @@ def test_what_is_no_row_or_would_lose_a_part_is_an_error_of_its_own(row, message
 
 
 @pytest.mark.parametrize("name", ["question", "instruction", "input", "query", "system", "history"])
-def test_a_prompt_of_another_name_is_never_left_out(name):
+def test_a_prompt_under_another_name_is_refused(name):
     row = {"chosen": "the one", "rejected": "the other"}
-    with pytest.raises(DataError, match=f"{name}: a row with {name}, which is not read"):
+    with pytest.raises(DataError, match=f"{name}: the column {name} is not supported"):
         Reader(PREFERENCES).read(row | {name: "a"})
     assert Reader(PREFERENCES).read(row | {name: "", "score": 1}) == row

@@ -1,4 +1,4 @@
-"""Rows of prompts and answers: nothing is lost or counted twice, an end is taught where there is one, and only there."""
+"""Rows of prompts and completions: no token is lost or repeated, and an end token is learnt only where there is one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def made(rows: Sequence[Any], room: Room | None = None, *, skip: bool = False, t
 
 
 @given(pairs, st.none() | st.integers(10, 14), blocks)
-def test_the_completion_is_learnt_and_what_is_beyond_its_end_is_eos(pairs, canvas_length, block_size):
+def test_the_completion_and_the_eos_tokens_after_it_are_learnt(pairs, canvas_length, block_size):
     rows = made(pairs, Room(40, canvas_length, block_size))
     for index, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
         prompt, completion = ids_of(pair["prompt"])[:-1], ids_of(pair["completion"])[1:]
@@ -69,7 +69,7 @@ def test_the_completion_is_learnt_and_what_is_beyond_its_end_is_eos(pairs, canva
 
 @given(words, words, blocks.filter(lambda size: size > 1), st.integers(0, 4))
 def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more):
-    """The sampler of a block-causal model fills the block that has the end of sequence, as far as it was asked for tokens."""
+    """The sampler of a block-causal model fills the block that has the EOS, up to the number of new tokens."""
     lm = tiny_lm("llama", "block_causal", block_size)
     prompt, completion = "".join("abcdefghijkl"[ord(c) % 12] for c in prompt), "".join("abcdefghijkl"[ord(c) % 12] for c in completion)
     [row] = made([{"prompt": prompt, "completion": completion}], Room(64, None, block_size), tokenizer=lm.tokenizer)
@@ -81,7 +81,7 @@ def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more
 
 
 @given(words, words, st.integers(2, 25), blocks, st.booleans(), st.booleans())
-def test_a_text_that_was_cut_is_never_taught_an_end(prompt, completion, max_length, block_size, truncate_prompt, truncate_completion):
+def test_a_truncated_text_has_no_end_token(prompt, completion, max_length, block_size, truncate_prompt, truncate_completion):
     room = Room(max_length, None, block_size, truncate_prompt, truncate_completion)
     report = DataReport("train_dataset", skip=True)
     asked, answer = ids_of(prompt)[:-1], ids_of(completion)[1:]
@@ -109,7 +109,7 @@ def test_a_text_that_was_cut_is_never_taught_an_end(prompt, completion, max_leng
 
 
 @given(st.lists(words, min_size=2, max_size=7), st.integers(1, 60), blocks)
-def test_of_a_conversation_that_lost_its_beginning_whole_answers_are_learnt(texts, max_length, block_size):
+def test_only_whole_answers_of_a_truncated_conversation_are_learnt(texts, max_length, block_size):
     messages = [turn("user" if index % 2 == 0 else "assistant", text) for index, text in enumerate(texts)]
     report = DataReport("train_dataset", skip=True)
     try:
@@ -128,7 +128,7 @@ def test_of_a_conversation_that_lost_its_beginning_whole_answers_are_learnt(text
     assert bool(report.truncated) != CHAT.decode(row["input_ids"]).startswith(whole)
 
 
-def test_messages_are_pairs_too():
+def test_messages_become_pairs():
     chat = {"prompt": [turn("user", "ab")], "completion": [turn("assistant", "c")]}
     prompt, completion = render_pair(CHAT, chat["prompt"], chat["completion"])
     for row in (chat, {"messages": chat["prompt"] + chat["completion"]}):
@@ -153,7 +153,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_a_bad_row_is_an_error_that_names_it_or_is_left_out_and_counted(reason):
+def test_a_bad_row_is_an_error_or_is_skipped_and_counted(reason):
     bad, message = BAD[reason]
     with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
         made([GOOD, bad, GOOD], tokenizer=MASKED)
@@ -166,17 +166,17 @@ def test_a_bad_row_is_an_error_that_names_it_or_is_left_out_and_counted(reason):
             made([bad], skip=True, tokenizer=MASKED)
 
 
-def test_what_is_not_the_row_s_own_fault_is_never_left_out():
+def test_errors_that_concern_every_row_are_never_skipped():
     chat = [{"messages": [turn("user", "a"), turn("assistant", "b")]}]
     with pytest.raises(DataError, match=r"row 0.*no chat template.*data\.chat_template"):
         made(chat, skip=True, learn="all")
     endless = character_tokenizer("ab")
     endless.eos_token = None
-    with pytest.raises(DataError, match=r"row 0.*no end-of-sequence token"):
+    with pytest.raises(DataError, match=r"row 0.*no EOS token"):
         made([{"prompt": "a", "completion": "b"}], skip=True, tokenizer=endless)
 
 
-def test_canvases_have_room():
+def test_a_canvas_must_hold_the_completion():
     with pytest.raises(DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"):
         made([GOOD, {"prompt": "a", "completion": "abcde"}], Room(40, 5))
     with pytest.raises(DataError, match=r"row 0: 13 tokens, but a row holds 12"):
@@ -212,13 +212,13 @@ def test_packing_takes_the_best_fit():
 @pytest.mark.parametrize(
     ("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 3, False), ("causal", None, True)]
 )
-def test_packed_examples_are_scored_as_they_are_alone(attention, block_size, shift):
+def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size, shift):
     lm = tiny_lm("llama", attention, block_size, shift=shift)
     room = Room(64, None, block_size or 1)
     examples = [{"prompt": "abc", "completion": "defgh"}, {"prompt": "l", "completion": "ij"}, {"prompt": "kk", "completion": "a"}]
 
     def scores(rows: Sequence[Row]) -> list[torch.Tensor]:
-        """Of every row all that is learnt, all of it hidden."""
+        """Log-probabilities of all learnt tokens of each row, all hidden."""
         batch = Collator(0)(rows)
         maskable_B1T = batch["maskable"][:, None]
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, bloc
 
 
 @given(words, words, words, st.integers(4, 20))
-def test_both_sides_keep_the_same_end_of_a_prompt_that_is_too_long(prompt, chosen, rejected, max_length):
+def test_both_responses_keep_the_same_end_of_a_truncated_prompt(prompt, chosen, rejected, max_length):
     try:
         [row] = preferred([{"prompt": prompt, "chosen": chosen, "rejected": rejected}], Room(max_length, truncate_prompt=True))
     except DataError as error:
@@ -285,7 +285,7 @@ def test_both_sides_keep_the_same_end_of_a_prompt_that_is_too_long(prompt, chose
         ("of another type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "chosen: neither a text nor messages: 4"),
     ],
 )
-def test_a_bad_preference_is_an_error_that_names_it_or_is_left_out_and_counted(reason, bad, message):
+def test_a_bad_preference_is_an_error_or_is_skipped_and_counted(reason, bad, message):
     with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
         preferred([PREFERRED, bad], tokenizer=MASKED)
     rows = preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED) if reason != "of another layout" else None
@@ -295,13 +295,13 @@ def test_a_bad_preference_is_an_error_that_names_it_or_is_left_out_and_counted(r
     assert found == reason and len(where) == 2
 
 
-def test_an_answer_is_no_longer_than_its_own_side_says():
+def test_each_response_has_its_own_length():
     rows = preferred([{"prompt": "a", "chosen": "bcd", "rejected": "e"}], Room(40, None, 4))[0]
     assert len(rows["chosen"]["input_ids"]) == 8 and len(rows["rejected"]["input_ids"]) == 4
 
 
 @pytest.mark.slow
-def test_the_shared_preferences_are_read_whole():
+def test_the_shared_preferences_are_all_read():
     path = shared_path("data", "preference", "llamafactory_dpo_en_demo.json")
     source = json.loads(path.read_text(encoding="utf-8"))
     texts = [one["value"] for row in source for one in (*row["conversations"], row["chosen"], row["rejected"])]
@@ -327,17 +327,17 @@ def test_the_shared_preferences_are_read_whole():
 
 
 @given(st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=4))
-def test_unpaired_answers_are_pairs_with_a_label(texts):
+def test_unpaired_completions_keep_their_label(texts):
     examples = [{"prompt": prompt, "completion": answer, "label": label} for prompt, answer, label in texts]
-    rows = made(examples, layouts=UNPAIRED)
+    rows = made(examples, formats=UNPAIRED)
     assert [row["label"] for row in rows] == [label for *_, label in texts]
     assert [{name: value for name, value in row.items() if name != "label"} for row in rows] == made(examples)
 
 
 @pytest.mark.parametrize("label", [1, "true", 0.5])
-def test_a_label_is_true_or_false(label):
+def test_a_label_is_a_boolean(label):
     examples = [GOOD | {"label": True}, GOOD | {"label": label}]
     with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
-        made(examples, layouts=UNPAIRED)
-    rows = made(examples, layouts=UNPAIRED, skip=True)
+        made(examples, formats=UNPAIRED)
+    rows = made(examples, formats=UNPAIRED, skip=True)
     assert rows.report.dropped == {"of another type": [1]}

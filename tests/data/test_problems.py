@@ -1,4 +1,4 @@
-"""A task's problems, from any source, posed in any style."""
+"""The problems of a task, from any source and in any prompt style."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n####
 
 
 def written(kind: str, folder: Path) -> str:
-    """The problems in a file or folder of that kind."""
+    """A file or folder with the problems, of that kind."""
     path = folder / f"problems.{kind}"
     rows = Dataset.from_list(PROBLEMS)
     if kind == "saved":
@@ -37,7 +37,7 @@ def test_problems_are_read_from_any_source(kind, tmp_path):
     assert rows[1]["prompt"] == "Question: What is 1 + 1?\nAnswer:"
 
 
-def test_shots_are_the_first_rows_and_are_not_asked(tmp_path):
+def test_shots_are_the_first_rows_and_are_not_problems(tmp_path):
     path = written("jsonl", tmp_path)
     rows = read_problems(TASK, path, 4, split="test")
     plain = pose(TASK, rows, "plain", 2)
@@ -45,11 +45,11 @@ def test_shots_are_the_first_rows_and_are_not_asked(tmp_path):
     assert plain[0]["prompt"].count("Question:") == 3 and "#### 2\n\n" in plain[0]["prompt"]
     chat = pose(TASK, rows, "chat", 1)
     assert [turn["role"] for turn in chat[0]["prompt"]] == ["user", "assistant", "user"]
-    with pytest.raises(ConfigError, match="4 examples take all 4 rows"):
+    with pytest.raises(ConfigError, match="4 examples use all 4 rows"):
         pose(TASK, rows, "plain", 4)
 
 
-def test_a_task_makes_problems_or_reads_one_source():
+def test_a_task_generates_problems_or_reads_one_source():
     sudoku = get_task("sudoku")
     assert read_problems(sudoku, None, 3, split="test", seed=1) == sudoku.generate("test", 3, 1)
     with pytest.raises(ConfigError, match="gsm8k makes no problems of its own"):

@@ -1,4 +1,4 @@
-"""The report counts every row once, and its figures are those of the lengths."""
+"""The report counts every row once, and its statistics match the lengths."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ lengths = st.lists(st.integers(0, 5000), min_size=1, max_size=30)
 
 @given(lengths)
 def test_quantiles_are_lengths_in_order(found):
-    told = quantiles(found)
-    assert [*told] == ["shortest", "median", "90%", "99%", "longest"]
-    assert [*told.values()] == sorted(told.values()) and {*told.values()} <= {*found}
-    assert (told["shortest"], told["longest"]) == (min(found), max(found))
-    for half in (sum(length <= told["median"] for length in found), sum(length >= told["median"] for length in found)):
+    summary = quantiles(found)
+    assert [*summary] == ["shortest", "median", "90%", "99%", "longest"]
+    assert [*summary.values()] == sorted(summary.values()) and {*summary.values()} <= {*found}
+    assert (summary["shortest"], summary["longest"]) == (min(found), max(found))
+    for half in (sum(length <= summary["median"] for length in found), sum(length >= summary["median"] for length in found)):
         assert half >= len(found) / 2
 
 
 @given(lengths)
 def test_a_histogram_holds_every_length_once_between_its_bounds(found):
-    told = histogram(found)
-    assert sum(told.values()) == len(found)
-    bounds = [(int(name.split("-")[0]), int(name.split("-")[-1])) for name in told]
-    for (first, last), count in zip(bounds, told.values(), strict=True):
+    summary = histogram(found)
+    assert sum(summary.values()) == len(found)
+    bounds = [(int(name.split("-")[0]), int(name.split("-")[-1])) for name in summary]
+    for (first, last), count in zip(bounds, summary.values(), strict=True):
         assert sum(first <= length <= last for length in found) == count
     assert all(last + 1 == first for (_, last), (first, _) in pairwise(bounds))
     assert all(first <= last < max(2 * first, 1) for first, last in bounds)
@@ -47,20 +47,20 @@ def test_every_row_is_kept_or_counted_by_its_reason(reasons):
                 raise DataError("no good", reason=reason)
             made.append(index)
     assert report.read == len(reasons) and report.numbers == made and report.kept == len(made)
-    told = report.to_dict()
+    summary = report.to_dict()
     for reason in {*reasons} - {None}:
         places = [index for index, other in enumerate(reasons) if other == reason]
-        assert told["dropped"][reason] == {"count": len(places), "rows": places[:10]}
-    assert told["dropped"].keys() == {*reasons} - {None}
+        assert summary["dropped"][reason] == {"count": len(places), "rows": places[:10]}
+    assert summary["dropped"].keys() == {*reasons} - {None}
     if made:
-        assert report.of(made) == made and report.of(made).report is report
+        assert report.attach(made) == made and report.attach(made).report is report
     else:
         with pytest.raises(DataError, match=r"train_dataset: no row is left \(\d+ \w+"):
-            report.of(made)
+            report.attach(made)
 
 
 @pytest.mark.parametrize(("skip", "reason"), [(False, "too long"), (True, None), (False, None)])
-def test_errors_name_the_row_unless_it_may_be_left_out(skip, reason):
+def test_errors_name_the_row_unless_it_is_skipped(skip, reason):
     report = DataReport("eval_dataset", skip=skip)
     with pytest.raises(DataError, match=r"eval_dataset, row 7, text: no good\. Mend it"), report.row(7):
         raise DataError("no good", where="text", remedy="Mend it.", reason=reason)
@@ -70,14 +70,14 @@ def example() -> DataReport:
     report = DataReport("train_dataset", skip=True)
     for index in range(30):
         with report.row(index):
-            report.measure(prompt=index, chosen=2 * index, rejected=3)
-            report.cut(prompt=index % 10 == 0, completion=False)
+            report.record_lengths(prompt=index, chosen=2 * index, rejected=3)
+            report.record_cuts(prompt=index % 10 == 0, completion=False)
             if index >= 18:
                 raise DataError("no good", reason="too long")
     return report
 
 
-def test_it_is_shown_with_every_figure(capsys):
+def test_the_tables_have_every_figure(capsys):
     report = example()
     report.packed = 5
     report.show()
@@ -89,12 +89,12 @@ def test_it_is_shown_with_every_figure(capsys):
     assert ["median", "15", "30", "3"] in lines and ["16-31", "14", "8", "0"] in lines
 
 
-def test_it_is_json_and_goes_with_the_rows():
+def test_the_report_is_json_and_is_pickled_with_the_rows():
     report = example()
-    told = report.to_dict()
-    assert json.loads(json.dumps(told)) == told
-    assert told["truncated"] == {"prompt": 3} and told["chosen_equals_rejected"] == 0 and "packed" not in told
-    assert told["tokens"]["rejected"]["histogram"] == {"2-3": 30}
-    rows = report.of([{"input_ids": [1]}])
+    summary = report.to_dict()
+    assert json.loads(json.dumps(summary)) == summary
+    assert summary["truncated"] == {"prompt": 3} and summary["chosen_equals_rejected"] == 0 and "packed" not in summary
+    assert summary["tokens"]["rejected"]["histogram"] == {"2-3": 30}
+    rows = report.attach([{"input_ids": [1]}])
     again = pickle.loads(pickle.dumps(rows))  # as a data loader sends it to its workers
-    assert again == rows and again.report.to_dict() == told
+    assert again == rows and again.report.to_dict() == summary

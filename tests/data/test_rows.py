@@ -1,4 +1,4 @@
-"""Rows hold every token once, learn what they should, and never teach a false end."""
+"""Rows have every token once, mark the right tokens as learnt, and have no false EOS."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ids_of(text: str, tokenizer=TOKENIZER) -> list[int]:
 
 
 @given(texts, st.integers(3, 25), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
-def test_packing_lays_documents_end_to_end(texts, max_length, tokenizer):
+def test_packing_concatenates_documents(texts, max_length, tokenizer):
     stream, numbers = [], []
     for number, text in enumerate(filter(None, texts)):
         stream += ids_of(text, tokenizer)
@@ -47,7 +47,7 @@ def test_packing_lays_documents_end_to_end(texts, max_length, tokenizer):
 
 
 @given(texts, lengths, st.booleans(), st.sampled_from([TOKENIZER, WITHOUT_BOS]))
-def test_all_is_learnt_but_the_first_token_of_a_row_and_of_every_document(texts, max_length, packed, tokenizer):
+def test_every_token_is_learnt_except_the_first_of_rows_and_documents(texts, max_length, packed, tokenizer):
     rows = list(iter_text_rows(tokenizer, texts, max_length, packed=packed))
     assert [row["sample_id"] for row in rows] == sorted({row["sample_id"] for row in rows})
     for row in rows:
@@ -63,7 +63,7 @@ def test_all_is_learnt_but_the_first_token_of_a_row_and_of_every_document(texts,
 
 
 @given(texts, lengths, st.sampled_from([TOKENIZER, WITHOUT_BOS]))
-def test_unpacked_a_row_is_a_document_and_a_cut_is_not_an_end(texts, max_length, tokenizer):
+def test_an_unpacked_row_is_a_document_without_eos_if_cut(texts, max_length, tokenizer):
     rows = list(iter_text_rows(tokenizer, texts, max_length, packed=False))
     for row, text in zip(rows, filter(None, texts), strict=True):
         whole = ids_of(text, tokenizer)
@@ -77,13 +77,13 @@ PATTERNS = [("causal", None, {}), ("bidirectional", None, {}), ("block_causal", 
 
 @pytest.mark.parametrize(("attention", "block_size", "more"), PATTERNS)
 @pytest.mark.parametrize("bos", [True, False])
-def test_with_a_logit_shift_packed_documents_are_learnt_as_they_are_alone(attention, block_size, more, bos):
+def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(attention, block_size, more, bos):
     lm = tiny_lm("llama", attention, block_size, shift=True, **more)
     if not bos:
         lm.tokenizer.bos_token = None
 
     def scores(texts):
-        """Of everything that is learnt, all of it hidden, and with a causal context in the clean half as well."""
+        """Log-probabilities of all learnt tokens, all hidden; with a causal context also those of the clean half."""
         (row,) = iter_text_rows(lm.tokenizer, texts, 64)
         ids, documents, maskable = (torch.tensor([row[name]]) for name in ("input_ids", "documents", "maskable"))
         views = Views(maskable[:, None], maskable[:, None], maskable[:, None].float())
@@ -100,7 +100,7 @@ def test_with_a_logit_shift_packed_documents_are_learnt_as_they_are_alone(attent
     assert torch.equal(learnt, torch.cat([maskable for _, maskable in alone]))
 
 
-def test_text_that_holds_the_mask_token_is_refused():
+def test_text_with_the_mask_token_is_refused():
     tokenizer = character_tokenizer(string.ascii_lowercase)
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     words = r"the text holds the mask token '<|mask|>'.*Remove it".replace("|", r"\|")
@@ -108,7 +108,7 @@ def test_text_that_holds_the_mask_token_is_refused():
         list(iter_text_rows(tokenizer, ["a", "b", "c<|mask|>d"], 8, where="eval_dataset"))
 
 
-def test_a_row_whose_text_is_null_is_named():
+def test_the_error_for_a_null_text_names_the_row():
     words = r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, or remove the row"
     with pytest.raises(DataError, match=words):
         column([{"text": "a"}, {"text": None}], "text", "train_dataset")
@@ -137,7 +137,7 @@ def test_padding(rows, left):
 
 
 @given(texts, lengths)
-def test_batches_are_padded_with_nobodys_document(texts, max_length):
+def test_padding_is_document_zero(texts, max_length):
     rows = list(iter_text_rows(TOKENIZER, texts, max_length, packed=False))
     batch = Collator(PAD)(rows)
     shape = (len(rows), max(len(row["input_ids"]) for row in rows))
@@ -152,7 +152,7 @@ def test_batches_are_padded_with_nobodys_document(texts, max_length):
 
 
 @given(texts, lengths, st.booleans())
-def test_batches_tell_where_every_row_is_one_document_without_padding(texts, max_length, packed):
+def test_batches_mark_rows_that_are_all_one_document_without_padding(texts, max_length, packed):
     rows = list(iter_text_rows(TOKENIZER, texts, max_length, packed=packed))
     for size in (1, 2, len(rows)):
         batch = Collator(PAD)(rows[:size])

@@ -1,4 +1,4 @@
-"""Rows from every kind of source, exactly as they were, and errors that name what is wrong."""
+"""Rows of every kind of source are read unchanged; errors name the source and what is wrong."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _own_cache(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json", "jsonl", "jsonl.gz", "parquet", "directory", "splits", "files"])
-def test_rows_come_back_as_they_were(tmp_path, suffix):
+def test_rows_are_read_unchanged(tmp_path, suffix):
     path = tmp_path / f"rows.{suffix}"
     dataset = Dataset.from_list(ROWS)
     if suffix == "csv":
@@ -60,8 +60,8 @@ def test_rows_come_back_as_they_were(tmp_path, suffix):
 MIXED = [{"chosen": "a"}, {"chosen": [{"role": "user", "content": "b"}]}, {"chosen": 3, "more": None}]
 
 
-def test_examples_come_as_they_are_written_whatever_their_types(tmp_path):
-    """A table would have one type a column, and all columns in each row."""
+def test_examples_keep_values_of_mixed_types(tmp_path):
+    """A table would have one type per column, and all columns in each row."""
     for name, content in (("rows.json", json.dumps(MIXED)), ("rows.jsonl", "\n".join(map(json.dumps, MIXED)))):
         (tmp_path / name).write_text(content)
         assert load_examples(tmp_path / name) == MIXED
@@ -72,7 +72,7 @@ def test_examples_come_as_they_are_written_whatever_their_types(tmp_path):
     assert list(load_examples(tmp_path / "rows.parquet", max_rows=2)) == ROWS[:2]
 
 
-def test_a_malformed_line_is_an_error_or_stands_in_place_of_its_row(tmp_path):
+def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n\n{"a": \n[1]\n{"a": 2}\n{"a')
     with pytest.raises(DataError, match=r"rows\.jsonl, line 3: malformed JSON"):
@@ -95,7 +95,7 @@ def test_a_malformed_line_is_an_error_or_stands_in_place_of_its_row(tmp_path):
 
 
 def damaged_folder(home, suffix):
-    """Two files, the second damaged where only reading it shows."""
+    """Two files; the damage of the second is found only on reading."""
     home.mkdir()
     for number in range(2):
         rows = Dataset.from_dict({"text": [f"{number} {row}" for row in range(300)]})
@@ -107,12 +107,12 @@ def damaged_folder(home, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_a_damaged_file_in_a_stream_is_refused_where_it_is_reached(tmp_path, suffix):
+def test_a_damaged_file_in_a_stream_is_an_error_when_it_is_reached(tmp_path, suffix):
     home = tmp_path / "rows"
     path = damaged_folder(home, suffix)
     sources = [(home, f"{home}, part 2 of 2")] + [(path, str(path))] * (suffix == "parquet")
     for source, where in sources:
-        with pytest.raises(DataError, match=r"cannot be read on: .*Write the file again") as error:
+        with pytest.raises(DataError, match=r"the rest cannot be read: .*Write the file again") as error:
             list(load_rows(source, streaming=True))
         assert error.value.where == where
     rows = iter(load_rows(home, streaming=True))
@@ -135,7 +135,7 @@ def test_a_stream_of_files_keeps_its_columns_and_its_shuffle(tmp_path):
         assert list(one) == list(other)
 
 
-def test_a_file_that_was_rewritten_is_read_anew(tmp_path):
+def test_a_rewritten_file_is_read_again(tmp_path):
     for rows in (ROWS, ROWS[:1]):
         Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
         assert list(load_rows(tmp_path / "rows.parquet")) == rows
@@ -213,7 +213,7 @@ def test_leading_zeros_of_the_real_puzzles_survive():
         ("rows.pdf", b"x", "unknown kind of file '.pdf'"),
     ],
 )
-def test_what_cannot_be_loaded_is_named(tmp_path, name, content, message):
+def test_errors_name_the_source_that_cannot_be_loaded(tmp_path, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     with pytest.raises(DataError, match=message) as caught:
@@ -248,7 +248,7 @@ def test_empty_datasets(tmp_path):
             load_rows(tmp_path / name)
 
 
-def test_other_names_are_asked_of_the_hub(monkeypatch):
+def test_other_names_are_loaded_from_the_hub(monkeypatch):
     asked = []
 
     def answer(*arguments, **options):
@@ -267,7 +267,7 @@ def test_other_names_are_asked_of_the_hub(monkeypatch):
 @pytest.mark.parametrize(
     "error", [datasets.exceptions.DatasetNotFoundError("gone"), ConnectionError("offline"), ValueError("Unknown split 'train'")]
 )
-def test_what_the_hub_refuses(monkeypatch, error):
+def test_errors_of_the_hub(monkeypatch, error):
     def refuse(*arguments, **options):
         raise error
 
@@ -277,7 +277,7 @@ def test_what_the_hub_refuses(monkeypatch, error):
     assert caught.value.__cause__ is error
 
 
-def test_a_cut_parquet_file_is_refused_streamed_or_not(tmp_path):
+def test_a_truncated_parquet_file_is_refused(tmp_path):
     path = tmp_path / "rows.parquet"
     Dataset.from_list(ROWS).to_parquet(path)
     path.write_bytes(path.read_bytes()[:-20])
@@ -288,13 +288,13 @@ def test_a_cut_parquet_file_is_refused_streamed_or_not(tmp_path):
 
 
 @pytest.mark.parametrize("blank", ["", "\n"])
-def test_a_streamed_text_file_is_split_as_a_whole_one(blank, tmp_path):
+def test_a_streamed_text_file_is_split_like_a_loaded_one(blank, tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text(f"One\n{blank}\ntwo\nthree\n")
     assert list(load_rows(path, streaming=True)) == list(load_rows(path))
 
 
-def test_a_stream_is_read_no_further_than_needed(tmp_path):
+def test_a_stream_is_read_lazily(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text('{"a": 1}\n{"a": 2}\n{"a": ')
     stream = iter(load_rows(path, streaming=True))
@@ -307,14 +307,14 @@ def test_a_stream_is_read_no_further_than_needed(tmp_path):
 
 
 def write_sources(folder):
-    """300 documents of a, 200 of b under another name beside another column."""
+    """300 documents of a, and 200 of b in a column of another name beside a further column."""
     (folder / "a.txt").write_text("\n".join(f"a{index}" for index in range(300)))
     (folder / "b.jsonl").write_text("\n".join(json.dumps({"content": f"b{index}", "id": index}) for index in range(200)))
     return [DataSource(path=str(folder / "a.txt"), weight=3), DataSource(path=str(folder / "b.jsonl"), weight=1.0, text_column="content")]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_mixture_keeps_its_shares_and_leaves_nothing_out(streaming, tmp_path):
+def test_a_mixture_keeps_its_weights_and_all_rows(streaming, tmp_path):
     sources = write_sources(tmp_path)
     mixed = load_mixture(sources, seed=0, streaming=streaming)
     assert list(mixed) == list(load_mixture(sources, seed=0, streaming=streaming))
@@ -328,7 +328,7 @@ def test_a_mixture_keeps_its_shares_and_leaves_nothing_out(streaming, tmp_path):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_sources_that_do_not_mix_are_named(streaming, tmp_path):
+def test_sources_that_cannot_be_mixed_are_named(streaming, tmp_path):
     for name, row in [("text", {"text": "a"}), ("story", {"story": "a"}), ("number", {"text": 5})]:
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row))
 
@@ -338,7 +338,7 @@ def test_sources_that_do_not_mix_are_named(streaming, tmp_path):
 
     with pytest.raises(DataError, match=r"text\.jsonl and .*story\.jsonl: the sources have no column in common.*text_column"):
         mix("text", "story")
-    with pytest.raises(DataError, match=r"number\.jsonl: the sources do not mix"):
+    with pytest.raises(DataError, match=r"number\.jsonl: the sources cannot be mixed"):
         mix("text", "number")
     with pytest.raises(DataError, match=r"text\.jsonl: no column 'story'"):
         mix("text", text_column="story")

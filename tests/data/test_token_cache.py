@@ -1,4 +1,4 @@
-"""A corpus streamed or cached is the corpus, and takes no more memory or reading than its next rows need."""
+"""A streamed or cached corpus has the rows of the corpus, and is read lazily."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def stream(source, max_length=4) -> StreamedRows:
 
 
 @given(corpora, st.integers(2, 9), st.integers(0, 5))
-def test_a_stream_is_the_corpus_over_and_over_with_ids_that_go_on(texts, max_length, skipped):
+def test_a_stream_repeats_the_corpus_with_increasing_sample_ids(texts, max_length, skipped):
     rows = list(iter_text_rows(TOKENIZER, texts, max_length))
     expected = [{**row, "sample_id": index} for index, row in enumerate(rows * 3)]
     streamed = stream([{"text": text} for text in texts], max_length)
@@ -43,7 +43,7 @@ def test_a_stream_is_the_corpus_over_and_over_with_ids_that_go_on(texts, max_len
     assert list(islice(streamed.skip(1).skip(skipped), 2)) == list(islice(streamed.skip(skipped + 1), 2))
 
 
-def test_only_what_is_needed_is_read():
+def test_a_stream_is_read_lazily():
     read = []
 
     def endless():
@@ -57,7 +57,7 @@ def test_only_what_is_needed_is_read():
     assert len(read) <= 2 * TEXTS_AT_ONCE
 
 
-def test_a_shuffled_source_has_an_order_of_its_own_in_each_pass_and_the_same_ones_again():
+def test_a_shuffled_source_has_another_order_in_each_pass_reproducibly():
     source = Dataset.from_dict({"text": list("abcdefgh")}).to_iterable_dataset().shuffle(seed=0, buffer_size=8)
     streamed = stream(source, max_length=3)
     one, other = (list(islice(streamed, 16)) for _ in range(2))
@@ -66,7 +66,7 @@ def test_a_shuffled_source_has_an_order_of_its_own_in_each_pass_and_the_same_one
     assert sorted(first) == sorted(second) and first != second
 
 
-def test_wrong_rows_are_named_when_they_are_reached():
+def test_bad_rows_are_errors_when_they_are_reached():
     for bad in (5, None):
         rows = iter(stream([{"text": "abc"}] * TEXTS_AT_ONCE + [{"text": bad}]))
         next(rows)
@@ -93,7 +93,7 @@ def test_cached_rows_are_those_of_the_texts(tmp_path_factory, texts, max_length,
     assert len(list(folder.iterdir())) == 1
 
 
-def test_a_cache_is_found_again_and_only_where_nothing_differs(tmp_path):
+def test_a_cache_is_reused_only_for_the_same_inputs(tmp_path):
     def caches(**more):
         cached(tmp_path, **more)
         return len(list(tmp_path.iterdir()))
@@ -146,13 +146,13 @@ def test_a_damaged_cache_is_refused_with_file_and_remedy(name, damage, what, tmp
 def test_a_cache_that_is_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file/below"):
-        with pytest.raises(ConfigError, match=f"token_cache: cannot make the folder {folder}: .*Name another"):
+        with pytest.raises(ConfigError, match=f"token_cache: cannot create the folder {folder}: .*Choose another"):
             cached(folder)
 
 
-def test_two_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path):
+def test_two_processes_may_create_the_same_cache_at_once(tmp_path):
     class Interrupted:
-        """Texts that another process makes a cache of while they are tokenised."""
+        """Texts of which another process creates a cache while they are tokenised."""
 
         passes = 0
 
@@ -168,7 +168,7 @@ def test_two_that_make_the_same_cache_at_once_do_not_disturb_each_other(tmp_path
     assert texts.passes == 2 and len(list(tmp_path.iterdir())) == 1
 
 
-def test_of_a_cache_that_fails_nothing_is_left(tmp_path):
+def test_a_failed_cache_leaves_no_files(tmp_path):
     with pytest.raises(DataError, match="row 1"):
         cached(tmp_path, ["abc", 5])
     with pytest.raises(DataError, match="no text to train on"):

@@ -152,7 +152,7 @@ def test_bands_and_pairs_that_cannot_be_are_refused():
         with pytest.raises(ConfigError, match=words):
             Noise(linear, **settings)
     for noise, words in [
-        (Noise(linear, timesteps=8), "num_timesteps: .*no discrete times"),
+        (Noise(linear, timesteps=8), "num_timesteps: discrete times have no complementary pairs"),
         (Noise(linear, 0.6, 0.9), "min_time: .*from 0.6"),
     ]:
         with pytest.raises(ConfigError, match=words):

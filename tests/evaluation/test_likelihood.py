@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts: right, whatever else is in the batch, and clear about what cannot be scored."""
+"""Log-likelihoods of texts: correct, independent of the batch, and with clear errors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_pair_does_not_depend_on_its_batch(kind, estimator):
     assert together[3] == 0  # nothing to predict
 
 
-def test_many_pairs_are_scored_in_the_order_they_came():
+def test_results_are_in_the_order_of_the_pairs():
     lm = toy.toy()
     prompts, completions = [PROMPTS[i % 6] for i in range(70)], [COMPLETIONS[i % 5] for i in range(70)]
     scores = log_likelihood(lm, prompts, completions, samples=4)
@@ -86,7 +86,7 @@ def test_text_and_ids_are_the_same():
     assert torch.equal(log_likelihood(lm, prompts, completions, samples=4), log_likelihood(lm, PROMPTS, COMPLETIONS, samples=4))
 
 
-def test_messages_are_rendered_as_the_template_says():
+def test_messages_are_rendered_by_the_template():
     lm = toy.toy()
     lm.tokenizer.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if add_generation_prompt %}b{% endif %}"
     rendered = lm.tokenizer("aab", add_special_tokens=False)["input_ids"]
@@ -94,7 +94,7 @@ def test_messages_are_rendered_as_the_template_says():
     assert torch.equal(scores, log_likelihood(lm, [rendered], ["ab"], estimator="exact"))
 
 
-def test_the_seed_and_nothing_else_decides():
+def test_only_the_seed_changes_the_estimate():
     lm = toy.toy()
     before = torch.get_rng_state()
     one = log_likelihood(lm, PROMPTS, COMPLETIONS, samples=3)
@@ -107,13 +107,13 @@ def test_the_seed_and_nothing_else_decides():
     assert torch.equal(*exact)
 
 
-def test_more_samples_come_closer():
+def test_more_samples_are_more_accurate():
     lm = toy.toy()
     spread = [torch.stack([log_likelihood(lm, ["ab"], ["abba"], samples=n, seed=seed) for seed in range(20)]).std() for n in (3, 31)]
     assert spread[1] < 0.5 * spread[0]
 
 
-def test_the_model_is_left_as_it_was():
+def test_the_model_is_unchanged():
     lm = toy.toy()
     for module in lm.model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -125,13 +125,13 @@ def test_the_model_is_left_as_it_was():
     assert not scores.requires_grad and all(weight.grad is None for weight in lm.model.parameters())
 
 
-def test_the_mask_token_is_never_said():
+def test_the_mask_token_is_refused():
     lm = toy.toy()
     for estimator in ("exact", "elbo"):
         assert log_likelihood(lm, ["a"], [[4, lm.mask_token_id, 5]], estimator=estimator).item() == -math.inf
 
 
-def test_nothing_has_no_likelihoods_and_empty_ones_are_certain():
+def test_no_pairs_and_empty_completions():
     lm = toy.toy()
     assert log_likelihood(lm, [], []).shape == (0,)
     for estimator in ("exact", "elbo"):
@@ -140,7 +140,7 @@ def test_nothing_has_no_likelihoods_and_empty_ones_are_certain():
     assert log_likelihood(toy.toy(attention=CAUSAL), [[]], [[]]).tolist() == [0]
 
 
-def test_without_a_prompt_a_model_that_reads_masks_has_all_it_needs():
+def test_only_a_logit_shift_needs_a_prompt():
     lm = toy.toy()
     expected = toy.any_order(toy.conditionals(lm, torch.tensor([4, 5, 4]), [0, 1, 2]))
     assert log_likelihood(lm, [[]], [[4, 5, 4]], estimator="exact").item() == pytest.approx(expected, abs=1e-10)
@@ -158,7 +158,7 @@ def test_without_a_prompt_a_model_that_reads_masks_has_all_it_needs():
         ("blocks of three with a shift", {"prompts": [[], "a"]}, GenerationError, "pair 0: the prompt is empty"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(kind, asked, error, words):
+def test_wrong_arguments_are_refused(kind, asked, error, words):
     with pytest.raises(error, match=words):
         log_likelihood(any_toy(kind), **({"prompts": ["a", "b"], "completions": ["a", "b"]} | asked))
 

@@ -1,4 +1,4 @@
-"""ROUGE and BLEU: the figures of the libraries, and intervals that resample groups."""
+"""ROUGE and BLEU: the values of the libraries, and intervals that resample groups."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_means_are_the_figures_of_the_libraries():
     assert all(interval.low < interval.mean < interval.high for interval in found.values())
 
 
-def test_figures_made_by_hand():
+def test_values_computed_by_hand():
     """Three of six words: precision 1, recall 1/2. Two pairs of five: 1 and 2/5. BLEU of 4-grams 1 times exp(1 - 6/5) for brevity."""
     rouge = overlap(["rouge"], ["the cat sat"], ["the cat sat on the mat"], ["a"])
     assert [interval.mean for interval in rouge.values()] == pytest.approx([2 / 3, 4 / 7, 2 / 3])
@@ -46,15 +46,15 @@ def test_figures_made_by_hand():
     assert bleu.mean == pytest.approx(math.exp(1 - 6 / 5)) and (bleu.low, bleu.high) == (-math.inf, math.inf)
 
 
-def test_bleu_resamples_whole_groups_and_is_of_the_corpus_each_time():
-    """Of two groups there are three resamples, a quarter of them twice the one and a quarter twice the other."""
+def test_bleu_is_computed_over_the_corpus_of_each_resample():
+    """Two groups have three different resamples: a quarter has the first twice, a quarter the second twice."""
     halves = [slice(0, 1), slice(1, 3)]
     found = overlap(["bleu"], TEXTS[:3], REFERENCES[:3], GROUPS[:3])["bleu"]
     alone = [sacrebleu.corpus_bleu(TEXTS[half] * 2, [REFERENCES[half] * 2]).score / 100 for half in halves]
     assert (found.low, found.high) == pytest.approx((min(alone), max(alone)))
 
 
-def test_the_same_texts_are_all_alike():
+def test_identical_texts_score_one():
     found = overlap(["rouge", "bleu"], REFERENCES, REFERENCES, ["a", "b", "c", "d"])
     assert [round(interval.mean, 6) for interval in found.values()] == [1, 1, 1, 1]
 
@@ -66,7 +66,7 @@ def test_the_same_texts_are_all_alike():
         (["bleu"], TEXTS[:3], DataError, "3 texts, 4 references and 4 groups"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(metrics, texts, error, message):
+def test_wrong_arguments_are_refused(metrics, texts, error, message):
     with pytest.raises(error, match=message):
         overlap(metrics, texts, REFERENCES, GROUPS)
     with pytest.raises(DataError, match="0 texts"):
@@ -76,7 +76,7 @@ def test_what_cannot_be_compared_is_refused(metrics, texts, error, message):
 @pytest.mark.parametrize(
     ("metric", "module", "package"), [("rouge", "rouge_score.rouge_scorer", "rouge-score"), ("bleu", "sacrebleu", "sacrebleu")]
 )
-def test_a_missing_library_is_told_with_the_command_that_installs_it(metric, module, package, monkeypatch):
+def test_the_error_for_a_missing_library_has_the_install_command(metric, module, package, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ConfigError, match=rf"metric {metric}: needs {package}, .*pip install 'unmask\[eval\]'"):
         overlap([metric], TEXTS, REFERENCES, GROUPS)
@@ -89,7 +89,7 @@ def write_rows(folder: Path) -> Path:
     return path
 
 
-def test_an_evaluation_adds_them_to_its_figures(monkeypatch, tmp_path):
+def test_an_evaluation_includes_the_metrics(monkeypatch, tmp_path):
     task = get_task("text")
     rows = read_problems(task, str(write_rows(tmp_path)), None, split="test")
     lm = small_model(get_task("sudoku"), DemoSettings(hidden=16, layers=1), 0)

@@ -1,4 +1,4 @@
-"""The report: everything is on the page, nothing is fetched, nothing that a user wrote becomes markup, all can read it."""
+"""The report: the page has all content, makes no requests, escapes text and is accessible."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def render(tmp_path):
     return write
 
 
-def test_the_page_shows_all_that_the_report_holds(render):
+def test_the_page_shows_everything_in_the_report(render):
     html, page = render(example())
     assert html.startswith("<!DOCTYPE html>")
     for words in ["The demo", "on two cores", "pretrain", "a causal model", "grpo", "solved", "nll", "1.25", "1:15", "1:00:00", "1:01:15"]:
@@ -119,7 +119,7 @@ def test_the_page_shows_all_that_the_report_holds(render):
     assert len(page.all("figure", "chart")) == 3 and [figure["aria-label"][:16] for figure in page.all("svg")][2] == "reward of grpo, "
 
 
-def test_every_frame_is_there_and_new_cells_carry_their_confidence(render):
+def test_every_frame_is_shown_and_new_cells_have_their_confidence(render):
     _, page = render(example())
     boards = page.all("div", "board")
     assert [board["aria-label"] for board in boards] == [
@@ -136,7 +136,7 @@ def test_every_frame_is_there_and_new_cells_carry_their_confidence(render):
 
 @pytest.mark.parametrize(("columns", "lines"), [(4, 4), (9, 18), (5, 0)])
 def test_grids_are_boxed_where_the_side_is_a_square(columns, lines):
-    frames = module._frames(Denoising(prompt="", frames=[["1"] * columns**2], revealed=[{}], columns=columns))
+    frames = module.draw_frames(Denoising(prompt="", frames=[["1"] * columns**2], revealed=[{}], columns=columns))
     for side in ("box-right", "box-bottom"):
         assert sum(side in cell.kind for cell in frames[0].cells) == lines
 
@@ -149,7 +149,7 @@ def test_text_is_denoised_as_a_line(render):
     assert not page.all("div", "grid")
 
 
-def test_the_page_asks_the_network_for_nothing(render):
+def test_the_page_makes_no_network_requests(render):
     html, page = render(example())
     assert not re.search(r"https?:|url\(|@import|\bfetch\b|XMLHttp", html)
     fetched = {"src", "href", "srcset", "action", "data", "poster"}
@@ -158,7 +158,7 @@ def test_the_page_asks_the_network_for_nothing(render):
     assert policy.startswith("default-src 'none';") and "http" not in policy
 
 
-def test_what_users_wrote_never_becomes_markup(render):
+def test_text_never_becomes_markup(render):
     solved, curve = Interval(0.5, 0.4, 0.6), [(0, 1.0), (1, 2.0)]
     stage = StageResult(name=HOSTILE, description=HOSTILE, metrics={HOSTILE: solved}, seconds=1.0, curves={HOSTILE: curve})
     denoising = Denoising(prompt=HOSTILE, frames=[[""], [HOSTILE]], revealed=[{}, {0: 0.5}])
@@ -178,7 +178,7 @@ def test_what_users_wrote_never_becomes_markup(render):
     assert "<script>alert" not in html and page.text.count(HOSTILE) >= 11
 
 
-def test_everyone_can_read_it(render):
+def test_the_page_is_accessible(render):
     _, page = render(example())
     assert page.all("html") == [{"lang": "en"}] and len(page.all("h1")) == 1
     assert any(meta.get("name") == "viewport" for meta in page.all("meta"))
@@ -197,7 +197,7 @@ def luminance(color: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_text_stands_out_in_light_and_in_dark():
+def test_text_has_enough_contrast_in_light_and_dark_mode():
     """WCAG 2.2, level AA: 4.5 to 1."""
     style = resources.files("unmask.evaluation").joinpath("report.css").read_text(encoding="utf-8")
     schemes = [dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", block)) for block in re.findall(r":root \{(.*?)\}", style, re.DOTALL)]
@@ -211,7 +211,7 @@ def test_text_stands_out_in_light_and_in_dark():
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e9, 1e9)), min_size=1, max_size=40).map(sorted))
 def test_curves_and_their_ticks_stay_within_the_plot(points):
-    (chart,) = module._charts([StageResult(name="s", seconds=1, curves={"loss": points})])["loss"]
+    (chart,) = module.draw_charts([StageResult(name="s", seconds=1, curves={"loss": points})])["loss"]
     for line in (chart.line, chart.trend):
         drawn = [tuple(map(float, pair.split(","))) for pair in line.split()]
         assert len(drawn) == len(points)
@@ -223,7 +223,7 @@ def test_curves_and_their_ticks_stay_within_the_plot(points):
 
 def test_long_curves_are_thinned_and_wide_ones_logarithmic():
     points = [(step, 1000.0 * 0.999**step) for step in range(10_000)]
-    (chart,) = module._charts([StageResult(name="s", seconds=1, curves={"loss": points})])["loss"]
+    (chart,) = module.draw_charts([StageResult(name="s", seconds=1, curves={"loss": points})])["loss"]
     assert len(chart.line.split()) == module.POINTS_DRAWN
     assert chart.log_scale and [label for _, label in chart.y_ticks] == ["0.1", "1", "10", "100"]
     assert [label for _, label in chart.x_ticks] == ["0", "9999"]
@@ -232,13 +232,13 @@ def test_long_curves_are_thinned_and_wide_ones_logarithmic():
 
 
 def test_a_curve_without_a_finite_value_is_left_out():
-    assert module._charts([StageResult(name="s", seconds=1, curves={"loss": [(0, math.nan)], "reward": []})]) == {}
+    assert module.draw_charts([StageResult(name="s", seconds=1, curves={"loss": [(0, math.nan)], "reward": []})]) == {}
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5))
 def test_the_scale_of_a_column_holds_all_its_intervals(bounds):
     stages = [StageResult(name="s", seconds=1, metrics={"solved": Interval(min(b), min(b), max(b)), "nll": 3.0}) for b in bounds]
-    scales = module._scales(stages)
+    scales = module.interval_scales(stages)
     low, high = scales["solved"]
     assert 0 <= low <= min(map(min, bounds)) and max(map(max, bounds)) <= high <= 1 and high - low >= 0.0999
     assert scales["nll"] is None

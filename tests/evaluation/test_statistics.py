@@ -1,4 +1,4 @@
-"""Intervals: known values, coverage on simulated data, and what must not change them."""
+"""Confidence intervals: known values, coverage on simulated data, and invariances."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_wilson_gives_the_published_bounds(successes, total, low, high):
 
 
 @given(total=st.integers(1, 10_000), data=st.data(), confidence=st.floats(0.5, 0.999))
-def test_wilson_holds_the_share_within_zero_and_one_and_mirrors(total, data, confidence):
+def test_wilson_bounds_are_within_zero_and_one_and_symmetric(total, data, confidence):
     successes = data.draw(st.integers(0, total))
     interval, mirrored = wilson_interval(successes, total, confidence), wilson_interval(total - successes, total, confidence)
     assert 0 <= interval.low <= interval.mean <= interval.high <= 1
@@ -40,7 +40,7 @@ def test_wilson_refuses_impossible_counts(successes, total):
 
 
 def clustered_rows(rng: np.random.Generator, clusters: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of mean 0 whose clusters differ in size and share an effect as large as the noise."""
+    """Rows with mean 0 in clusters of different sizes; the effect common to a cluster is as large as the noise."""
     sizes = rng.integers(1, 8, clusters)
     groups = np.repeat(np.arange(clusters), sizes)
     return rng.normal(size=clusters)[groups] + rng.normal(size=len(groups)), groups
@@ -105,7 +105,7 @@ def test_pairing_finds_a_gain_that_two_intervals_would_miss():
     assert cluster_bootstrap_mean(before, np.arange(200)).high > cluster_bootstrap_mean(after, np.arange(200)).low
 
 
-def test_one_cluster_alone_excludes_nothing():
+def test_a_single_cluster_excludes_nothing():
     interval = cluster_bootstrap_mean([1.0, 1.0, 0.0], ["a", "a", "a"])
     assert interval.mean == pytest.approx(2 / 3) and not interval.excludes(0.0) and not interval.excludes(1e9)
 
@@ -119,17 +119,17 @@ def test_one_cluster_alone_excludes_nothing():
         ([[1.0]], [0], "shape"),
     ],
 )
-def test_values_that_cannot_be_averaged_are_named(values, groups, named):
+def test_errors_name_values_that_cannot_be_averaged(values, groups, named):
     with pytest.raises(DataError, match=named):
         cluster_bootstrap_mean(values, groups)
 
 
-def test_unpaired_rows_are_refused():
+def test_different_shapes_are_refused():
     with pytest.raises(DataError, match="2 values before and 3 after"):
         paired_difference([0, 1], [0, 1, 1], [0, 1, 2])
 
 
-def test_an_interval_reads_as_percent_or_as_asked():
+def test_an_interval_is_formatted_in_percent_by_default():
     interval = Interval(0.934, 0.912, 0.951)
     assert str(interval) == f"{interval}" == "93.4% [91.2%, 95.1%]"
     assert f"{interval:.2f}" == "0.93 [0.91, 0.95]"

@@ -1,4 +1,4 @@
-"""Task accuracy: what is counted, over which rows, and how two results are compared."""
+"""Task accuracy: metrics, the rows they are computed over, and the comparison of two results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LM = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
 
 
 def result_of(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> TaskResult:
-    """The result of a model that writes these texts."""
+    """The result of a model whose completions are these texts."""
 
     class Written:
         def __init__(self, *_: object) -> None:
@@ -32,7 +32,7 @@ def result_of(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> TaskResult:
     return evaluate_task(LM, TASK, ROWS)
 
 
-def test_right_wrong_and_malformed_answers_are_told_apart(monkeypatch):
+def test_right_wrong_and_malformed_answers(monkeypatch):
     rng = random.Random(0)
     right = [row["completion"] for row in ROWS]
     wrong = [TASK.corrupt(row, rng) for row in ROWS]
@@ -65,7 +65,7 @@ def test_the_json_holds_the_figures_and_the_completions(monkeypatch):
     assert (written["task"], written["rows"], written["completions"]) == ("sudoku", 12, result.completions)
 
 
-def test_unless_told_otherwise_answers_are_greedy_and_as_long_as_the_task_needs():
+def test_the_default_sampler_is_greedy_with_the_task_s_answer_length():
     greedy = SamplerConfig(max_new_tokens=TASK.max_completion)
     expected = generate(LM, [row["prompt"] for row in ROWS], greedy)
     assert max(map(len, expected.tokens)) == TASK.max_completion
@@ -74,7 +74,7 @@ def test_unless_told_otherwise_answers_are_greedy_and_as_long_as_the_task_needs(
     assert drawn.completions == generate(LM, [row["prompt"] for row in ROWS], greedy.model_copy(update={"temperature": 1.0})).texts
 
 
-def test_problems_whose_solution_is_not_trained_on_are_reported_apart():
+def test_unseen_solutions_are_reported_separately():
     task = get_task("sudoku")
     rows = [*task.generate("train", 3, 0), *task.generate("test", 2, 0)]
     result = TaskResult("sudoku", [0.0, 0.0, 0.0, 1.0, 0.0], [0.5] * 5, [row["group"] for row in rows], [""] * 5)
@@ -84,12 +84,12 @@ def test_problems_whose_solution_is_not_trained_on_are_reported_apart():
     assert set(alone.metrics) == {"solved", "value"}
 
 
-def test_rows_that_could_not_be_judged_are_left_out_and_counted(monkeypatch):
+def test_unverified_rows_are_left_out_and_counted(monkeypatch):
     verdicts = [Verdict(None, "infrastructure", "no sandbox"), Verdict(1.0, "ok"), Verdict(0.0, "timeout")] * 4
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts)
     result = result_of(["?"] * 12, monkeypatch)
     assert (len(result.solved), result.metrics["solved"].mean) == (8, 0.5)
     assert result.statuses == {"infrastructure": 4, "ok": 4, "timeout": 4}
     monkeypatch.setattr(type(TASK), "verify_all", lambda *_: verdicts[:1] * 12)
-    with pytest.raises(DataError, match="not one row could be judged: no sandbox"):
+    with pytest.raises(DataError, match="no row could be verified: no sandbox"):
         result_of(["?"] * 12, monkeypatch)

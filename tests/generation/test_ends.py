@@ -1,4 +1,4 @@
-"""Models with several end tokens: each of them ends a completion, in every sampler, and nothing behind it is part of it."""
+"""Models with several end tokens: in every sampler the first of them ends the completion."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ ENDS = (2, 5, 8)  # EOS and two letters
 
 
 def ending(attention: str = "causal", block_size: int | None = None):
-    """A model that two letters end, too."""
+    """A model with three end tokens: EOS and two letters."""
     lm = copy.copy(tiny("phi", attention, block_size, eos_bias=0.5))
     lm.eos_token_ids = ENDS
     return lm
 
 
 def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
-    """The fault that SDAR-Chat showed: its tokenizer names one of them alone, and text behind the other was kept."""
+    """As in SDAR-Chat, whose tokenizer names only one of them: text behind the other must be cut."""
     folder = write(tmp_path, [IM_END, EOS])
     lm = load(folder, "block_causal", 4, dtype="float64")
     with torch.no_grad():
         lm.model.get_output_embeddings().bias[IM_END] = 2.0
     config = SamplerConfig(max_new_tokens=12, temperature=1.0, seed=3)
-    made = sampler.generate(lm, [[A, A, 5 + number] for number in range(4)] * 2, config)
-    assert made.tokens == naive.generate(lm, made.prompts, config).tokens
-    assert sum(tokens[-1] == IM_END for tokens in made.tokens) > 3
-    assert not any(IM_END in tokens[:-1] or EOS in tokens[:-1] for tokens in made.tokens)
-    assert sum(made.forward_passes) < 8 * 12 / 2  # the blocks behind are not decoded
-    assert set("".join(made.texts)) <= set(ALPHABET)
+    generation = sampler.generate(lm, [[A, A, 5 + number] for number in range(4)] * 2, config)
+    assert generation.tokens == naive.generate(lm, generation.prompts, config).tokens
+    assert sum(tokens[-1] == IM_END for tokens in generation.tokens) > 3
+    assert not any(IM_END in tokens[:-1] or EOS in tokens[:-1] for tokens in generation.tokens)
+    assert sum(generation.forward_passes) < 8 * 12 / 2  # the blocks behind are not decoded
+    assert set("".join(generation.texts)) <= set(ALPHABET)
 
 
 @every_pattern
 @pytest.mark.parametrize("seed", [0, 1])
-def test_the_completion_is_what_it_is_without_the_stop_up_to_its_first_end(attention, block_size, seed):
+def test_stopping_changes_no_token_before_the_first_end(attention, block_size, seed):
     lm, prompts, length = ending(attention, block_size), PROMPTS[:5], 8
     config = SamplerConfig(max_new_tokens=length, temperature=1.5, seed=seed, trace=True)
     if attention == "bidirectional":
         config = config.model_copy(update={"block_size": 2})
-    made, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
+    generation, slow = sampler.generate(lm, prompts, config), naive.generate(lm, prompts, config)
     whole = sampler.generate(lm, prompts, config.model_copy(update={"stop_at_eos": False}))
-    assert made.tokens == slow.tokens == [tokens[: end_of(tokens, ENDS)] for tokens in whole.tokens]
-    assert made.forward_passes == slow.forward_passes and made.texts == slow.texts
-    for prompt, trace, tokens in zip(made.prompts, made.trace, made.tokens, strict=True):
+    assert generation.tokens == slow.tokens == [tokens[: end_of(tokens, ENDS)] for tokens in whole.tokens]
+    assert generation.forward_passes == slow.forward_passes and generation.texts == slow.texts
+    for prompt, trace, tokens in zip(generation.prompts, generation.trace, generation.tokens, strict=True):
         size = config.block_size or block_size or 1
         before = 0 if attention == "bidirectional" else len(prompt) % size  # of the first block, which the prompt begins
         decoded = -(-(before + len(tokens)) // size) * size - before  # to the end of the block that ends the text
@@ -70,7 +70,7 @@ def test_no_end_is_filled_in_unless_it_is_allowed(attention, block_size):
 
 
 @given(tokens=st.lists(st.integers(4, 9), max_size=8))
-def test_a_text_has_nothing_of_its_end(tokens):
+def test_a_text_has_no_end_token(tokens):
     lm = ending()
     end = end_of(tokens, ENDS)
     assert not set(ENDS) & set(tokens[: end - 1]) and (end == len(tokens) or tokens[end - 1] in ENDS)

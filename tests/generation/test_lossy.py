@@ -1,4 +1,4 @@
-"""What is lossy says so, is exact where it cannot matter, and tells how far it agrees with the exact sampler."""
+"""Lossy settings are exact where nothing is stale, and report their agreement with the exact sampler."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from unmask.generation.sampler import agreement
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("family", ["phi", "gpt2"])
-def test_a_cache_that_is_always_fresh_is_exact(family, cache, logit_shift):
+def test_a_cache_refreshed_at_every_step_is_exact(family, cache, logit_shift):
     lm = tiny(family, "bidirectional", None, logit_shift)
     config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=1)
-    made = sampler.generate(lm, PROMPTS, config)
-    assert made.tokens == naive.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
+    generation = sampler.generate(lm, PROMPTS, config)
+    assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens and generation.agreement == 1.0
 
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
 @pytest.mark.parametrize("refresh_interval", [None, 2, 3])
 def test_stale_keys_of_one_layer_are_exact(refresh_interval, cache, logit_shift):
-    """They depend on the token that stands there alone: what differs is read in the wrong place."""
+    """A key of the first layer depends on its own token only, so any difference is a wrong position."""
     lm = tiny("phi", "bidirectional", None, logit_shift, layers=1, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=12, block_size=4, temperature=1.0, cache=cache, refresh_interval=refresh_interval, guidance=0.5)
-    made = sampler.generate(lm, PROMPTS, config)
-    assert made.tokens == naive.generate(lm, PROMPTS, config).tokens and made.agreement == 1.0
+    generation = sampler.generate(lm, PROMPTS, config)
+    assert generation.tokens == naive.generate(lm, PROMPTS, config).tokens and generation.agreement == 1.0
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_a_cache_is_refreshed_when_told(cache):
+def test_a_cache_is_refreshed_at_its_interval(cache):
     lm, seen = tiny("phi", "bidirectional", eos_bias=-9.0), []
     config = SamplerConfig(max_new_tokens=8, cache=cache, refresh_interval=3, agreement_prompts=0)
     hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
@@ -46,7 +46,7 @@ def test_a_cache_is_refreshed_when_told(cache):
     assert [width == 11 for width in seen] == [step % 3 == 0 for step in range(8)]
 
 
-def test_a_prefix_of_nothing_is_exact():
+def test_an_empty_prefix_is_exact():
     lm = tiny("phi", "bidirectional", None, False)
     config = SamplerConfig(max_new_tokens=8, cache="prefix")
     assert sampler.generate(lm, [[]], config).tokens == naive.generate(lm, [[]], config).tokens
@@ -58,15 +58,15 @@ def test_stale_keys_cost_agreement_and_save_work(cache):
     config = SamplerConfig(max_new_tokens=16, block_size=4, cache=cache, agreement_prompts=8)
     seen = []
     hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True)
-    made = sampler.generate(lm, PROMPTS, config.model_copy(update={"agreement_prompts": 0}))
+    generation = sampler.generate(lm, PROMPTS, config.model_copy(update={"agreement_prompts": 0}))
     hook.remove()
-    assert made.agreement is None and len(seen) == 16
+    assert generation.agreement is None and len(seen) == 16
     whole = [width for width in seen if width == max(seen)]
     assert len(whole) == 4 and sum(seen) < 0.75 * 16 * max(seen)
     exact = naive.generate(lm, PROMPTS, config)
     measured = sampler.generate(lm, PROMPTS, config)
-    assert measured.tokens == made.tokens
-    assert measured.agreement == agreement(exact.tokens, made.tokens) < 1
+    assert measured.tokens == generation.tokens
+    assert measured.agreement == agreement(exact.tokens, generation.tokens) < 1
 
 
 def test_agreement_counts_positions():
@@ -74,28 +74,28 @@ def test_agreement_counts_positions():
     assert agreement([[1, 2]], [[1, 2, 3, 4], [5]]) == 0.5
 
 
-def test_agreement_of_infilling_counts_what_was_filled_in(monkeypatch):
+def test_agreement_of_infilling_counts_hidden_positions(monkeypatch):
     lm = tiny("phi", "bidirectional", eos_bias=-9.0)
     text, config = [4, lm.mask_token_id, 5, 6, lm.mask_token_id, 4, 5], SamplerConfig(cache="dual")
     seen = []
     monkeypatch.setattr(sampler, "agreement", lambda exact, lossy: seen.append((exact, lossy)) or 0.5)
-    made = sampler.infill(lm, [text], config)
+    generation = sampler.infill(lm, [text], config)
     (((exact,), (lossy,)),) = seen
-    assert made.agreement == 0.5 and lossy == [made.tokens[0][1], made.tokens[0][4]] and len(exact) == 2
+    assert generation.agreement == 0.5 and lossy == [generation.tokens[0][1], generation.tokens[0][4]] and len(exact) == 2
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
-def test_an_early_commit_ends_a_block_that_is_sure(attention, block_size):
+def test_an_early_commit_ends_a_block_with_confident_predictions(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
-    made = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1e-9))
+    generation = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1e-9))
     blocks = {"bidirectional": 1}.get(attention, 12 // (block_size or 12))
-    assert all(passes <= blocks + 1 for passes in made.forward_passes) and made.agreement is not None
+    assert all(passes <= blocks + 1 for passes in generation.forward_passes) and generation.agreement is not None
     never = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12, early_commit=1.0))
     assert never.agreement == 1.0 and never.tokens == naive.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=12)).tokens
 
 
 @torch.no_grad()
-def test_an_early_commit_waits_for_the_least_sure_position():
+def test_an_early_commit_waits_for_the_least_confident_position():
     lm = tiny("phi", "bidirectional", eos_bias=-9.0)
     (request,) = make_requests(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6))
     ids, hidden = torch.tensor([request.ids]), torch.tensor([request.hidden])
@@ -107,11 +107,11 @@ def test_an_early_commit_waits_for_the_least_sure_position():
         at = hidden[0].nonzero()[prob_NV.amax(-1).float().argmax()]
         ids[0, at], hidden[0, at] = prob_NV[prob_NV.amax(-1).float().argmax()].argmax(), False
     for bar in sorted(margins)[1:]:
-        made = sampler.generate(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6, early_commit=bar - 1e-9))
-        assert made.forward_passes == [1 + next(step for step, margin in enumerate(margins) if margin >= bar - 1e-9)]
+        generation = sampler.generate(lm, [[4, 5, 6]], SamplerConfig(max_new_tokens=6, early_commit=bar - 1e-9))
+        assert generation.forward_passes == [1 + next(step for step, margin in enumerate(margins) if margin >= bar - 1e-9)]
 
 
-def test_both_kinds_share_an_engine():
+def test_lossy_and_exact_requests_share_an_engine():
     lm = tiny("phi", "bidirectional", eos_bias=-9.0)
 
     lossy = SamplerConfig(max_new_tokens=8, block_size=4, cache="dual")
@@ -128,14 +128,14 @@ def test_both_kinds_share_an_engine():
 
 
 def test_a_deterministic_run_computes_every_sequence_on_its_own():
-    """In float32, where the shape of a product would change its last bits: the log-probabilities alone and in company, bit for bit."""
+    """In float32, where the batch shape changes rounding: the log-probabilities are those of each sequence alone, bit for bit."""
     exact = tiny("phi", "block_causal", 4, eos_bias=-9.0)
     lm, rows = exact.bind(copy.deepcopy(exact.model).float()), []
     config = SamplerConfig(max_new_tokens=6, deterministic=True)
     keys = list(range(len(PROMPTS)))
     hook = lm.model.register_forward_pre_hook(lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
-    made = sampler.generate(lm, PROMPTS, config, keys)
+    generation = sampler.generate(lm, PROMPTS, config, keys)
     hook.remove()
     assert set(rows) == {1}
     alone = [sampler.generate(lm, [prompt], config, [key]) for prompt, key in zip(PROMPTS, keys, strict=True)]
-    assert made.tokens == [one.tokens[0] for one in alone] and made.log_probs == [one.log_probs[0] for one in alone]
+    assert generation.tokens == [one.tokens[0] for one in alone] and generation.log_probs == [one.log_probs[0] for one in alone]

@@ -1,4 +1,4 @@
-"""The slow truth itself: it is transformers' own greedy decoding where that exists, and says what it costs."""
+"""The naive sampler: greedy decoding of a causal model is that of transformers, and each step is one forward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unmask.models.load import make_diffusion
 PROMPTS = [[1, 4, 5, 6], [7], [9, 8, 7, 6, 5, 4, 4], [1, 9]]
 
 
-def test_its_signature_is_that_of_the_sampler():
+def test_the_signature_is_that_of_the_sampler():
     assert inspect.signature(naive.generate) == inspect.signature(sampler.generate)
 
 
@@ -39,7 +39,7 @@ def test_causal_decoding_is_that_of_transformers(family, generate):
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
 @pytest.mark.parametrize("steps", [None, 1, 4, 7])
-def test_it_costs_a_forward_pass_a_step(attention, block_size, steps, monkeypatch):
+def test_each_step_is_one_forward_pass(attention, block_size, steps, monkeypatch):
     lm, seen = tiny("phi", attention, block_size), []
     logits = lm.logits
     monkeypatch.setattr(lm, "logits", lambda ids_BT, **rest: (seen.append(tuple(ids_BT.shape)), logits(ids_BT, **rest))[1])
@@ -53,8 +53,8 @@ def test_it_costs_a_forward_pass_a_step(attention, block_size, steps, monkeypatc
 
 @pytest.mark.parametrize("generate", [naive.generate, sampler.generate])
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:])
-def test_of_equals_below_a_threshold_one_is_revealed_and_the_first(generate, attention, block_size):
-    """Every position predicts the same, so that all are as probable as the best (Wu et al. 2025: reveal one then)."""
+def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, attention, block_size):
+    """Every position predicts the same, so all are as probable as the best (Wu et al. 2025: reveal one)."""
     stock_model, tokenizer = stock()
     stock_model.get_output_embeddings().weight.data.zero_()
     lm = make_diffusion(stock_model, tokenizer, attention=attention, block_size=block_size)
@@ -63,7 +63,7 @@ def test_of_equals_below_a_threshold_one_is_revealed_and_the_first(generate, att
 
 
 def test_the_policies_differ():
-    """Else the other tests would not see a policy that is ignored."""
+    """Otherwise the other tests would not notice a policy that has no effect."""
     lm = tiny("phi", "bidirectional")
     orders = set()
     for policy in get_args(SamplerConfig.model_fields["policy"].annotation):

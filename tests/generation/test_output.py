@@ -1,4 +1,4 @@
-"""A trace tells all that happened: it can be replayed."""
+"""A trace is complete: it can be replayed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ cases = st.builds(
 @settings(max_examples=4)
 @given(case=cases, decoding_block=st.sampled_from([None, 1, 2, 4, 8]))
 def test_a_trace_can_be_replayed(generate, logit_shift, attention, block_size, case, decoding_block):
-    """Every state is rebuilt and shown to the model: it must give the recorded log-probabilities, and the greedy tokens."""
+    """For every state, rebuilt from the trace, the model gives the recorded log-probabilities and the greedy tokens."""
     lm = tiny("phi", attention, block_size, logit_shift)
     size = decoding_block if attention == "bidirectional" else None
     config = SamplerConfig(max_new_tokens=8, trace=True, block_size=size, **case._asdict())

@@ -1,4 +1,4 @@
-"""A thousand seeds of every pattern and policy: the reference's tokens, alone and in company; the distribution that is drawn from."""
+"""A thousand seeds of every pattern and policy: the tokens of the naive sampler at any batch size, and the drawn distribution."""
 
 from __future__ import annotations
 
@@ -48,29 +48,29 @@ def test_a_thousand_seeds(attention, block_size, policy):
     prompts, keys = prompts_and_keys()
     expected = naive.generate(lm, prompts, config, keys)
     for batch_size in (64, 1):
-        made = sampler.generate(lm, prompts, config.model_copy(update={"batch_size": batch_size}), keys)
-        assert made.tokens == expected.tokens and made.steps == expected.steps
-    assert len({tuple(tokens) for tokens in made.tokens}) > SEEDS / 4
+        generation = sampler.generate(lm, prompts, config.model_copy(update={"batch_size": batch_size}), keys)
+        assert generation.tokens == expected.tokens and generation.steps == expected.steps
+    assert len({tuple(tokens) for tokens in generation.tokens}) > SEEDS / 4
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
-def test_in_float32_sequences_part_at_near_ties_only(attention, block_size, temperature, capsys):
+def test_in_float32_sequences_differ_at_near_ties_only(attention, block_size, temperature, capsys):
     exact = tiny("phi", attention, block_size, eos_bias=-9.0)
     lm = exact.bind(copy.deepcopy(exact.model).float())
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=temperature, trace=True)
     prompts, keys = prompts_and_keys()
-    made, expected = (generate(lm, prompts, config, keys) for generate in (sampler.generate, naive.generate))
-    parted = [index for index in range(SEEDS) if made.tokens[index] != expected.tokens[index]]
+    generation, expected = (generate(lm, prompts, config, keys) for generate in (sampler.generate, naive.generate))
+    parted = [index for index in range(SEEDS) if generation.tokens[index] != expected.tokens[index]]
     for index in parted:
-        assert tie(lm, prompts[index], keys[index], config, made.trace[index], expected.trace[index]) < 1e-5
+        assert tie(lm, prompts[index], keys[index], config, generation.trace[index], expected.trace[index]) < 1e-5
     with capsys.disabled():
         print(f"\n{attention}, temperature {temperature}: {len(parted)} of {SEEDS} sequences part at a near-tie")
 
 
 def tie(lm, prompt, key, config, one, other) -> float:
-    """How near the choices lay to each other at the first step in which two traces differ."""
+    """The relative difference between the two choices at the first step in which two traces differ."""
     (request,) = make_requests(lm, [prompt], config, [key])
     different = [at for at in range(WIDTH) if (one.canvas[at], one.steps[at]) != (other.canvas[at], other.steps[at])]
     step = min(min(one.steps[at], other.steps[at]) for at in different)
@@ -93,13 +93,13 @@ def tie(lm, prompt, key, config, one, other) -> float:
 
 
 @pytest.mark.parametrize("steps", [2, 6, 8])
-def test_the_published_way_gives_the_same_tokens(steps):
-    """At temperature 0; it is what the benchmark measures against."""
+def test_the_published_sampler_gives_the_same_tokens(steps):
+    """At temperature 0; the benchmark compares with this sampler."""
     lm, prompt_BP = tiny("phi", "bidirectional"), torch.randint(4, 9, (16, 5), generator=torch.Generator().manual_seed(0))
     config = SamplerConfig(max_new_tokens=WIDTH, block_size=4, steps=steps, stop_at_eos=False)
-    made = sampler.generate(lm, prompt_BP.tolist(), config)
-    assert made.tokens == published.generate(lm, prompt_BP, WIDTH, 4, steps, 0.0)[:, 5:].tolist()
-    assert len({tuple(tokens) for tokens in made.tokens}) > 8
+    generation = sampler.generate(lm, prompt_BP.tolist(), config)
+    assert generation.tokens == published.generate(lm, prompt_BP, WIDTH, 4, steps, 0.0)[:, 5:].tolist()
+    assert len({tuple(tokens) for tokens in generation.tokens}) > 8
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.3])
@@ -117,8 +117,8 @@ def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, tem
     """A chi-square test of the first revealed token."""
     lm, count = tiny("gpt2", attention, block_size), 2000
     config = SamplerConfig(max_new_tokens=1, temperature=temperature, stop_at_eos=False, batch_size=count, **filters)
-    made = sampler.generate(lm, [[4, 5]] * count, config)
-    drawn_V = torch.bincount(torch.tensor(made.tokens)[:, 0], minlength=lm.mask_token_id + 1).double()
+    generation = sampler.generate(lm, [[4, 5]] * count, config)
+    drawn_V = torch.bincount(torch.tensor(generation.tokens)[:, 0], minlength=lm.mask_token_id + 1).double()
     logits_1V = lm.logits(torch.tensor([[4, 5, lm.mask_token_id]]))[0, -1:]
     prob_V = keep_likely((logits_1V / temperature).softmax(-1), config.top_k, config.top_p)[0].double()
     prob_V = prob_V / prob_V.sum()
@@ -126,7 +126,7 @@ def test_tokens_are_drawn_from_the_exact_distribution(attention, block_size, tem
 
 
 def chi_square_is_likely(drawn_V: torch.Tensor, prob_V: torch.Tensor) -> bool:
-    """Within 5 standard deviations, and nothing that is impossible."""
+    """Whether counts are within 5 standard deviations, and impossible tokens were not drawn."""
     possible_V, count = prob_V > 0, drawn_V.sum()
     chi_square = (((drawn_V - count * prob_V) ** 2) / (count * prob_V))[possible_V].sum()
     freedom = int(possible_V.sum()) - 1

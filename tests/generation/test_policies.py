@@ -1,4 +1,4 @@
-"""The draw is exact, the filters keep what they should, and each policy ranks as it says."""
+"""Tokens are decision from the exact distribution, filters keep the most likely, and each policy ranks by its own measure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ noises = st.sampled_from([0.0, 2.0**-53, LAST]) | st.floats(0, LAST)
 
 
 def random_logits(seed: int, rows: int, width: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """With a token that is never predicted, as the mask token is."""
+    """Logits [rows, width] in which one token, like the mask token, is never predicted."""
     logits_NV = 3 * torch.randn(rows, width, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     logits_NV[:, seed % width] = -torch.inf
     return logits_NV
@@ -36,16 +36,16 @@ def decide_rows(logits_NV: torch.Tensor, first_key: int = 0, **settings):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_head_of_one_half_is_drawn_half_of_the_time(dtype):
-    """What low-precision noise gets wrong: 2,000 unlikely tokens together are as likely as the likely one."""
+def test_a_token_of_probability_one_half_is_drawn_half_of_the_time(dtype):
+    """Low-precision noise fails here: 2,000 unlikely tokens together are as likely as the likely one."""
     tail, rows, rounds = 2000, 2000, 8
     logits_NV = torch.zeros(1, tail + 1, dtype=dtype)
     logits_NV[:, 700] = math.log(tail)
     counts = torch.zeros(tail + 1)
     for round_ in range(rounds):
-        drawn = decide_rows(logits_NV.expand(rows, -1), first_key=round_ * rows, temperature=1.0)
-        counts += torch.bincount(drawn.token_N, minlength=tail + 1)
-        torch.testing.assert_close(drawn.log_prob_N.exp(), torch.where(drawn.token_N == 700, 0.5, 0.5 / tail).to(dtype))
+        decision = decide_rows(logits_NV.expand(rows, -1), first_key=round_ * rows, temperature=1.0)
+        counts += torch.bincount(decision.token_N, minlength=tail + 1)
+        torch.testing.assert_close(decision.log_prob_N.exp(), torch.where(decision.token_N == 700, 0.5, 0.5 / tail).to(dtype))
     total = rows * rounds
     assert abs(counts[700] - total / 2) < 5 * math.sqrt(total / 4)
     tail_counts = torch.cat([counts[:700], counts[701:]])
@@ -55,13 +55,13 @@ def test_a_head_of_one_half_is_drawn_half_of_the_time(dtype):
 
 
 @given(st.lists(st.sampled_from([0.0, 5e-324]) | st.floats(0, 1e3), min_size=1, max_size=12).filter(any), noises)
-def test_what_cannot_be_is_never_drawn(weights, noise):
+def test_tokens_of_weight_zero_are_never_drawn(weights, noise):
     token = draw(torch.tensor([weights], dtype=torch.float64), torch.tensor([noise], dtype=torch.float64)).item()
     assert weights[token] > 0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any))
-def test_equal_steps_of_the_noise_draw_each_token_in_proportion(weights):
+def test_evenly_spaced_noise_draws_tokens_in_proportion_to_their_weights(weights):
     grain = 16
     noise_N = (torch.arange(grain * sum(weights), dtype=torch.float64) + 0.5) / (grain * sum(weights))
     tokens_N = draw(torch.tensor(weights, dtype=torch.float64).expand(len(noise_N), -1), noise_N)
@@ -70,7 +70,7 @@ def test_equal_steps_of_the_noise_draw_each_token_in_proportion(weights):
 
 
 @given(seeds, st.integers(1, 700), st.integers(1, 40))
-def test_the_best_is_the_first_of_the_highest(seed, width, values):
+def test_best_is_the_first_of_equal_maxima(seed, width, values):
     logits_NV = torch.randint(values, (5, width), generator=torch.Generator().manual_seed(seed)).double()
     logits_NV[0, : width // 2] = -torch.inf
     assert best(logits_NV).tolist() == [row.index(max(row)) for row in logits_NV.tolist()]
@@ -100,7 +100,7 @@ def test_filters_are_those_of_transformers(seed, top_k, top_p):
     assert torch.equal(keep_likely(logits_NV.softmax(-1), top_k, top_p) > 0, theirs_NV > -torch.inf)
 
 
-def test_of_equally_likely_tokens_filters_keep_the_first():
+def test_filters_keep_the_first_of_equally_likely_tokens():
     weight_NV = torch.tensor([[1.0, 3.0, 3.0, 3.0, 1.0]])
     assert (keep_likely(weight_NV, 2, 1.0) > 0).tolist() == [[False, True, True, False, False]]
     assert (keep_likely(weight_NV, 0, 0.2) > 0).tolist() == [[False, True, False, False, False]]
@@ -110,12 +110,12 @@ def test_of_equally_likely_tokens_filters_keep_the_first():
 @pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}])
 def test_narrow_settings_are_greedy(settings):
     logits_NV = random_logits(3, 40, 11)
-    drawn = decide_rows(logits_NV, **({"temperature": 1.0} | settings))
-    assert torch.equal(drawn.token_N, logits_NV.argmax(-1))
+    decision = decide_rows(logits_NV, **({"temperature": 1.0} | settings))
+    assert torch.equal(decision.token_N, logits_NV.argmax(-1))
 
 
 @given(seeds, st.sampled_from([0.0, 0.3, 1.0, 2.5]), st.sampled_from(POLICIES), st.integers(0, 4), st.floats(0.05, 1))
-def test_log_probs_are_the_models_own_whatever_the_settings(seed, temperature, policy, top_k, top_p):
+def test_log_probs_are_of_the_model_under_all_settings(seed, temperature, policy, top_k, top_p):
     logits_NV = random_logits(seed, 5, 7)
     decision = decide_rows(logits_NV, policy=policy, temperature=temperature, top_k=top_k, top_p=top_p)
     expected_N = torch.stack([row_V.log_softmax(-1)[token] for row_V, token in zip(logits_NV, decision.token_N, strict=True)])
@@ -144,7 +144,7 @@ def test_priorities(seed, temperature):
 
 
 @given(seeds, st.sampled_from([0.0, 0.6, 1.7]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.7]), st.sampled_from([None, [1, 2, 4, 5]]))
-def test_filtered_priorities_are_those_of_the_distribution_that_is_left(seed, temperature, top_k, top_p, allowed):
+def test_filtered_priorities_are_those_of_the_filtered_distribution(seed, temperature, top_k, top_p, allowed):
     """Ye et al. 2025 (Dream): after temperature and filters, and at temperature 0 after the filters alone."""
     logits_NV = random_logits(seed, 6, 6)
     settings = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "allowed_tokens": allowed}
@@ -152,22 +152,22 @@ def test_filtered_priorities_are_those_of_the_distribution_that_is_left(seed, te
     kept_NV = keep_likely((logits_NV.masked_fill(~allowed_V, -torch.inf) / (temperature or 1.0)).softmax(-1), top_k, top_p)
     probs = (kept_NV / kept_NV.sum(-1, keepdim=True)).tolist()
     for policy in ("confidence", "margin", "entropy"):
-        made = decide_rows(logits_NV, policy=policy, filtered_confidence=True, trace=True, **settings)
+        decision = decide_rows(logits_NV, policy=policy, filtered_confidence=True, trace=True, **settings)
         best = [sorted(row, reverse=True) for row in probs]
         expected = {
-            "confidence": [math.log(row[token]) for row, token in zip(probs, made.token_N.tolist(), strict=True)],
+            "confidence": [math.log(row[token]) for row, token in zip(probs, decision.token_N.tolist(), strict=True)],
             "margin": [row[0] - row[1] for row in best],
             "entropy": [sum(p * math.log(p) for p in row if p > 0) for row in probs],
         }
-        assert made.priority_N.tolist() == pytest.approx(expected[policy], abs=1e-6)
+        assert decision.priority_N.tolist() == pytest.approx(expected[policy], abs=1e-6)
         plain = decide_rows(logits_NV, policy=policy, trace=True, **settings)
         for field in ("token_N", "log_prob_N", "sampled_log_prob_N", "entropy_N"):  # only the order changes
-            assert torch.equal(getattr(made, field), getattr(plain, field))
+            assert torch.equal(getattr(decision, field), getattr(plain, field))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_equals_are_not_parted_by_rounding(policy):
-    """All positions of an empty canvas can be alike: the order must not hang on the last bit of a float64."""
+def test_rounding_does_not_rank_equal_positions(policy):
+    """All positions of an empty canvas can be alike: their order must not depend on the last bit of a float64."""
     logits_NV = random_logits(1, 1, 6).repeat(5, 1) * (1 + torch.arange(5)[:, None] * 2.0**-52)
     priorities = decide_rows(logits_NV, policy=policy).priority_N
     assert priorities.dtype == torch.float32
@@ -175,7 +175,7 @@ def test_equals_are_not_parted_by_rounding(policy):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_predictions_that_are_not_numbers_are_an_error(temperature):
+def test_nan_predictions_are_an_error(temperature):
     logits_NV = random_logits(0, 3, 6)
     logits_NV[1, 4] = torch.nan
     with pytest.raises(GenerationError, match="predictions are NaN"):
@@ -203,33 +203,33 @@ def test_the_first_by_priority_and_then_by_position(priorities, data):
         assert chosen_T.nonzero().flatten().tolist() == sorted(ranked[:count])
 
 
-def priorities(scores: list[list[float]]) -> torch.Tensor:
-    """Padded with what is not hidden."""
-    width = max(map(len, scores)) + 1
-    return torch.tensor([row + [-math.inf] * (width - len(row)) for row in scores])
+def priorities(priority_BW: list[list[float]]) -> torch.Tensor:
+    """Priorities [B, W], padded with -inf for positions that are not hidden."""
+    width = max(map(len, priority_BW)) + 1
+    return torch.tensor([row + [-math.inf] * (width - len(row)) for row in priority_BW])
 
 
 @given(st.lists(st.lists(st.sampled_from([0.95, 0.9, 0.9 - 1e-6, 0.5, 0.5 - 1e-6]), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_a_threshold_reveals_all_that_reach_it_or_exactly_one(probs):
-    """Not all that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
-    scores = priorities([[math.log(p) for p in row] for row in probs])
+    """Not all positions that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
+    priority_BW = priorities([[math.log(p) for p in row] for row in probs])
     expected = [max(1, sum(p >= 0.9 - 1e-9 for p in row)) for row in probs]
-    assert how_many(scores, SamplerConfig(threshold=0.9 - 1e-9)).tolist() == expected
+    assert how_many(priority_BW, SamplerConfig(threshold=0.9 - 1e-9)).tolist() == expected
 
 
-def test_a_factor_asks_more_of_each_further_token():
+def test_a_factor_raises_the_bar_for_each_further_token():
     """Of n revealed together the n-th must be at least 1 - factor / (n + 1) probable."""
-    scores = priorities([[math.log(p) for p in row] for row in ([0.9, 0.75, 0.5], [0.9, 0.6, 0.76], [0.1, 0.1])])
-    assert how_many(scores, SamplerConfig(factor=1.0)).tolist() == [2, 2, 1]
+    priority_BW = priorities([[math.log(p) for p in row] for row in ([0.9, 0.75, 0.5], [0.9, 0.6, 0.76], [0.1, 0.1])])
+    assert how_many(priority_BW, SamplerConfig(factor=1.0)).tolist() == [2, 2, 1]
 
 
 def test_an_entropy_bound_holds_for_the_sum():
-    scores = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
-    assert how_many(scores, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
+    priority_BW = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
+    assert how_many(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.floats(0, 0.99))
-def test_remasking_hides_only_what_was_shown_and_never_at_the_end(counts, remask):
+def test_remasking_hides_only_revealed_tokens_and_never_at_the_last_step(counts, remask):
     again = [hidden_again(counts, step, remask) for step in range(len(counts))]
     assert again[0] == again[-1] == 0
     hidden = sum(counts)
@@ -241,27 +241,27 @@ def test_remasking_hides_only_what_was_shown_and_never_at_the_end(counts, remask
 @given(seeds, st.sampled_from([1.0, 0.7, 1.4]), st.sampled_from([0, 3]), st.sampled_from([1.0, 0.6]))
 def test_records_are_those_of_the_distributions(seed, temperature, top_k, top_p):
     logits_NV = random_logits(seed, 4, 7)
-    made = decide_rows(logits_NV, temperature=temperature, top_k=top_k, top_p=top_p, trace=True)
+    decision = decide_rows(logits_NV, temperature=temperature, top_k=top_k, top_p=top_p, trace=True)
     probs_NV = logits_NV.softmax(-1)
-    torch.testing.assert_close(made.entropy_N, torch.special.entr(probs_NV).sum(-1))
+    torch.testing.assert_close(decision.entropy_N, torch.special.entr(probs_NV).sum(-1))
     kept_NV = keep_likely((logits_NV / temperature).softmax(-1), top_k, top_p)
-    expected_N = (kept_NV / kept_NV.sum(-1, keepdim=True)).log().gather(1, made.token_N[:, None]).squeeze(1)
-    torch.testing.assert_close(made.sampled_log_prob_N, expected_N)
+    expected_N = (kept_NV / kept_NV.sum(-1, keepdim=True)).log().gather(1, decision.token_N[:, None]).squeeze(1)
+    torch.testing.assert_close(decision.sampled_log_prob_N, expected_N)
     greedy = decide_rows(logits_NV, trace=True)
     assert (greedy.sampled_log_prob_N == 0).all()
 
 
 @given(seeds, st.sampled_from([0.0, 1.0]))
-def test_only_what_is_allowed_is_drawn(seed, temperature):
+def test_only_allowed_tokens_are_drawn(seed, temperature):
     logits_NV = random_logits(seed, 30, 9)
     gone = seed % 9
     allowed = [token for token in (1, 2, 5) if token != gone]
-    made = decide_rows(logits_NV, temperature=temperature, allowed_tokens=[1, 2, 5], forbidden_tokens=[7])
-    assert set(made.token_N.tolist()) <= set(allowed)
-    made = decide_rows(logits_NV, temperature=temperature, forbidden_tokens=[0, 3])
-    assert not {0, 3, gone} & set(made.token_N.tolist())
-    expected_N = logits_NV.log_softmax(-1).gather(1, made.token_N[:, None]).squeeze(1)
-    torch.testing.assert_close(made.log_prob_N, expected_N)  # still the model's own
+    decision = decide_rows(logits_NV, temperature=temperature, allowed_tokens=[1, 2, 5], forbidden_tokens=[7])
+    assert set(decision.token_N.tolist()) <= set(allowed)
+    decision = decide_rows(logits_NV, temperature=temperature, forbidden_tokens=[0, 3])
+    assert not {0, 3, gone} & set(decision.token_N.tolist())
+    expected_N = logits_NV.log_softmax(-1).gather(1, decision.token_N[:, None]).squeeze(1)
+    torch.testing.assert_close(decision.log_prob_N, expected_N)  # still the model's own
 
 
 def test_repetition_is_penalised_as_transformers_does_it():
@@ -273,8 +273,8 @@ def test_repetition_is_penalised_as_transformers_does_it():
 
 
 @pytest.mark.parametrize("width", [1, 255, 256, 257, 700])
-def test_drawing_by_groups_draws_from_the_whole(width):
-    """Equal steps of the noise meet every token of a vocabulary of any size, in order."""
+def test_drawing_by_groups_covers_the_whole_vocabulary(width):
+    """Evenly spaced noise draws every token of a vocabulary of any size once, in order."""
     noise_N = (torch.arange(width, dtype=torch.float64) + 0.5) / width
     for dtype in (torch.float32, torch.float64):
         assert draw(torch.ones(width, width, dtype=dtype), noise_N).tolist() == list(range(width))

@@ -1,4 +1,4 @@
-"""Plans of decoding cover what is hidden, in order; what cannot be served is refused before anything is computed."""
+"""Decoding blocks cover all hidden positions in order; impossible requests are refused before anything is computed."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def test_blocks_tile_the_completion(attention, block_size, start, blocks, decodi
 
 @pytest.mark.parametrize("logit_shift", [False, True])
 @given(start=st.integers(1, 17), count=st.integers(1, 24), part=st.integers(1, 8))
-def test_parts_of_a_block_lie_on_its_grid(logit_shift, start, count, part):
-    """With a logit shift its first token, which the clean text before it predicts, is a part of its own."""
+def test_sub_blocks_are_aligned_to_their_block(logit_shift, start, count, part):
+    """With a logit shift the first token of a block, which the clean text before it predicts, is its own sub-block."""
     lm = tiny("phi", "block_causal", 8, logit_shift)
     (request,) = make_requests(lm, [[4] * start], SamplerConfig(max_new_tokens=count, sub_block_size=part))
     spans = [range(first, stop) for first, stop in request.blocks]
@@ -86,7 +86,7 @@ def test_tokens_per_step_are_the_inverse_of_steps(sizes, tokens):
 
 
 @given(sizes, st.integers(1, 80), st.sampled_from(["dream", "ancestral"]), st.integers(0, 99))
-def test_every_schedule_reveals_all_and_skips_steps_that_reveal_nothing(sizes, steps, schedule, key):
+def test_every_schedule_reveals_all_tokens_and_skips_empty_steps(sizes, steps, schedule, key):
     counts = step_counts(sizes, SamplerConfig(steps=steps, schedule=schedule), key)
     assert [sum(block) for block in counts] == sizes
     for index, block in enumerate(counts):
@@ -95,7 +95,7 @@ def test_every_schedule_reveals_all_and_skips_steps_that_reveal_nothing(sizes, s
 
 @given(st.integers(1, 64), st.integers(1, 64))
 def test_the_schedule_of_dream_rounds_down(size, steps):
-    """Of what is left the share 1 - s / t, at equidistant times t > s from 1 to 0.001; the last step reveals the rest."""
+    """Of the hidden tokens the fraction 1 - s / t, at equidistant times t > s from 1 to 0.001; the last step reveals the rest."""
     left, expected = size, []
     for step in range(steps - 1):
         time, later = (1 - (1 - Fraction(1, 1000)) * number / steps for number in (step, step + 1))
@@ -108,8 +108,8 @@ def test_the_schedule_of_dream_rounds_down(size, steps):
     assert counts == [count for count in [*expected, left] if count]
 
 
-def test_the_ancestral_schedule_reveals_each_token_at_a_step_of_its_own():
-    """A token is still hidden after step i of n with probability 1 - 0.999 i / n (Sahoo et al. 2024), other tokens apart."""
+def test_the_ancestral_schedule_reveals_tokens_independently():
+    """A token is still hidden after step i of n with probability 1 - 0.999 i / n (Sahoo et al. 2024), independently of other tokens."""
     steps, size, rounds = 4, 3, 4000
     config = SamplerConfig(steps=steps, schedule="ancestral")
     first = sum(step_counts([size], config, key)[0] == [size] for key in range(rounds)) / rounds  # all at one step
@@ -126,7 +126,7 @@ def test_more_steps_than_tokens_fit_a_schedule_that_skips():
 
 @every_pattern
 @given(data=st.data())
-def test_infilling_plans_every_hidden_position_once(attention, block_size, data):
+def test_infilling_covers_every_hidden_position_once(attention, block_size, data):
     lm = tiny("phi", attention, block_size, False)
     ids = data.draw(
         st.lists(st.sampled_from([4, 5, lm.mask_token_id]), min_size=1, max_size=20).filter(lambda ids: lm.mask_token_id in ids)

@@ -1,4 +1,4 @@
-"""The batched sampler gives the reference's tokens, and what it gives depends on nothing but prompt, repeat number and settings."""
+"""The batched sampler gives the tokens of the naive one; they depend on prompt, repeat number and settings only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("family, logit_shift", [("phi", False), ("phi", True), ("gpt2", False), ("gpt2", True)])
 @settings(max_examples=5)
 @given(data=st.data())
-def test_the_tokens_are_those_of_the_reference(family, attention, block_size, logit_shift, data):
+def test_the_tokens_are_those_of_the_naive_sampler(family, attention, block_size, logit_shift, data):
     lm = tiny(family, attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 0.0, 2.0])))
     prompts = data.draw(prompt_lists(shortest=int(logit_shift)))
     config = data.draw(configs(attention, block_size))
@@ -67,8 +67,8 @@ def test_a_completion_depends_on_its_prompt_and_repeat_number_alone(attention, b
 
 
 @every_pattern
-def test_a_prompt_is_read_once_wherever_its_repeats_stand(attention, block_size):
-    """Four sequences are in work at once, of twelve."""
+def test_repeated_prompts_are_computed_once_in_any_order(attention, block_size):
+    """Four of twelve sequences run at a time."""
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0, batch_size=4)
     prompts = [[4] * 7, [5] * 7, [6] * 7] * 4
@@ -80,7 +80,7 @@ def test_a_prompt_is_read_once_wherever_its_repeats_stand(attention, block_size)
 
 
 @every_pattern
-def test_equal_prompts_are_sampled_apart_and_decoded_alike(attention, block_size):
+def test_equal_prompts_are_sampled_independently_and_decoded_alike(attention, block_size):
     lm = tiny("gpt2", attention, block_size)
     for temperature, different in ((1.0, 6), (0.0, 1)):
         generation = sampler.generate(lm, ["abc"] * 6, SamplerConfig(max_new_tokens=12, temperature=temperature, stop_at_eos=False))
@@ -99,7 +99,7 @@ def test_keys_and_seeds_name_the_noise():
     assert sampler.generate(lm, prompts, config.model_copy(update={"seed": 1})).tokens != tokens
 
 
-def test_neither_the_global_generator_nor_dropout_plays_a_part():
+def test_neither_the_global_generator_nor_dropout_matters():
     lm = copy.deepcopy(tiny("gpt2", "bidirectional"))
     config = SamplerConfig(max_new_tokens=6, temperature=1.0, policy="random")
     expected = sampler.generate(lm, PROMPTS, config)
@@ -124,7 +124,7 @@ def test_the_mask_token_is_never_produced(attention, block_size, policy):
 
 
 @every_pattern
-def test_a_completion_ends_with_its_first_eos_and_its_row_leaves(attention, block_size):
+def test_a_completion_ends_with_its_first_eos_and_leaves_the_batch(attention, block_size):
     lm = tiny("phi", attention, block_size)
     decoding_block = 3 if attention == "bidirectional" else None
     config = SamplerConfig(max_new_tokens=12, steps=7, block_size=decoding_block, temperature=5.0, trace=True)
@@ -148,7 +148,7 @@ def test_a_completion_ends_with_its_first_eos_and_its_row_leaves(attention, bloc
 
 
 @every_pattern
-def test_without_the_stop_every_token_is_given(attention, block_size):
+def test_without_the_stop_every_token_is_returned(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=2.0)
     generation = sampler.generate(lm, PROMPTS, SamplerConfig(max_new_tokens=6, stop_at_eos=False, temperature=1.0))
     assert any(lm.eos_token_id in tokens[:-1] for tokens in generation.tokens)
@@ -210,7 +210,7 @@ def test_requests_that_cannot_be_served(generate):
 
 @st.composite
 def texts_with_holes(draw, lm):
-    """Lists of ids, each with something hidden, in any place."""
+    """Lists of token ids, each with at least one mask token."""
     ids = st.lists(st.sampled_from([4, 5, 6, 7, lm.mask_token_id, lm.mask_token_id]), min_size=1, max_size=14)
     texts = draw(st.lists(ids.filter(lambda ids: lm.mask_token_id in ids), min_size=1, max_size=5))
     return [[4, *text] for text in texts] if lm.logit_shift else texts
@@ -220,7 +220,7 @@ def texts_with_holes(draw, lm):
 @pytest.mark.parametrize("logit_shift", [False, True])
 @settings(max_examples=5)
 @given(data=st.data())
-def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, data):
+def test_infilling_is_that_of_the_naive_sampler(logit_shift, attention, block_size, data):
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=2.0)
     texts = data.draw(texts_with_holes(lm))
     config = data.draw(configs(attention, block_size)).model_copy(update={"forbidden_tokens": [lm.eos_token_id], "allowed_tokens": None})
@@ -231,8 +231,8 @@ def test_infilling_is_that_of_the_reference(logit_shift, attention, block_size, 
         assert all(token in (given, *[token] * (given == lm.mask_token_id)) for given, token in zip(ids, tokens, strict=True))
 
 
-def test_what_is_hidden_again_does_not_depend_on_last_bits():
-    """Of an empty prompt all positions look alike but for rounding."""
+def test_remasked_tokens_do_not_depend_on_rounding():
+    """After an empty prompt all positions are equal up to rounding."""
     lm = tiny("phi", "bidirectional", None, False, eos_bias=-9.0)
     for seed in range(12):
         config = SamplerConfig(max_new_tokens=7, tokens_per_step=2, remask=0.6, stop_at_eos=False, seed=seed)
@@ -252,7 +252,7 @@ def test_infilling_reads_up_to_the_end_of_the_block(attention, block_size):
         assert (abs(one[at] - other[at]) > 1e-9) == (changed // block == at // block or attention == "bidirectional"), changed
 
 
-def test_infilling_reads_text_with_marks():
+def test_infilling_reads_text_with_mask_tokens():
     lm = tiny("phi", "bidirectional", eos_bias=9.0)
     mark = lm.tokenizer.mask_token
     filled = sampler.infill(lm, [f"ab{mark}{mark}cd"])

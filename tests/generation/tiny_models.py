@@ -26,7 +26,7 @@ every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 def stock(family: str = "phi", layers: int = 2) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal model of transformers as it comes: always the same weights."""
+    """A causal model of transformers, always with the same weights."""
     tokenizer = character_tokenizer(ALPHABET)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     shape = {"vocab_size": len(tokenizer), "initializer_range": 0.3, **ids}
@@ -62,20 +62,20 @@ def tiny(
     bias_V = torch.zeros(head.weight.shape[0], dtype=head.weight.dtype)
     bias_V[lm.eos_token_id], bias_V[lm.mask_token_id] = eos_bias, mask_bias
     head.bias = nn.Parameter(bias_V)
-    for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():  # which starts at zero
+    for weight in lm.model.unmask_time.out.parameters() if time_embedding else ():  # its weights start at zero
         weight.data += 0.5 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(5), dtype=weight.dtype)
     return lm
 
 
 def prompt_lists(shortest: int):
-    """Of any ids: EOS and the mask token in a prompt are tokens like others."""
+    """Lists of prompts of any token ids, EOS and the mask token included."""
     ids = st.integers(0, tiny().mask_token_id)
     return st.lists(st.lists(ids, min_size=shortest, max_size=6), min_size=1, max_size=5)
 
 
 @st.composite
 def configs(draw, attention: str, block_size: int | None):
-    """Any settings that fit the model and one another."""
+    """Any settings that fit the model and each other."""
     size = draw(st.integers(1, 9))
     divisors = [None, *(d for d in range(1, size + 1) if size % d == 0)]
     decoding_block = {"causal": [None, 1], "block_causal": [None, block_size]}.get(attention, divisors)
@@ -115,7 +115,7 @@ def configs(draw, attention: str, block_size: int | None):
 
 
 class Watch:
-    """Counts the rows that a model sees and the places at which its head is computed."""
+    """Counts the batch rows of a model's passes, and the positions at which its head is computed."""
 
     def __init__(self, lm):
         self.rows = self.heads = 0

@@ -87,7 +87,7 @@ class Own(LlamaForCausalLM):
             lambda: (lm := tiny_lm("llama")).bind(peft.get_peft_model(lm.model, peft.LoraConfig(target_modules=["q_proj"]))),
             "PeftModel.*Merge",
         ),
-        (lambda: (lm := tiny_lm("llama")).bind(Own(lm.model.config)), "Own is no plain class of transformers"),
+        (lambda: (lm := tiny_lm("llama")).bind(Own(lm.model.config)), "Own is not a class of transformers"),
     ],
     ids=["bidirectional", "block-causal", "no shift", "adapters", "own class"],
 )

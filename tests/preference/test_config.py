@@ -1,4 +1,4 @@
-"""Settings of preference optimisation: what has no effect, or makes no sense, is refused before anything is loaded."""
+"""Settings of preference optimisation that have no effect or contradict one another are refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def config(folder: Any, **more: Any) -> DPOConfig:
         ({"loss_type": "simpo", "reference_model": "m"}, "reference_model: needs loss_type=sigmoid or ipo or hinge or kto"),
         ({"loss_type": "kto", "log_variance_steps": 5}, "log_variance_steps: needs loss_type=sigmoid"),
         ({"loss_type": "kto", "judge": "judge.py:judge"}, "judge: needs loss_type=sigmoid"),
-        ({"complementary": True, "samples": 1}, "samples: a pair takes two views"),
+        ({"complementary": True, "samples": 1}, "samples: a complementary pair is two views"),
         ({"reference": "adapter", "reference_model": "m"}, "reference_model: the reference is the base under the adapters"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"neftune_noise_alpha": 5}, "neftune_noise_alpha"),
         ({"canvas_length": 0}, "canvas_length: 0 is refused"),
         ({"beta": math.inf}, "beta: inf is refused"),
-        ({"loss_type": "kto", "train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: its rows are two responses"),
+        ({"loss_type": "kto", "train_sampling_strategy": "group_by_length"}, "train_sampling_strategy: a row of kto has two responses"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
@@ -59,25 +59,25 @@ def test_settings_that_make_no_sense_are_refused(more, message, tmp_path):
     ("pattern", "more", "exact"),
     [
         (("bidirectional",), {}, False),
-        (("bidirectional",), {"bound": "exact"}, r"bound: bidirectional attention would take 2\*\*tokens passes"),
+        (("bidirectional",), {"bound": "exact"}, r"bound: bidirectional attention would need 2\*\*tokens passes"),
         (("block_causal", 4), {}, True),
         (("block_causal", 4), {"bound": "elbo"}, False),
         (("block_causal", 5), {}, False),
-        (("block_causal", 5), {"bound": "exact"}, "bound: block_causal attention by 5 tokens would take"),
+        (("block_causal", 5), {"bound": "exact"}, "bound: block_causal attention with blocks of 5 tokens would need"),
         (("causal",), {}, True),
         (("causal",), {"bound": "exact"}, True),
         (("causal",), {"bound": "elbo"}, "bound: the likelihood of a causal model is exact in one pass"),
-        (("causal",), {"complementary": True}, r"complementary: an exact likelihood hides nothing at random\. Leave it out\.?$"),
-        (("causal",), {"samples": 4}, r"samples: an exact likelihood hides nothing at random\. Leave it out\.?$"),
-        (("block_causal", 4), {"log_variance_steps": 5}, r"log_variance_steps: an exact .* random\. Leave it out, or use bound elbo\.?$"),
+        (("causal",), {"complementary": True}, r"complementary: an exact likelihood draws no masks\. Leave it out\.?$"),
+        (("causal",), {"samples": 4}, r"samples: an exact likelihood draws no masks\. Leave it out\.?$"),
+        (("block_causal", 4), {"log_variance_steps": 5}, r"log_variance_steps: an exact .* masks\. Leave it out, or use bound elbo\.?$"),
     ],
 )
-def test_what_is_exact_follows_from_the_attention(pattern, more, exact, tmp_path):
+def test_the_attention_decides_whether_the_likelihood_is_exact(pattern, more, exact, tmp_path):
     with pytest.raises(ConfigError, match=exact) if isinstance(exact, str) else nullcontext():
         assert config(tmp_path, **more).exact(tiny(*pattern)) is exact
 
 
-def test_a_trainer_without_adapters_has_no_base_under_them(tmp_path):
+def test_reference_adapter_needs_adapters(tmp_path):
     with pytest.raises(ConfigError, match=r"reference: the policy has no adapters\. Set lora"):
         make("dpo", tmp_path, reference="adapter")
 

@@ -1,4 +1,4 @@
-"""Rows for losses of single responses: each has its label, and a response to another prompt beside it."""
+"""Rows for losses of single responses: each has its label and a mismatched response."""
 
 from __future__ import annotations
 
@@ -25,61 +25,63 @@ def rows(dataset: list[dict[str, Any]], max_length: int = 32, canvas_length: int
     return list(DPOTrainer.make_rows(tiny(), args, dataset, "train_dataset"))
 
 
-def texts(made: list[dict[str, Any]], name: str) -> list[tuple[str, str]]:
+def texts(examples: list[dict[str, Any]], name: str) -> list[tuple[str, str]]:
     """Prompts and responses, without special tokens."""
     decode = tiny().tokenizer.decode
     found = []
-    for row in (item[name] for item in made):
+    for row in (item[name] for item in examples):
         start = row["maskable"].index(True)
         found.append(tuple(decode(ids, skip_special_tokens=True) for ids in (row["input_ids"][:start], row["input_ids"][start:])))
     return found
 
 
-def test_every_prompt_also_stands_before_the_response_of_the_row_before_it_that_has_another():
+def test_the_mismatched_response_is_that_of_the_nearest_earlier_row_with_another_prompt():
     same = [{"prompt": prompt, "completion": text, "label": True} for prompt, text in zip("aaabba", "abcdef", strict=True)]
     for first in range(6):
         assert set(texts(rows(same[first:] + same[:first]), "mismatched")) == {("a", "e"), ("b", "c")}
 
 
-def test_one_prompt_alone_has_no_responses_to_others():
+def test_a_data_set_with_one_prompt_is_refused():
     same = [{"prompt": "ab", "completion": "cd", "label": label} for label in (True, False)]
-    with pytest.raises(DataError, match=r"train_dataset: all rows have the same prompt, .*\. Give responses to two prompts"):
+    with pytest.raises(DataError, match=r"train_dataset: all rows have the same prompt, .*\. Give responses to at least two prompts"):
         rows(same)
 
 
-def test_every_prompt_also_stands_before_the_response_of_the_row_before_it():
-    made = rows(LABELLED)
-    assert texts(made, "response") == [("ab", "cd"), ("cafe", "e"), ("h", "fgfg")]
-    assert texts(made, "mismatched") == [("ab", "fgfg"), ("cafe", "cd"), ("h", "e")]
-    assert [row["desirable"] for row in made] == [True, False, True]
-    ids = [row[name]["sample_id"] for name in ("response", "mismatched") for row in made]
+def test_the_mismatched_response_is_that_of_the_row_before():
+    examples = rows(LABELLED)
+    assert texts(examples, "response") == [("ab", "cd"), ("cafe", "e"), ("h", "fgfg")]
+    assert texts(examples, "mismatched") == [("ab", "fgfg"), ("cafe", "cd"), ("h", "e")]
+    assert [row["desirable"] for row in examples] == [True, False, True]
+    ids = [row[name]["sample_id"] for name in ("response", "mismatched") for row in examples]
     assert ids == list(range(6))
 
 
-def test_pairs_are_two_responses_and_each_kind_is_together():
-    made = rows(PREFERENCES)
-    assert len(made) == 16 and [row["desirable"] for row in made] == [True] * 8 + [False] * 8
-    assert [prompt for prompt, _ in texts(made, "response")] == [row["prompt"] for row in PREFERENCES] * 2
-    assert texts(made, "response")[3][1] == PREFERENCES[3]["chosen"] and texts(made, "response")[11][1] == PREFERENCES[3]["rejected"]
-    assert texts(made, "mismatched")[4] == (PREFERENCES[4]["prompt"], PREFERENCES[3]["chosen"])
+def test_a_pair_becomes_two_responses_the_chosen_ones_first():
+    examples = rows(PREFERENCES)
+    assert len(examples) == 16 and [row["desirable"] for row in examples] == [True] * 8 + [False] * 8
+    assert [prompt for prompt, _ in texts(examples, "response")] == [row["prompt"] for row in PREFERENCES] * 2
+    assert (
+        texts(examples, "response")[3][1] == PREFERENCES[3]["chosen"] and texts(examples, "response")[11][1] == PREFERENCES[3]["rejected"]
+    )
+    assert texts(examples, "mismatched")[4] == (PREFERENCES[4]["prompt"], PREFERENCES[3]["chosen"])
 
 
-def test_a_response_that_does_not_fit_another_prompt_is_cut_there():
-    made = rows([{"prompt": "a", "completion": "bcdefgh", "label": True}, {"prompt": "abcde", "completion": "f", "label": False}], 10)
-    assert texts(made, "mismatched")[1] == ("abcde", "bcde")
-    assert all(len(row[name]["input_ids"]) <= 10 for row in made for name in ("response", "mismatched"))
+def test_a_mismatched_response_is_cut_to_max_length():
+    examples = rows([{"prompt": "a", "completion": "bcdefgh", "label": True}, {"prompt": "abcde", "completion": "f", "label": False}], 10)
+    assert texts(examples, "mismatched")[1] == ("abcde", "bcde")
+    assert all(len(row[name]["input_ids"]) <= 10 for row in examples for name in ("response", "mismatched"))
 
 
-def test_a_canvas_is_filled_in_both():
-    made = rows(LABELLED, canvas_length=6)
-    assert {sum(row[name]["maskable"]) for row in made for name in ("response", "mismatched")} == {6}
+def test_the_canvas_is_filled_in_both_responses():
+    examples = rows(LABELLED, canvas_length=6)
+    assert {sum(row[name]["maskable"]) for row in examples for name in ("response", "mismatched")} == {6}
 
 
-def test_batches_hold_both():
-    made = UnpairedCollator(0)(rows(LABELLED))
-    assert made["desirable"].tolist() == [True, False, True]
-    assert made["input_ids"].shape[0] == made["mismatched"]["input_ids"].shape[0] == 3
-    assert made["mismatched"]["sample_id"].tolist() == [3, 4, 5]
+def test_a_batch_has_the_responses_and_the_mismatched_ones():
+    examples = UnpairedCollator(0)(rows(LABELLED))
+    assert examples["desirable"].tolist() == [True, False, True]
+    assert examples["input_ids"].shape[0] == examples["mismatched"]["input_ids"].shape[0] == 3
+    assert examples["mismatched"]["sample_id"].tolist() == [3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -91,6 +93,6 @@ def test_batches_hold_both():
         ({"prompt": "a", "completion": "b" * 40, "label": True}, "row 1: 43 tokens, but a row holds 32"),
     ],
 )
-def test_rows_that_cannot_be_learnt_are_named(row, message):
+def test_errors_name_the_bad_row(row, message):
     with pytest.raises(DataError, match="train_dataset, " + message):
         rows([LABELLED[0], row])

@@ -1,4 +1,4 @@
-"""Preference losses, by hand and against TRL's own code: values and gradients."""
+"""Preference losses: values and gradients by hand and against TRL."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def slope(loss: Callable[[Tensor], Tensor], value: float) -> tuple[float, float]
 
 
 @given(betas, smoothings)
-def test_a_policy_equal_to_its_reference_has_log_2(beta, smoothing):
+def test_the_loss_is_log_2_if_the_policy_is_the_reference(beta, smoothing):
     loss, _ = slope(lambda margin: dpo(margin, beta=beta, label_smoothing=smoothing), 0.0)
     assert loss == pytest.approx(math.log(2), abs=1e-15)
 
 
 @given(nats, betas)
-def test_dpo_pulls_the_harder_the_more_a_pair_is_confused(margin, beta):
+def test_the_gradient_of_dpo_falls_with_the_margin(margin, beta):
     loss, gradient = slope(lambda at: dpo(at, beta=beta), margin)
     assert loss == pytest.approx(math.log1p(math.exp(-abs(beta * margin))) + max(0.0, -beta * margin))
     assert gradient == pytest.approx(-beta / (1 + math.exp(min(700.0, beta * margin))), abs=1e-12)
@@ -45,7 +45,7 @@ def test_dpo_pulls_the_harder_the_more_a_pair_is_confused(margin, beta):
 
 @pytest.mark.parametrize("loss", [dpo, partial(simpo, gamma=0.0)])
 @given(nats, betas, smoothings)
-def test_smoothed_labels_are_wrong_with_that_probability(loss, margin, beta, smoothing):
+def test_label_smoothing_is_an_expectation_over_wrong_labels(loss, margin, beta, smoothing):
     smoothed, right, wrong = (
         slope(lambda at: loss(sign * at, beta=beta, label_smoothing=share), margin)  # noqa: B023
         for sign, share in ((1, smoothing), (1, 0.0), (-1, 0.0))
@@ -55,37 +55,37 @@ def test_smoothed_labels_are_wrong_with_that_probability(loss, margin, beta, smo
 
 
 @given(nats, betas)
-def test_ipo_wants_a_margin_and_no_more_of_it(margin, beta):
+def test_ipo_has_its_minimum_at_its_target_margin(margin, beta):
     assert slope(lambda at: ipo(at, beta=beta), 1 / (2 * beta)) == (0, 0)
     loss, gradient = slope(lambda at: ipo(at, beta=beta), margin)
     assert loss == pytest.approx((margin - 0.5 / beta) ** 2) and gradient == pytest.approx(2 * (margin - 0.5 / beta))
 
 
 @given(nats, betas)
-def test_hinge_is_content_with_a_margin_of_one_over_beta(margin, beta):
+def test_hinge_is_zero_from_a_margin_of_one_over_beta(margin, beta):
     loss, gradient = slope(lambda at: hinge(at, beta=beta), margin)
     assert loss == pytest.approx(max(0.0, 1 - beta * margin))
     assert gradient == (-beta if beta * margin < 1 else 0.0)
 
 
 @given(nats, betas, st.floats(0, 3))
-def test_simpo_is_dpo_beyond_a_margin(margin, beta, gamma):
+def test_simpo_is_dpo_with_a_target_margin(margin, beta, gamma):
     shifted = slope(lambda at: dpo(at - gamma / beta, beta=beta), margin)
     assert slope(lambda at: simpo(at, beta=beta, gamma=gamma), margin) == pytest.approx(shifted, rel=1e-9, abs=1e-12)
 
 
 @given(nats, st.booleans(), st.floats(0, 50), betas)
-def test_kto_moves_gains_away_from_the_baseline(gain, desirable, baseline, beta):
+def test_kto_moves_log_ratios_away_from_the_baseline(log_ratio, desirable, baseline, beta):
     def loss(at: Tensor, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
         given = {"beta": beta, "desirable_weight": weights[0], "undesirable_weight": weights[1]}
         return kto(at[None], torch.tensor([desirable]), torch.tensor(baseline, dtype=torch.float64), **given)[0]
 
-    value, gradient = slope(loss, gain)
+    value, gradient = slope(loss, log_ratio)
     sign = 1 if desirable else -1
-    share = 1 / (1 + math.exp(min(700.0, -beta * sign * (gain - baseline))))
-    assert value == pytest.approx(1 - share, abs=1e-12)
-    assert gradient == pytest.approx(-sign * beta * share * (1 - share), abs=1e-12)
-    weighted = slope(lambda at: loss(at, (3.0, 0.5)), gain)
+    probability = 1 / (1 + math.exp(min(700.0, -beta * sign * (log_ratio - baseline))))
+    assert value == pytest.approx(1 - probability, abs=1e-12)
+    assert gradient == pytest.approx(-sign * beta * probability * (1 - probability), abs=1e-12)
+    weighted = slope(lambda at: loss(at, (3.0, 0.5)), log_ratio)
     assert weighted == pytest.approx([(3.0 if desirable else 0.5) * part for part in (value, gradient)])
 
 
@@ -97,38 +97,38 @@ def test_extreme_margins_stay_finite(margin):
         assert loss == (0.0 if (margin > 0) == desirable else 1.0) and gradient == 0
 
 
-# Against TRL: its own methods, given the log-probabilities of tokens in the place of a model.
+# Against TRL: its methods, with log-probabilities instead of a model.
 
 LENGTHS = torch.tensor([4, 2, 3, 5, 1, 3])  # of three chosen and three rejected completions
 BETA = 0.3
 
 
 def token_log_probs() -> tuple[Tensor, Tensor, Tensor]:
-    """Of completions of these lengths, which a token of the prompt stands before: their mask, and what the policy and the reference say."""
+    """The mask of completions of these lengths after one prompt token, and their log-probabilities under policy and reference."""
     generator = torch.Generator().manual_seed(0)
     mask_BT = torch.arange(6) < LENGTHS[:, None]
     policy_BT, reference_BT = (-2 * torch.rand(6, 6, generator=generator, dtype=torch.float64) * mask_BT for _ in range(2))
     return mask_BT, policy_BT.requires_grad_(), reference_BT
 
 
-def with_trl(method: Callable[..., Any], inputs: dict[str, Any], scores_BT: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
-    """The mean loss that a method of one of TRL's trainers finds, and its gradient."""
-    blank_BT = torch.zeros_like(scores_BT)
-    outputs = SimpleNamespace(log_probs=scores_BT, entropy=blank_BT, mean_logits=blank_BT, is_top1=blank_BT > 0)
+def with_trl(method: Callable[..., Any], inputs: dict[str, Any], log_prob_BT: Tensor, **settings: Any) -> tuple[Tensor, Tensor]:
+    """The mean loss that a method of TRL's trainer computes, and its gradient."""
+    blank_BT = torch.zeros_like(log_prob_BT)
+    outputs = SimpleNamespace(log_probs=log_prob_BT, entropy=blank_BT, mean_logits=blank_BT, is_top1=blank_BT > 0)
     accelerator = SimpleNamespace(device="cpu", gather=lambda part: part, gather_for_metrics=lambda part: part)
     trainer = SimpleNamespace(
         model=SimpleNamespace(training=True), accelerator=accelerator, beta=BETA, aux_loss_enabled=False, precompute_ref_logps=True,
         _metrics=defaultdict(lambda: defaultdict(list)), _total_train_tokens=0, _tp_size=1, **settings,
     )  # fmt: skip
     loss = method(trainer, lambda **_: outputs, inputs, return_outputs=False)
-    return loss, torch.autograd.grad(loss, scores_BT)[0]
+    return loss, torch.autograd.grad(loss, log_prob_BT)[0]
 
 
-def check(ours: Callable[[Tensor, Tensor], Tensor], theirs: Callable[[Tensor], tuple[Tensor, Tensor]], scores_BT: Tensor) -> None:
-    """Ours is of the sums of what the policy says of each response, and the lengths."""
-    loss = ours(scores_BT.sum(1), LENGTHS.double()).mean()
-    [gradient] = torch.autograd.grad(loss, scores_BT)
-    expected, slope_BT = theirs(scores_BT)
+def check(ours: Callable[[Tensor, Tensor], Tensor], theirs: Callable[[Tensor], tuple[Tensor, Tensor]], log_prob_BT: Tensor) -> None:
+    """Compare our loss, a function of the log-probability and length of each response, with TRL's; and their gradients."""
+    loss = ours(log_prob_BT.sum(1), LENGTHS.double()).mean()
+    [gradient] = torch.autograd.grad(loss, log_prob_BT)
+    expected, slope_BT = theirs(log_prob_BT)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
     mask_BT = torch.arange(6) < LENGTHS[:, None]
     torch.testing.assert_close(gradient * mask_BT, slope_BT * mask_BT, rtol=1e-10, atol=1e-14)
@@ -141,7 +141,7 @@ def check(ours: Callable[[Tensor, Tensor], Tensor], theirs: Callable[[Tensor], t
         ("sigmoid", dpo, False),
         ("sigmoid_norm", dpo, True),
         ("hinge", hinge, False),
-        ("ipo", ipo, True),  # TRL knows it per token alone
+        ("ipo", ipo, True),  # TRL has it only per token
     ],
 )
 def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
@@ -155,8 +155,8 @@ def test_losses_of_pairs_are_those_of_trls_dpo_trainer(name, loss, normalised):
     }  # fmt: skip
     settings = {"loss_types": [name], "loss_weights": [1.0], "label_smoothing": 0.0, "ld_alpha": None, "use_weighting": False}
     check(
-        lambda score_B, length_B: loss(margins((score_B - reference_B) / (length_B if normalised else 1)), beta=BETA),
-        lambda scores_BT: with_trl(trl.DPOTrainer._compute_loss, inputs, scores_BT, f_divergence_type="reverse_kl", **settings),
+        lambda log_prob_B, length_B: loss(margins((log_prob_B - reference_B) / (length_B if normalised else 1)), beta=BETA),
+        lambda log_prob_BT: with_trl(trl.DPOTrainer._compute_loss, inputs, log_prob_BT, f_divergence_type="reverse_kl", **settings),
         policy_BT,
     )
 
@@ -179,17 +179,17 @@ def test_losses_without_a_reference_are_those_of_trls_cpo_trainer(name, smoothin
     settings = {"loss_type": name, "beta": BETA, "label_smoothing": smoothing, "simpo_gamma": 0.7, "alpha": 0.0}
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu"), **settings)
 
-    def theirs(scores_BT: Tensor) -> tuple[Tensor, Tensor]:
-        chosen_P, rejected_P = (scores_BT.sum(1) / (LENGTHS if per_token else 1)).chunk(2)
+    def theirs(log_prob_BT: Tensor) -> tuple[Tensor, Tensor]:
+        chosen_P, rejected_P = (log_prob_BT.sum(1) / (LENGTHS if per_token else 1)).chunk(2)
         loss = cpo.CPOTrainer.cpo_loss(trainer, chosen_P, rejected_P)[0].mean()
-        return loss, torch.autograd.grad(loss, scores_BT)[0]
+        return loss, torch.autograd.grad(loss, log_prob_BT)[0]
 
-    check(lambda score_B, length_B: losses[name](margins(score_B / (length_B if per_token else 1))), theirs, policy_BT)
+    check(lambda log_prob_B, length_B: losses[name](margins(log_prob_B / (length_B if per_token else 1))), theirs, policy_BT)
 
 
 @pytest.mark.parametrize("shift", [-5.0, 5.0])
 def test_kto_is_that_of_trls_kto_trainer(shift):
-    """Also where the estimate of the divergence is negative, and counts as 0."""
+    """Also if the estimate of the divergence is negative and is clamped to 0."""
     trl = pytest.importorskip("trl", reason="needs TRL: pip install -e '.[peers]' -c constraints.txt")
     mask_BT, policy_BT, reference_BT = token_log_probs()
     reference_B, mismatched_B = reference_BT.sum(1), policy_BT.detach().sum(1).roll(1)
@@ -204,7 +204,7 @@ def test_kto_is_that_of_trls_kto_trainer(shift):
     weights = {"desirable_weight": 1.5, "undesirable_weight": 0.8}
     settings = {"loss_type": "kto", "calculate_KL": True, "_compute_kl_logps": lambda *_: mismatched_B, **weights}
     check(
-        lambda score_B, _: kto(score_B - reference_B, desirable_B, baseline, beta=BETA, **weights),
-        lambda scores_BT: with_trl(trl.KTOTrainer._compute_loss, inputs, scores_BT, **settings),
+        lambda log_prob_B, _: kto(log_prob_B - reference_B, desirable_B, baseline, beta=BETA, **weights),
+        lambda log_prob_BT: with_trl(trl.KTOTrainer._compute_loss, inputs, log_prob_BT, **settings),
         policy_BT,
     )

@@ -1,4 +1,4 @@
-"""Stored scores of a reference are kept for the same model, tokenizer, rows and masks, and never used for others."""
+"""Stored log-probabilities of a reference are reused for the same model, tokenizer, rows and masks, and never for others."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.preference.reference_log_probs import REFERENCE_FILE, digests
 from unmask.training import per_view_backward
 
-AGAIN = "the reference is scored again"
+AGAIN = "the reference's log-probabilities are recomputed"
 
 
 @pytest.fixture
-def scored(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Filled by every batch of rows that is scored."""
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Gets an entry for every batch that the reference computes."""
     calls: list[int] = []
 
     def counting(*arguments: Any, **more: Any) -> torch.Tensor:
@@ -44,17 +44,17 @@ def on_disk(folder: Path) -> torch.Tensor:
         return file.get_tensor("scores")
 
 
-def test_scores_are_kept_for_the_same_content(tmp_path, scored):
+def test_the_table_is_reused_for_the_same_content(tmp_path, computed):
     first = make("dpo", tmp_path)
-    assert len(scored) == 2
+    assert len(computed) == 2
     again = make("dpo", tmp_path)
-    assert len(scored) == 2
-    assert torch.equal(again.stored["train"].score_EIR, first.stored["train"].score_EIR)
-    assert torch.equal(on_disk(tmp_path), first.stored["train"].score_EIR)
+    assert len(computed) == 2
+    assert torch.equal(again.stored["train"].log_prob_EIR, first.stored["train"].log_prob_EIR)
+    assert torch.equal(on_disk(tmp_path), first.stored["train"].log_prob_EIR)
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "stale"),
     [
         ({"lm": other}, "another model"),
         ({"lm": lambda: tiny("block_causal", 8)}, "another model and another data"),  # it learns the rest of a block
@@ -67,29 +67,29 @@ def test_scores_are_kept_for_the_same_content(tmp_path, scored):
         ({"lm": other, "samples": 3}, "another model and another settings"),
     ],
 )
-def test_what_is_of_other_content_is_an_error_or_scored_again(change, told, tmp_path, scored):
-    before = make("dpo", tmp_path).stored["train"].score_EIR
-    scored.clear()
+def test_a_stale_table_is_an_error_or_recomputed(change, stale, tmp_path, computed):
+    before = make("dpo", tmp_path).stored["train"].log_prob_EIR
+    computed.clear()
     change = {"lm": tiny, **change}
-    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds scores of {told}. .*stale_reference"):
+    with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds log-probabilities of {stale}. .*stale_reference"):
         make("dpo", tmp_path, **change | {"lm": change["lm"]()})
-    assert not scored and torch.equal(on_disk(tmp_path), before)
+    assert not computed and torch.equal(on_disk(tmp_path), before)
     change["stale_reference"] = "replace"
-    with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds scores of {told}: {AGAIN}"):
+    with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds log-probabilities of {stale}: {AGAIN}"):
         trainer = make("dpo", tmp_path, **change | {"lm": change["lm"]()})
-    assert len(scored) == 2
-    after = trainer.stored["train"].score_EIR
+    assert len(computed) == 2
+    after = trainer.stored["train"].log_prob_EIR
     assert torch.equal(on_disk(tmp_path), after)
-    if "tokenizer" not in told:
+    if "tokenizer" not in stale:
         assert not torch.equal(after, before)
     make("dpo", tmp_path, **change | {"lm": change["lm"]()})
-    assert len(scored) == 2  # and kept
+    assert len(computed) == 2  # and kept
 
 
-def test_of_a_longer_run_all_plans_are_scored_and_serve_a_shorter_one(tmp_path, scored):
+def test_the_table_of_a_longer_run_serves_a_shorter_one(tmp_path, computed):
     for steps, passes in ((2, 2), (4, 6), (2, 6), (4, 6)):
         make("dpo", tmp_path, max_steps=steps)
-        assert len(scored) == passes
+        assert len(computed) == passes
 
 
 def renamed() -> DiffusionLM:
@@ -99,50 +99,56 @@ def renamed() -> DiffusionLM:
     return lm
 
 
-def test_a_file_that_cannot_be_read_is_told(tmp_path, scored):
+def test_a_file_that_cannot_be_read_is_an_error_or_recomputed(tmp_path, computed):
     make("dpo", tmp_path)
     (tmp_path / f"train_{REFERENCE_FILE}").write_bytes(b"torn")
     with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: cannot be read"):
         make("dpo", tmp_path)
     with pytest.warns(RuntimeWarning, match=f"cannot be read .*: {AGAIN}"):
         make("dpo", tmp_path, stale_reference="replace")
-    assert len(scored) == 4
+    assert len(computed) == 4
 
 
-def test_masks_other_than_those_that_were_scored_are_an_error(tmp_path):
-    """As after a change of the plans' own code, of which the settings know nothing."""
+def test_other_masks_than_those_of_the_table_are_an_error(tmp_path):
+    """As after a change of the code that plans views, which no setting reflects."""
     trainer = make("dpo", tmp_path)
     trainer.model.train()
     plan = trainer.plan
-    assert trainer.reference_of(batch(trainer, 0, 1)).shape == (4,)
+    assert trainer.with_reference(batch(trainer, 0, 1)).reference_N.shape == (4,)
     trainer.plan = lambda rows, draw: plan(rows, draw).select(slice(None), slice(0, 1))
-    with pytest.raises(TrainingError, match=r"reference: the reference was scored on other responses, or other masks than those of plan 0"):
-        trainer.reference_of(batch(trainer, 0, 1))
+    with pytest.raises(
+        TrainingError, match=r"reference: the stored log-probabilities are of other responses, or of other masks than those of view plan 0"
+    ):
+        trainer.with_reference(batch(trainer, 0, 1))
 
 
-def test_rows_that_were_not_scored_are_an_error(tmp_path):
+def test_other_rows_than_those_of_the_table_are_an_error(tmp_path):
     trainer = make("dpo", tmp_path, eval_dataset=PREFERENCES[3:6])
     assert trainer.evaluate()["eval_accuracy"] == 0
-    for part in (PREFERENCES[:3], PREFERENCES):  # of the same sample ids, and beyond them
+    for part in (PREFERENCES[:3], PREFERENCES):  # known sample ids, and larger ones
         with pytest.raises(TrainingError, match="Evaluate on the rows given as eval_dataset, or use reference frozen"):
             trainer.evaluate(part)
     along = make("dpo", tmp_path, eval_dataset=PREFERENCES[3:6], reference="frozen")
     assert along.evaluate(PREFERENCES)["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
 
 
-def test_digests_tell_rows_and_masks_apart_and_pass_over_padding(tmp_path):
+def test_digests_differ_by_row_and_masks_and_ignore_padding(tmp_path):
     trainer = make("dpo", tmp_path)
     trainer.model.train()
+
+    def digest(rows: dict[str, torch.Tensor]) -> torch.Tensor:
+        return digests(rows, trainer.plan(rows, trainer.draw(rows)))
+
     rows, wide = batch(trainer, 0, 1), batch(trainer, 0, 1, 6)
-    found = digests(rows, trainer.views_of(rows))
-    assert len(set(found.tolist())) == 2
+    before = digest(rows)
+    assert len(set(before.tolist())) == 2
     assert wide["input_ids"].shape[1] > rows["input_ids"].shape[1]
-    assert torch.equal(digests(wide, trainer.views_of(wide))[:2], found)
+    assert torch.equal(digest(wide)[:2], before)
     rows["input_ids"][0, 1] += 1
-    assert digests(rows, trainer.views_of(rows)).ne(found).tolist() == [True, False]
+    assert digest(rows).ne(before).tolist() == [True, False]
 
 
-def test_progress_is_shown_while_the_reference_is_scored(tmp_path):
+def test_progress_is_shown_while_the_table_is_computed(tmp_path):
     class Recorder:
         shown: list[float] = []  # noqa: RUF012
 

@@ -1,4 +1,4 @@
-"""DPO starts at log 2 exactly, against the scores of the model as given, and raises the margin; whatever estimates the likelihood."""
+"""The loss of DPO begins at log 2 exactly, and training raises the margin, for every estimator of the likelihood."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from unmask.diffusion.views import Draw
 from unmask.errors import DataError, TrainingError
 from unmask.models.load import load
 from unmask.preference.config import DPOConfig
-from unmask.preference.trainer import DPOTrainer
+from unmask.preference.trainer import DPOTrainer, PreferenceBatch
 
 LORA = {"r": 4, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM"}
 LABELLED = [
@@ -59,39 +59,39 @@ def test_the_first_loss_is_log_2(config, reference, tmp_path):
 
 
 def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks(tmp_path):
-    """With a rate of 0 the margin stays 0: the stored scores are those of each epoch's own masks."""
+    """With a learning rate of 0 the margin stays 0: the table has the masks of each epoch."""
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0)
     trainer.train()
-    scores = trainer.stored["train"].score_EIR
+    scores = trainer.stored["train"].log_prob_EIR
     assert scores.shape == (3, 8, 2)
     assert len({tuple(epoch.flatten().tolist()) for epoch in scores}) == 3
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
 @pytest.mark.parametrize(("rows", "size", "pieces", "steps"), [(7, 4, 1, 3), (7, 2, 3, 2), (8, 4, 1, 4)])
-def test_where_batches_that_are_not_full_are_left_out_all_epochs_are_scored_and_no_more(rows, size, pieces, steps, tmp_path):
+def test_the_table_has_exactly_the_epochs_of_the_run_with_drop_last(rows, size, pieces, steps, tmp_path):
     shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "dataloader_drop_last": True}
     trainer = make("dpo", tmp_path, rows=PREFERENCES[:rows], max_steps=steps, learning_rate=0.0, **shape)
     trainer.train()
-    assert len(trainer.stored["train"].score_EIR) == math.ceil(trainer.state.epoch)
+    assert len(trainer.stored["train"].log_prob_EIR) == math.ceil(trainer.state.epoch)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
-def test_a_plan_that_is_reused_is_scored_once(tmp_path):
+def test_a_reused_plan_has_one_table(tmp_path):
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0, plan_reused=True)
     seen: list[torch.Tensor] = []
     plan = trainer.plan
     trainer.plan = lambda batch, draw: seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
     trainer.train()
-    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert trainer.stored["train"].log_prob_EIR.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
     assert len(seen) == 6 and all((ids % 100 == 0).all() for ids in seen)
 
 
-def test_of_exact_likelihoods_one_table_serves_all_epochs(tmp_path):
+def test_exact_likelihoods_have_one_table_for_all_epochs(tmp_path):
     trainer = make("dpo", tmp_path, tiny("block_causal", 2), max_steps=6, learning_rate=0.0)
     trainer.train()
-    assert trainer.stored["train"].score_EIR.shape == (1, 8, 2)
+    assert trainer.stored["train"].log_prob_EIR.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
@@ -99,7 +99,7 @@ def test_of_exact_likelihoods_one_table_serves_all_epochs(tmp_path):
 
 
 def gradients(trainer: DPOTrainer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of four pairs and what it moves."""
+    """The loss of four pairs and its gradients."""
     [rows] = trainer.prepared([batch(trainer, *range(4))])
     loss = trainer.training_step(trainer.model, rows, torch.tensor(4))
     return loss, {name: weight.grad.clone() for name, weight in trainer.model.named_parameters() if weight.grad is not None}
@@ -131,8 +131,8 @@ def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gra
     assert all("lora" in name for name in made[0][1]) and max(slope.abs().max() for slope in made[0][1].values()) > 1e-3
 
 
-def test_a_stored_reference_is_that_of_a_frozen_copy_to_the_end_of_training(tmp_path):
-    """Of the weights themselves, in float64, to the last digits."""
+def test_stored_and_frozen_references_train_the_same_weights(tmp_path):
+    """The weights agree in float64 to the last digits."""
     ends = []
     for reference in ("stored", "frozen"):
         trainer = make("dpo", tmp_path / reference, tiny(dtype=torch.float64), reference=reference, max_steps=5, optim="sgd")
@@ -152,7 +152,7 @@ def test_another_model_can_be_the_reference(tmp_path):
     assert lines[0]["loss"] == pytest.approx(lines[1]["loss"], abs=1e-5)
 
 
-def test_a_loss_without_a_reference_makes_none(tmp_path):
+def test_simpo_has_no_reference(tmp_path):
     trainer = make("dpo", tmp_path, loss_type="simpo", beta=2.0, max_steps=30, learning_rate=3e-3, eval_dataset=PREFERENCES)
     before = trainer.evaluate()
     trainer.train()
@@ -189,18 +189,18 @@ def test_views_by_estimator(attention, block_size, more, count, tmp_path):
 
 
 def each_response(rows: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The ids of every chosen response with its prompt, then of every rejected one, and which of them are learnt."""
+    """The ids of every chosen response with its prompt, then of every rejected one, and which tokens are learnt."""
     places = [(row, rows["documents"][row] == side) for side in (1, 2) for row in range(len(rows["documents"]))]
     return [(rows["input_ids"][row][part_T], rows["maskable"][row][part_T]) for row, part_T in places]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("shift", [False, True])
-def test_blocks_of_four_are_scored_as_the_mean_over_all_orders(shift, tmp_path):
+def test_the_likelihood_of_blocks_of_four_is_the_mean_over_all_orders(shift, tmp_path):
     lm = tiny("block_causal", 4, logit_shift=shift, dtype=torch.float64)
     trainer = make("dpo", tmp_path, lm)
     rows = batch(trainer, 0, 3, 5)
-    found = trainer.score_responses(lm, rows)
+    found = trainer.response_log_probs(lm, trainer.with_reference(rows))
     for number, (ids_T, maskable_T) in enumerate(each_response(rows)):
         expected = sum(any_order(conditionals(lm, ids_T, part)) for part in groups(lm, int(maskable_T.nonzero()[0]), len(ids_T)))
         assert found[number].item() == pytest.approx(expected, abs=1e-9)
@@ -230,7 +230,7 @@ def test_view_by_view_the_gradient_is_that_of_all_at_once(attention, block_size,
 
 
 def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
-    """Over many redraws, of either plan; and the pairs scatter less."""
+    """Over many redraws, with and without complementary pairs; the pairs have less variance."""
     other, pairs = moved(tiny(dtype=torch.float64)), PREFERENCES[:2]
     spread, means = {}, {}
     for complementary in (False, True):
@@ -238,8 +238,8 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
         rows = trainer.data_collator([trainer.train_dataset[0]] * 200)
         drawn = []
         for iteration in (0, 1):
-            rows["views"] = trainer.plan(rows, Draw(iteration, torch.arange(200)))
-            drawn.append(trainer.score_responses(trainer.lm, rows))
+            views = trainer.plan(rows, Draw(iteration, torch.arange(200)))
+            drawn.append(trainer.response_log_probs(trainer.lm, PreferenceBatch(rows, views)))
         bound = torch.cat([part.view(2, -1) for part in drawn], 1)
         spread[complementary], means[complementary] = bound.std(1), bound.mean(1)
         for side, (ids_T, maskable_T) in enumerate(each_response(batch(trainer, 0))):
@@ -249,7 +249,7 @@ def test_the_estimate_of_the_margin_averages_to_that_of_the_elbo(tmp_path):
     assert (spread[True] < spread[False]).all()
 
 
-def test_the_variance_of_the_margin_is_logged_every_so_many_steps(tmp_path):
+def test_the_variance_of_the_margin_is_logged_at_its_interval(tmp_path):
     lines = {}
     for mode in ("stored", "frozen"):
         trainer = make("dpo", tmp_path / mode, reference=mode, max_steps=4, log_variance_steps=2, samples=2)
@@ -261,7 +261,7 @@ def test_the_variance_of_the_margin_is_logged_every_so_many_steps(tmp_path):
     assert trainer.margin_variance() < 1e-8  # the policy is the reference
 
 
-# Losses as the trainer makes them.
+# Losses of the trainer.
 
 
 def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
@@ -269,15 +269,16 @@ def test_the_sft_term_is_the_bound_of_the_chosen_per_token(tmp_path):
     for alpha in (0.0, 0.7):
         trainer = make("dpo", tmp_path, tiny(dtype=torch.float64), rpo_alpha=alpha)
         rows = batch(trainer, 0, 2, 5)
-        losses.append(trainer.compute_loss(trainer.model.train(), rows, num_items_in_batch=torch.tensor(3)).item())
-    bound_N = trainer.score_responses(trainer.lm, rows)
+        [prepared] = trainer.prepared([rows])
+        losses.append(trainer.compute_loss(trainer.model.train(), prepared, num_items_in_batch=torch.tensor(3)).item())
+    bound_N = trainer.response_log_probs(trainer.lm, prepared)
     term = sum(bound_N[number].item() / int(learnt.sum()) for number, (_, learnt) in enumerate(each_response(rows)[:3])) / 3
     assert losses[1] - losses[0] == pytest.approx(-0.7 * term, rel=1e-9) and losses[0] == pytest.approx(math.log(2))
 
 
-def test_rows_that_no_stored_reference_has_scored_are_refused(tmp_path):
+def test_evaluation_rows_without_stored_log_probs_are_refused(tmp_path):
     for held_out in (None, PREFERENCES[:4]):
-        with pytest.raises(TrainingError, match=r"reference: the reference was scored on other.*use reference frozen or adapter"):
+        with pytest.raises(TrainingError, match=r"reference: the stored log-probabilities are of other.*use reference frozen or adapter"):
             make("dpo", tmp_path, eval_dataset=held_out).evaluate(PREFERENCES[4:])
 
 
@@ -287,7 +288,7 @@ def test_a_model_is_evaluated_without_training_rows(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [pytest.param(PREFERENCES, id="pairs", marks=pytest.mark.slow), pytest.param(LABELLED, id="labels")])
-def test_kto_begins_at_one_half_and_pulls_the_two_kinds_apart(rows, tmp_path):
+def test_kto_begins_at_one_half_and_separates_desirable_from_undesirable(rows, tmp_path):
     args = {"loss_type": "kto", "beta": 1.0, "rows": rows, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
     trainer = make("dpo", tmp_path, max_steps=40, eval_dataset=rows, **args)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(0.5, abs=1e-6)
@@ -299,7 +300,7 @@ def test_kto_begins_at_one_half_and_pulls_the_two_kinds_apart(rows, tmp_path):
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "kto"])
 def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
-    """Also of KTO, whose baseline is one for all micro-batches."""
+    """Also with KTO, whose baseline is common to all micro-batches."""
     made = []
     for pieces in (1, 4):
         lm = tiny(dtype=torch.float64)
@@ -316,7 +317,7 @@ def test_accumulating_gradients_changes_nothing(loss_type, tmp_path):
 
 @pytest.mark.parametrize("reference", ["stored", "frozen"])
 def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_path):
-    """Its baseline is one for all held-out rows."""
+    """Its baseline is common to all held-out rows."""
     other, found = moved(tiny(dtype=torch.float64), 0.3), []
     other.save(tmp_path / "other")
     shape = {"loss_type": "kto", "reference": reference, "reference_model": str(tmp_path / "other"), "eval_dataset": LABELLED[:14]}
@@ -329,7 +330,7 @@ def test_the_size_of_evaluation_batches_changes_no_metric_of_kto(reference, tmp_
         assert line == pytest.approx(found[0], rel=1e-6)
 
 
-def test_chosen_and_rejected_are_hidden_apart(tmp_path):
+def test_chosen_and_rejected_have_different_masks(tmp_path):
     same = [{"prompt": "ab", "chosen": "abcdefgh", "rejected": "hgfedcba"}] * 4
     trainer = make("dpo", tmp_path, rows=same, samples=4)
     rows = batch(trainer, *range(4))
@@ -359,7 +360,7 @@ def test_chat_and_implicit_prompts_are_the_same_pairs(tmp_path):
     assert make("dpo", tmp_path / "implicit", rows=implicit).train_dataset == plain
 
 
-def test_rows_that_state_no_preference_are_named(tmp_path):
+def test_errors_name_rows_without_a_preference(tmp_path):
     for row, message in [
         ({"prompt": "a", "chosen": "ab", "rejected": "ab"}, "row 1, .*the same"),
         ({"prompt": "a", "chosen": "b" * 40, "rejected": "b"}, "row 1: 43 tokens, but a row holds 32"),
@@ -373,7 +374,7 @@ def test_rows_that_state_no_preference_are_named(tmp_path):
 
 
 def calls(trainer: DPOTrainer) -> list[bool]:
-    """Filled by every call of a layer's first projection, with whether gradients are taken."""
+    """Gets an entry for every call of a layer's first projection: whether gradients are enabled."""
     seen: list[bool] = []
     layer = next(module for name, module in trainer.model.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
     layer.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))
@@ -388,11 +389,11 @@ def test_activation_checkpointing_runs_the_layers_again_and_changes_nothing(tmp_
         trainer.train()
         counts.append(len(seen))
         ends.append(weights(trainer.lm))
-    assert counts == [3 * (2 + 2), 3 * (2 + 2 + 2)]  # two views without gradients, two with them, and these again
+    assert counts == [3 * (2 + 2), 3 * (2 + 2 + 2)]  # two views without gradients, two with, and two recomputed
     assert equal(*ends)
 
 
-def test_adapters_alone_are_trained_and_the_base_stays(tmp_path):
+def test_only_adapters_are_trained(tmp_path):
     lm = tiny()
     start = weights(lm)
     trainer = make("dpo", tmp_path, lm, peft_config=peft.LoraConfig(**LORA), max_steps=30, learning_rate=3e-2, eval_dataset=PREFERENCES)

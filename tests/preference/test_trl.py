@@ -1,5 +1,5 @@
-"""Preference optimisation of a causal model against TRL's trainers: of the same weights and pairs the gradients of every parameter agree,
-in the first step, where the policy is the reference, and in two more, where it is not."""
+"""Preference optimisation of a causal model against TRL: the gradients of every parameter agree in the first step, where the policy
+is the reference, and in the next two."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "per token": ({"length_normalization": True}, {"loss_type": "sigmoid_norm"}),
     "rpo": ({"rpo_alpha": 0.5}, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}),
 }
-"""What each trainer is told in its own words."""
+"""Our settings and those of TRL."""
 PLAIN = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
 
 
 def shared(folder: Path, batch: int, accumulation: int = 1) -> dict[str, Any]:
-    """Every step sees all rows."""
+    """Settings of both trainers; every step has all rows."""
     shape = {"per_device_train_batch_size": batch // accumulation, "gradient_accumulation_steps": accumulation, "max_steps": 3}
     return settings(folder, optim="sgd", learning_rate=0.5, lr_scheduler_type="constant", max_grad_norm=0.0, beta=0.2, **shape)
 

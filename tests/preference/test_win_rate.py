@@ -1,4 +1,4 @@
-"""A judge compares what the policy writes greedily with the chosen responses."""
+"""A judge compares greedy completions of the policy with the chosen responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from unmask.preference.win_rate import split_row, wins
 SAMPLER = SamplerConfig(max_new_tokens=4)
 
 
-def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
+def test_the_judge_gets_prompts_completions_and_chosen_responses():
     lm, seen = tiny(), []
 
     def judge(*given: list[str]) -> list[float]:
@@ -40,15 +40,15 @@ def test_the_judge_is_given_prompts_completions_and_the_chosen_responses():
 @pytest.mark.parametrize(
     ("judge", "message"),
     [
-        (lambda *_: [1], r"judge: gave \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
-        (lambda *_: [1, 2], "judge: gave"),
-        (lambda *_: [1, float("nan")], "judge: gave"),
+        (lambda *_: [1], r"judge: returned \[1\.0\] for 2 completions\. Return 1, 0\.5 or 0"),
+        (lambda *_: [1, 2], "judge: returned"),
+        (lambda *_: [1, float("nan")], "judge: returned"),
         (lambda *_: [1, "win"], "judge: raised ValueError"),
         (lambda *_: 1 / 0, "judge: raised ZeroDivisionError"),
         (lambda *_: sys.exit(3), "judge: raised SystemExit: 3"),
     ],
 )
-def test_what_is_no_verdict_is_an_error(judge, message):
+def test_wrong_values_of_a_judge_are_an_error(judge, message):
     lm = tiny()
     pairs: Any = DPOTrainer.make_rows(lm, DPOConfig(**settings(Path("unused"))), PREFERENCES[:2], "eval_dataset")
     with pytest.raises(TrainingError, match=message):
@@ -70,7 +70,7 @@ def test_the_win_rate_is_logged_with_the_evaluation(tmp_path):
     assert "win_rate" not in trainer.state.log_history[0]
 
 
-def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused(tmp_path):
+def test_a_missing_judge_or_one_without_held_out_pairs_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"absent\.py:judge: cannot be imported"):
         make("dpo", tmp_path, judge="absent.py:judge", eval_dataset=PREFERENCES)
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
@@ -80,7 +80,7 @@ def test_a_judge_that_is_not_there_or_has_nothing_to_judge_is_refused(tmp_path):
         DPOTrainer(tiny(), DPOConfig(**settings(tmp_path, loss_type="kto")), PREFERENCES, PREFERENCES, judge=lambda *_: [])
 
 
-def test_a_prompt_that_leaves_no_room_to_write_is_told_before_training(tmp_path):
+def test_a_prompt_without_room_for_a_completion_is_refused_before_training(tmp_path):
     (tmp_path / "judge.py").write_text("def judge(*_):\n    return []\n")
     rows = [PREFERENCES[0], PREFERENCES[0] | {"chosen": ""}, PREFERENCES[1] | {"prompt": "ab" * 10}]
     shape = {"judge": f"{tmp_path}/judge.py:judge", "eval_dataset": rows, "bad_rows": "skip"}

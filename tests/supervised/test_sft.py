@@ -221,8 +221,8 @@ def test_settings_that_cannot_be_are_refused(wrong, message, tmp_path):
     [
         ({"prompt": "a", "completion": "b" * 40}, r"row 1: 43 tokens, but a row holds 32\. Raise max_length"),
         ({"prompt": "a", "completion": None}, r"row 1: no value in column 'completion'"),
-        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, r"row 1, .*different kinds"),
-        ({"prompt": [{"role": "user", "content": "b"}], "completion": "b"}, r"row 1, .*different kinds"),
+        ({"prompt": "a", "completion": [{"role": "assistant", "content": "b"}]}, r"row 1, .*different types"),
+        ({"prompt": [{"role": "user", "content": "b"}], "completion": "b"}, r"row 1, .*different types"),
         ({"prompt": 3, "completion": "b"}, r"row 1, prompt: neither a text nor messages: 3"),
     ],
 )

@@ -103,7 +103,7 @@ def test_precision_that_is_assigned_and_does_not_work_is_told(tmp_path, monkeypa
     monkeypatch.setattr(stage_config, "amp_works", lambda bf16: False)
     args = config(tmp_path, use_cpu=True)
     args.bf16 = True
-    with pytest.warns(RuntimeWarning, match="bf16 was asked for, but this machine cannot train in it"):
+    with pytest.warns(RuntimeWarning, match="bf16 is set, but this machine cannot train in it"):
         args.choose_precision(in_float32=True)
     assert (args.bf16, args.mixed_precision) == (False, "no")
 

@@ -234,7 +234,7 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
     tiny().save(tmp_path)
     with pytest.raises(ModelError, match="unknown quantization '3bit'"):
         load(tmp_path, quantization="3bit")
-    with pytest.raises(ModelError, match="4bit weights cannot be computed with in float64"):
+    with pytest.raises(ModelError, match="4bit weights do not compute in float64"):
         load(tmp_path, quantization="4bit", dtype="float64")
     with pytest.raises(ConfigError, match="quantization: '3bit' is refused"):
         ModelConfig(path="x", quantization="3bit")
@@ -268,8 +268,8 @@ def test_flash_attention_serves_every_pass_and_changes_nothing(verb, tmp_path, m
     [
         ((7, 5), {"bf16": True}, "bidirectional", "no GPU that it runs on"),
         ((8, 0), {"bf16": True, "use_cpu": True}, "bidirectional", "no GPU that it runs on"),
-        ((8, 0), {}, "bidirectional", r"it computes in 16 bits alone\. Set bf16"),
-        ((8, 0), {"bf16": True}, "block_causal", "it knows no attention by blocks"),
+        ((8, 0), {}, "bidirectional", r"it computes in 16 bits only\. Set bf16"),
+        ((8, 0), {"bf16": True}, "block_causal", "it does not support block-causal attention"),
         ((8, 0), {"bf16": True}, "causal", None),
     ],
 )

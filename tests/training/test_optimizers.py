@@ -116,9 +116,9 @@ def test_a_conversion_by_the_recipe_bfloat16(model, text, tmp_path, uncompiled):
 
 
 def test_stochastic_rounding_is_refused_where_nothing_would_be_rounded(tmp_path):
-    with pytest.raises(ConfigError, match=r"optim_args and model.dtype: bf16_stochastic_round, but no weight that is trained"):
+    with pytest.raises(ConfigError, match=r"optim_args and model.dtype: bf16_stochastic_round, but no trained weight is in bfloat16"):
         make("sft", tmp_path, **ROUNDED)
-    with pytest.raises(ConfigError, match=r"optim_args and optim: adamw_torch does not know bf16_stochastic_round"):
+    with pytest.raises(ConfigError, match=r"optim_args and optim: adamw_torch does not support bf16_stochastic_round"):
         make("sft", tmp_path, tiny(dtype=torch.bfloat16), **ROUNDED | {"optim": "adamw_torch"})
 
 
@@ -191,8 +191,8 @@ def test_updates_too_small_for_bfloat16_add_up_in_host_memory_and_a_resume_keeps
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"optim": "adamw_bnb_8bit"}, "adamw_bnb_8bit does not keep its states in host memory. Use one of adamw_torch"),
-        ({"fsdp": True}, "the shards have an offload of their own"),
+        ({"optim": "adamw_bnb_8bit"}, "adamw_bnb_8bit cannot keep its state in host memory. Use one of adamw_torch"),
+        ({"fsdp": True}, "sharding has its own offload"),
         ({"fp16": True}, "the scaler of float16"),
     ],
 )

@@ -289,7 +289,7 @@ def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
     trainer.train()
     losses = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert trainer.state.best_metric == min(losses) and trainer.evaluate()["eval_loss"] == min(losses)
-    with pytest.raises(ConfigError, match=r"metric_for_best_model: an evaluation gives no 'f1'. Use one of eval_loss"):
+    with pytest.raises(ConfigError, match=r"metric_for_best_model: an evaluation has no 'f1'. Use one of eval_loss"):
         make("sft", tmp_path / "b", metric_for_best_model="f1", **run).train()
 
 

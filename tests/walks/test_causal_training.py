@@ -54,7 +54,7 @@ def test_training_without_mixed_precision_and_with_memory_in_the_log(corpus):
 def test_mixed_precision_is_chosen_where_it_pays_and_falls_back_elsewhere(corpus):
     pretrain(corpus, "run", "training.max_steps=1")
     assert parse_yaml(Path("run/config.yaml").read_text(), "config.yaml")["training"]["bf16"] is False
-    with pytest.warns(RuntimeWarning, match="fp16 was asked for, but this machine cannot train in it: going on in float32"):
+    with pytest.warns(RuntimeWarning, match="fp16 is set, but this machine cannot train in it: going on in float32"):
         assert pretrain(corpus, "older", "training.max_steps=1", "training.fp16=true")
 
 

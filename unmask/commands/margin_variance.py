@@ -24,7 +24,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
 from unmask.preference.config import WIDEST_EXACT, exact_width
 from unmask.preference.losses import margins
-from unmask.preference.trainer import MEASURED_PAIRS, DPOTrainer
+from unmask.preference.trainer import MEASURED_PAIRS, DPOTrainer, PreferenceBatch
 
 BUDGETS = (1, 2, 4, 8, 16)
 """Passes for each response."""
@@ -88,7 +88,8 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
 
 def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> Tensor:
     with evaluating(lm), trainer.accelerator.autocast():
-        return trainer.of_responses(batch, (views.weight_BMT * trainer.per_view.log_probs(lm, batch | {"views": views})).sum(1))
+        log_prob_BMT = trainer.per_view.log_probs(lm, PreferenceBatch(batch, views))
+        return trainer.sum_by_response(batch, (views.weight_BMT * log_prob_BMT).sum(1))
 
 
 def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:

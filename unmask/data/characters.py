@@ -1,4 +1,4 @@
-"""A tokenizer of single characters, for small tasks whose text holds few of them."""
+"""A character tokenizer, for small tasks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SPECIAL = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_t
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     """One token per character of the alphabet, after <pad>, <s>, </s> and <unk>; any other character is <unk>.
 
-    Encoding prepends <s> unless `add_special_tokens=False`; decoding gives back the text as it was. There is no mask token: conversion to
-    a diffusion model adds one.
+    Encoding prepends <s> unless `add_special_tokens=False`. Decoding restores the text exactly. Conversion to a diffusion model adds the
+    mask token.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast

@@ -1,18 +1,17 @@
-"""Examples to token ids, in TRL's formats.
+"""Converts examples in TRL's formats to token ids.
 
-| kind | standard | conversational |
+| type | standard | conversational |
 |---|---|---|
 | language modelling | `text`: str | `messages`: a list of messages |
 | prompt only | `prompt`: str | `prompt`: messages |
 | prompt and completion | `prompt`, `completion`: str | `prompt`, `completion`: messages |
-| preference | `chosen`, `rejected`: str, and `prompt` or a common beginning | the same of messages |
+| preference | `chosen`, `rejected`: str; `prompt`: str, or their common beginning | the same with messages |
 
-A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised apart, for sampling sees the prompt alone. The beginning
-of sequence belongs to the prompt, where the tokenizer adds one; a completion ends with exactly one end token, which is supervised: the one
-that the template or the text closes it with, else the tokenizer's EOS. Of `messages` the assistant's turns may be told apart from the rest
-(`render_turns`). How to truncate is the caller's choice.
+A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised separately, because sampling sees only the prompt. The
+beginning of sequence belongs to the prompt, if the tokenizer adds one. A completion ends with exactly one end token, which is learnt: the
+one in the text or from the template, otherwise the tokenizer's EOS. Nothing is truncated here.
 
-`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); none given: the tokenizer's EOS alone.
+`ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS.
 """
 
 from __future__ import annotations
@@ -22,32 +21,31 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
 from unmask.errors import DataError
+from unmask.models.chat_template import render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-from unmask.models.chat_template import render_template
 
 Message = Mapping[str, Any]
 Text = str | Sequence[Message]
 Prompt = Text | Sequence[int]
 Side = TypeVar("Side", str, Sequence[Message])
 Learn = Literal["all", "last"]
-"""Which of the assistant's turns are learnt."""
-
+"""The assistant's turns that are learnt."""
 Ends = Sequence[int]
-"""The ids of tokens that end a text."""
+"""The ids of end tokens."""
 
 FIELDS = ("prompt", "completion", "chosen", "rejected", "messages")
-EQUAL = "chosen equals rejected"
+EQUAL_RESPONSES = "chosen equals rejected"
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Whether the example's text is given as messages."""
+    """Whether the example has messages rather than strings."""
     return any(_is_messages(example.get(field)) for field in FIELDS)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """The ids of a prompt: a string (after the beginning of sequence, where the tokenizer adds one), messages, or ids as they are."""
+    """The ids of a prompt: a string (after the beginning of sequence, if the tokenizer adds one), messages, or ids (unchanged)."""
     if isinstance(prompt, str):
         ids, bos = _encode(tokenizer, prompt), _bos(tokenizer)
         return ids if ids[:1] == bos else bos + ids
@@ -60,11 +58,12 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
-    """The ids of a text that goes on where a prompt stops: without the space that tokenizers like SentencePiece's write before a text."""
+    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's put before a text."""
     ids, newline = _encode(tokenizer, text), _encode(tokenizer, "\n")
-    if prompt and _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a"):  # it writes the space
-        behind = _encode(tokenizer, "\n" + text)
-        ids = behind[len(newline) :] if behind[: len(newline)] == newline else ids
+    if prompt and _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a"):  # the tokenizer adds the space
+        after_newline = _encode(tokenizer, "\n" + text)
+        if after_newline[: len(newline)] == newline:
+            return after_newline[len(newline) :]
     return ids
 
 
@@ -72,15 +71,14 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
-        DataError: where the kinds differ, the completion is not one message of the assistant's that answers others, the tokenizer lacks
-            a chat template or an end of sequence, or the template renders the prompt otherwise once the completion follows (so that
-            training would see another prompt than sampling).
+        DataError: one is a string and the other messages; the completion is not a single answer of the assistant; the tokenizer lacks a
+            chat template or an EOS; or the template renders the prompt differently if a completion follows.
     """
     if isinstance(completion, str) and not _is_messages(prompt):
         text, end = _split_end(tokenizer, completion, ends)
         return encode_prompt(tokenizer, prompt), _finish(tokenizer, [*encode_completion(tokenizer, prompt, text), *end], ends)
     if not (_is_messages(prompt) and _is_messages(completion)):
-        what = f"prompt and completion are of different kinds: {prompt!r:.40} and {completion!r:.40}"
+        what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
     _require_answer(prompt, completion)
@@ -92,8 +90,8 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
 
 
 def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
-    """The prompt ids and completion ids of a language-modelling or prompt-completion example, in the columns above; of the former the
-    prompt is only the beginning of sequence, if any."""
+    """The prompt ids and completion ids of an example with `text`, `messages`, or `prompt` and `completion`. For the first two, the prompt
+    is only the beginning of sequence, if any."""
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
@@ -110,27 +108,27 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends:
 def render_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = ()
 ) -> tuple[list[int], list[int], list[bool]]:
-    """The ids of a conversation up to its last answer, those of this answer, and which of the former are learnt.
+    """The ids before the last answer of a conversation, the ids of this answer, and which of the former are learnt.
 
-    The ids are those of `render_pair`, whatever is learnt. The last answer ends with exactly one end token, and what follows it is left
-    out. An earlier one is learnt with the end that the template gives it, without white space behind.
+    The ids are those of `render_pair`, regardless of `learn`. The last answer ends with exactly one end token; later messages are left out.
+    An earlier answer is learnt with the end that the template writes, without white space after it.
 
     Args:
         tokenizer: with a chat template that only appends.
-        messages: the conversation, which a system prompt or a user begins.
-        learn: all of the assistant's turns, or the last.
+        messages: the conversation; its first message is not the assistant's.
+        learn: all of the assistant's turns, or only the last.
 
     Raises:
-        DataError: there is no such turn, or nothing before it; the template renders a turn otherwise once others follow, or does not end
-            it; the tokenizer does not tell where tokens stand in a text.
+        DataError: the assistant has no turn, or one that follows no other; the template renders a turn differently if others follow, or
+            does not end it; the tokenizer has no character offsets.
     """
     _require_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
-        raise DataError("nothing in it is the assistant's", where="messages", remedy="Remove the row.", reason="without an answer")
+        raise DataError("there is no turn of the assistant", where="messages", remedy="Remove the row.", reason="without an answer")
     for turn in answers:
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
-            what = f"message {turn} is the assistant's, but answers nobody"
+            what = f"message {turn} is the assistant's, but follows no message to answer"
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
     messages = [_without_end(tokenizer, message, ends) for message in messages]
     last = answers.pop()
@@ -144,9 +142,9 @@ def render_turns(
             _require_prefix(context, until, messages[:turn])
             _require_prefix(until, whole, messages[: turn + 1])
             _require_end(until[len(context) :], messages[turn])
-            # White space may be trimmed from where a token stands: of what is nothing else the end alone is left.
-            inside = [index for index, (a, b) in enumerate(spans) if len(context) <= a and len(context) < b <= len(until)]
-            for index in inside[: _stop(tokenizer, [prompt[index] for index in inside], ends)]:
+            # Offsets may exclude white space, so that a token of only white space has an empty span.
+            inside = [index for index, (first, end) in enumerate(spans) if len(context) <= first and len(context) < end <= len(until)]
+            for index in inside[: _learnt_length(tokenizer, [prompt[index] for index in inside], ends)]:
                 learnt[index] = True
     return prompt, answer, learnt
 
@@ -154,13 +152,13 @@ def render_turns(
 def render_preference(
     tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ids of the prompt, the chosen and the rejected completion; an example without `prompt` has it as their common beginning."""
+    """The ids of the prompt, the chosen and the rejected completion. Without `prompt`, it is the common beginning of the two."""
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            what, remedy = "they begin with nothing in common, which would be the prompt", "Give a prompt, or remove the row."
-            raise DataError(what, where="chosen, rejected", remedy=remedy, reason="empty")
+            what = "they have no common beginning that could be the prompt"
+            raise DataError(what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty")
     prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen, ends)
     return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected, ends)[1]
 
@@ -169,11 +167,13 @@ def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Sid
     """Prompt, chosen and rejected completion of two texts (or conversations), neither empty, that begin with the same prompt.
 
     The prompt is the longest common beginning that leaves both a completion; a space before the difference goes to the completions.
-    Texts that are equal: DataError.
+
+    Raises:
+        DataError: the two are equal.
     """
     if chosen == rejected:
         what = f"chosen and rejected are the same: {chosen!r:.80}"
-        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL)
+        raise DataError(what, where="chosen, rejected", remedy="Remove the row: it states no preference.", reason=EQUAL_RESPONSES)
     common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False)))
     common = min(common, len(chosen) - 1, len(rejected) - 1)
     if common and chosen[common - 1] == " ":
@@ -192,29 +192,27 @@ def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     try:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except TypeError as error:  # the tokenizers library of a lone surrogate, which Python makes of bytes that are not UTF-8
+    except TypeError as error:  # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
         what = f"{text!r:.80} is not valid Unicode"
         raise DataError(what, where="text", remedy="Save it as UTF-8", reason="not valid Unicode") from error
 
 
 def _spans(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
-    """Where each token of a text begins and ends, in characters."""
+    """The start and end of each token in the text, in characters."""
     if not tokenizer.is_fast:
-        what = "the tokenizer does not tell where its tokens stand in a text, which earlier answers are found by"
-        raise DataError(
-            what, where=tokenizer.name_or_path or None, remedy="Use a fast tokenizer, or learn the last answer alone (learn: last)."
-        )
+        what, remedy = "a slow tokenizer has no offsets to find earlier answers by", "Use a fast one, or learn only the last (learn: last)."
+        raise DataError(what, where=tokenizer.name_or_path or None, remedy=remedy)
     return list(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
 
 
 def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The beginning of sequence, if the tokenizer has one and adds it."""
+    """The beginning of sequence, if the tokenizer adds one."""
     added = tokenizer("")["input_ids"][:1]
     return [tokenizer.bos_token_id] if added == [tokenizer.bos_token_id] else []
 
 
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """Messages up to where the model speaks: its turn is opened, or left open where the last message is the beginning of its answer."""
+    """The text before the model's answer: its turn is opened, or continued if the last message is already the assistant's."""
     answering = messages[-1]["role"] == "assistant"
     return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering)
 
@@ -226,72 +224,74 @@ def _require_messages(value: Any) -> None:
 
 
 def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) -> None:
-    """Raise a DataError if a completion is not one answer: what others say would be learnt, or that an answer ends where it goes on."""
+    """Raise a DataError if a completion is not a single answer of the assistant that follows another role."""
     if others := [message["role"] for message in completion if message["role"] != "assistant"]:
-        what, remedy = f"a completion holds a turn of the {others[0]}'s", "Move all but the last answer to the prompt, or remove the row."
+        what, remedy = f"a completion has a turn of the {others[0]}", "Move all but the last answer to the prompt, or remove the row."
         raise DataError(what, where="completion", remedy=remedy, reason="with others' turns in the answer")
     if len(completion) > 1 or prompt[-1]["role"] == "assistant":
-        what = "an answer of the assistant's follows another"
+        what = "a turn of the assistant follows another"
         raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answers that follow nothing")
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: Ends) -> Message:
-    """A message whose content, if it is the assistant's, is without end tokens: the template writes one, or it is added."""
+    """The message; the assistant's without end tokens at its end (the template writes one, or `_finish` adds it)."""
     if message["role"] != "assistant" or not isinstance(message.get("content"), str):
         return message
     return {**message, "content": _split_end(tokenizer, message["content"], ends)[0]}
 
 
 def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> tuple[str, list[int]]:
-    """An answer without the end tokens that it may bring along, each once, and the first of these. One that goes on behind: DataError."""
+    """An answer without the end tokens at its end, and the first of these, if any. Each end token is removed at most once.
+
+    Raises:
+        DataError: the answer is empty without them, or another end token is inside it.
+    """
     texts = {text: token for token in _all_ends(tokenizer, ends) if (text := str(tokenizer.decode([token])))}
-    first, left = list[int](), list(texts)
-    while closing := next((text for text in left if answer.rstrip().endswith(text)), None):
+    first, remaining = list[int](), list(texts)
+    while closing := next((text for text in remaining if answer.rstrip().endswith(text)), None):
         answer, first = answer.rstrip().removesuffix(closing), [texts[closing]]
-        left.remove(closing)
+        remaining.remove(closing)
     if first and not answer.strip():
-        raise DataError("an answer is its end alone", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
+        raise DataError("an answer is only an end token", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
     if inside := next((text for text in texts if text in answer), None):
-        what = f"the answer holds the end of sequence {inside!r} before its end"
-        raise DataError(what, where="completion", remedy="Remove it, or write it otherwise.", reason="with an end of sequence in it")
+        what = f"the answer has the end token {inside!r} before its end"
+        raise DataError(what, where="completion", remedy="Remove it, or write it differently.", reason="with an end of sequence in it")
     return answer, first
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
-    """Raise a DataError if a conversation is not rendered as it was once more follows: training would see another prompt than sampling."""
+    """Raise a DataError if messages are rendered differently when others follow: training and sampling would see different prompts."""
     if not whole.startswith(start):
-        what = "the chat template renders the prompt otherwise once the completion follows"
+        what = "the chat template renders the prompt differently if a completion follows"
         remedy = "Use a template that only appends, or give both as strings."
         raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered otherwise once more follows")
 
 
 def _require_end(text: str, message: Message) -> None:
-    """Raise a DataError if all that the template writes of an answer that others follow is its content: its end could not be learnt."""
+    """Raise a DataError if the template writes no end after an answer that others follow: its end could not be learnt."""
     if text.strip() == str(message.get("content") or "").strip():
-        what = "the chat template does not end an assistant's turn that others follow, so that its end cannot be learnt"
-        raise DataError(what, remedy="Learn the last turn alone (learn: last), or use a template that ends turns.")
+        what = "the chat template does not end a turn of the assistant that others follow, so that its end cannot be learnt"
+        raise DataError(what, remedy="Learn only the last turn (learn: last), or use a template that ends turns.")
 
 
 def _all_ends(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> Ends:
-    """The end tokens given, or the tokenizer's EOS, if it has one."""
     return ends or [token for token in [tokenizer.eos_token_id] if token is not None]
 
 
-def _stop(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> int:
-    """How many tokens of a turn are learnt: up to the first end token behind which are only white space and other ends."""
-    known, stop, behind = _all_ends(tokenizer, ends), len(ids), len(ids)
+def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> int:
+    """The number of tokens of a turn up to the first end token that is followed only by white space and other end tokens."""
+    known, length, checked = _all_ends(tokenizer, ends), len(ids), len(ids)
     for index in reversed([index for index, token in enumerate(ids) if token in known]):
-        if str(tokenizer.decode(ids[index + 1 : behind])).strip():
+        if str(tokenizer.decode(ids[index + 1 : checked])).strip():
             break
-        stop, behind = index + 1, index
-    return stop
+        length, checked = index + 1, index
+    return length
 
 
 def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> list[int]:
-    """A completion that ends with exactly one end token: its own, less what the template puts after it, or the tokenizer's EOS."""
+    """A completion with exactly one end token, its last: its own or the tokenizer's EOS. What the template writes after it is dropped."""
     eos = tokenizer.eos_token_id
     if eos is None:
-        what = "the tokenizer has no end-of-sequence token"
-        raise DataError(what, where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")
-    ended = ids[: _stop(tokenizer, ids, ends)]
+        raise DataError("the tokenizer has no EOS token", where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")
+    ended = ids[: _learnt_length(tokenizer, ids, ends)]
     return ended if ended and ended[-1] in _all_ends(tokenizer, ends) else [*ended, eos]

@@ -1,17 +1,17 @@
-"""Examples as people write them, and the same in TRL's words (see `unmask.data.chat`).
+"""The record formats that are accepted, and their conversion to TRL's columns (see `unmask.data.chat`).
 
-| columns | what they hold | read as |
+| columns | contents | converted to |
 |---|---|---|
-| `text` | text, all of which is learnt | the same |
-| `messages` | a conversation | the same |
-| `conversations`, perhaps `system` | a conversation, as ShareGPT writes it | `messages` |
-| `prompt`, `completion` | text or messages | the same |
-| `question`, `thinking_trajectories`, `attempt` | a reasoning trace, as s1k writes it | `prompt`, `completion` |
-| `prompt`, `chosen`, `rejected`; or without `prompt` | text or messages | the same |
-| `conversations`, `chosen`, `rejected`, perhaps `system` | the same, as ShareGPT writes it | `prompt`, `chosen`, `rejected` |
-| `prompt`, `completion`, `label` | text or messages, and true or false | the same |
+| `text` | text, all of which is learnt | unchanged |
+| `messages` | a conversation | unchanged |
+| `conversations`, optional `system` | a conversation of ShareGPT | `messages` |
+| `prompt`, `completion` | text or messages | unchanged |
+| `question`, `thinking_trajectories`, `attempt` | a reasoning trace of s1k | `prompt`, `completion` |
+| `prompt`, `chosen`, `rejected`; or without `prompt` | text or messages | unchanged |
+| `conversations`, `chosen`, `rejected`, optional `system` | a preference of ShareGPT | `prompt`, `chosen`, `rejected` |
+| `prompt`, `completion`, `label` | text or messages, and a boolean | unchanged |
 
-A message is `{"role": ..., "content": ...}`, or as ShareGPT writes it `{"from": ..., "value": ...}`.
+A message is `{"role": ..., "content": ...}`, or in ShareGPT's form `{"from": ..., "value": ...}`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from unmask.errors import DataError
 Example = dict[str, Any]
 
 PROMPTS = ("question", "instruction", "input", "query")
-"""What others call a prompt."""
+"""Other names of a prompt column."""
 SPEAKERS = {
     **{"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"},
     **{"observation": "tool", "tool": "tool", "function_call": "assistant"},
 }
-"""Who speaks: ShareGPT's word, and the role."""
+"""Roles by ShareGPT's names of the speaker."""
 TRACE_INSTRUCTIONS = "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>"
-"""What the prompt of a reasoning trace asks for, before the question: the form of the tasks of reinforcement learning."""
+"""Begins the prompt of a reasoning trace. The form is that of the tasks of reinforcement learning."""
 
 
 def conversation(row: Example) -> Any:
-    """The messages of a ShareGPT row, after its system prompt, if it has one apart."""
+    """The messages of a ShareGPT row. A `system` column becomes the first message."""
     messages, system = row["conversations"], row.get("system")
     if not isinstance(system, str | None):
         raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="of another type")
@@ -47,7 +47,7 @@ def conversation(row: Example) -> Any:
     if messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     if messages[0]["content"] != system:
-        what = f"the system prompt {system!r:.40} stands beside another, {messages[0]['content']!r:.40}"
+        what = f"there are two system prompts, {system!r:.40} and {messages[0]['content']!r:.40}"
         raise DataError(what, where="system", remedy="Keep one of them.", reason="two system prompts")
     return messages
 
@@ -55,9 +55,11 @@ def conversation(row: Example) -> Any:
 def trace(row: Example) -> Example:
     """A reasoning trace as prompt and completion: the first trajectory, and the attempt as the answer."""
     thoughts = row["thinking_trajectories"]
-    if not isinstance(thoughts, Sequence) or isinstance(thoughts, str) or not all(isinstance(one, str) for one in thoughts):
+    if not isinstance(thoughts, Sequence) or isinstance(thoughts, str) or not all(isinstance(text, str) for text in thoughts):
         remedy = "Give a list of strings."
-        raise DataError(f"{thoughts!r:.40} is no list of texts", where="thinking_trajectories", remedy=remedy, reason="of another type")
+        raise DataError(
+            f"{thoughts!r:.40} is not a list of strings", where="thinking_trajectories", remedy=remedy, reason="of another type"
+        )
     if not (thoughts and thoughts[0].strip()):
         raise DataError("there is no trace", where="thinking_trajectories", remedy="Remove the row.", reason="empty")
     answer = f"<reasoning>\n{thoughts[0].strip()}\n</reasoning>\n<answer>\n{row['attempt']}\n</answer>"
@@ -68,17 +70,17 @@ def trace(row: Example) -> Example:
 
 
 def preference(row: Example) -> Example:
-    """A preference. Of two whole conversations that begin with the prompt, the prompt is what both begin with."""
+    """A preference. If `chosen` and `rejected` are conversations that repeat the prompt, it is left out: their common beginning is used."""
     prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
     if isinstance(prompt, str) and _is_chat(chosen) and _is_chat(rejected):
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
-        if any(one["role"] == "user" and one.get("content") == prompt for one, _ in shared):
+        if any(message["role"] == "user" and message.get("content") == prompt for message, _ in shared):
             return {"chosen": chosen, "rejected": rejected}
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
 def unpaired(row: Example) -> Example:
-    """A completion that is liked or not."""
+    """A completion with a boolean label."""
     if not isinstance(row["label"], bool):
         what = f"{row['label']!r:.40} is neither true nor false"
         raise DataError(what, where="label", remedy="Write true for a good completion, false for a bad one.", reason="of another type")
@@ -86,14 +88,14 @@ def unpaired(row: Example) -> Example:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """One way to write examples.
+class RecordFormat:
+    """The columns of a record format.
 
     Attributes:
-        columns: by which it is told.
-        texts: those of them that hold text or messages.
-        convert: a row, whose messages have a role and content, to TRL's words; None: these columns as they are.
-        unread: columns of other layouts that would change the prompt; a row with them is refused.
+        columns: identify the format.
+        texts: the columns that hold text or messages.
+        convert: to TRL's columns, from a row whose messages have roles; None: the columns are TRL's.
+        unread: columns that would change the prompt but are not supported; a row that has one is refused.
     """
 
     columns: tuple[str, ...]
@@ -102,10 +104,14 @@ class Layout:
     unread: tuple[str, ...] = ("tools", "system", "history")
 
     def read(self, row: Example) -> Example:
-        """A row in TRL's words. A blank text, what is neither a text nor messages, or a column that would be left unread: DataError."""
+        """A row in TRL's columns.
+
+        Raises:
+            DataError: a text is blank or of another type, or the row has an `unread` column.
+        """
         for name in self.unread:
             if row.get(name):
-                what, remedy = f"a row with {name}, which is not read", "Write it into the prompt (a system message), or remove the column."
+                what, remedy = f"the column {name} is not supported", "Write it into the prompt (a system message), or remove the column."
                 raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
         texts = {name: _messages(row[name]) for name in self.texts}
         for name, value in texts.items():
@@ -117,50 +123,51 @@ class Layout:
         row = row | texts
         return self.convert(row) if self.convert else {name: row[name] for name in self.columns}
 
-    def style(self, row: Example) -> str:
-        """What its texts are."""
-        return " and ".join(dict.fromkeys(_style(row[name]) for name in self.texts))
+    def described(self, row: Example) -> str:
+        """The columns and the types of the row's texts, such as "prompt, completion (text)"."""
+        types = dict.fromkeys(_type(row[name]) for name in self.texts)
+        return f"{', '.join(self.columns)} ({' and '.join(types)})"
 
 
-PLAIN = Layout(("text",), ("text",), unread=("tools",))
-CHAT = Layout(("messages",), ("messages",))
-SHAREGPT = Layout(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools", "history"))
-TRACE = Layout(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
-PAIR = Layout(("prompt", "completion"), ("prompt", "completion"))
+PLAIN = RecordFormat(("text",), ("text",), unread=("tools",))
+CHAT = RecordFormat(("messages",), ("messages",))
+SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools", "history"))
+TRACE = RecordFormat(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
+PAIR = RecordFormat(("prompt", "completion"), ("prompt", "completion"))
 SUPERVISED = (PLAIN, CHAT, SHAREGPT, TRACE, PAIR)
-"""Of supervised fine-tuning. Where a row has the columns of several layouts, it is of the first."""
+"""For supervised fine-tuning. A row that has the columns of several formats is of the first."""
 PREFERENCES = (
-    Layout(
+    RecordFormat(
         ("conversations", "chosen", "rejected"),
         ("conversations", "chosen", "rejected"),
         lambda row: {"prompt": conversation(row), "chosen": row["chosen"], "rejected": row["rejected"]},
         ("tools", "history"),
     ),
-    Layout(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
-    Layout(("chosen", "rejected"), ("chosen", "rejected"), unread=("tools", "system", "history", *PROMPTS)),
+    RecordFormat(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
+    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), unread=("tools", "system", "history", *PROMPTS)),
 )
-UNPAIRED = (Layout(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
+UNPAIRED = (RecordFormat(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
 
 
 class Reader:
-    """Reads rows of one layout: of those given, the one of the first that can be read, with strings and kinds of messages as there.
+    """Reads rows of one format: that of the first good row. Later rows must have the same format, and the same types of text.
 
     Args:
-        layouts: those that are known, the most special first.
+        formats: accepted, in order of precedence.
     """
 
-    def __init__(self, layouts: Sequence[Layout]):
-        self.layouts = layouts
-        self.layout: Layout | None = None
-        self.style = ""
-        self.count = self.first = 0  # the rows so far, and which of them the layout is of
+    def __init__(self, formats: Sequence[RecordFormat]):
+        self.formats = formats
+        self.format: RecordFormat | None = None
+        self.described = ""
+        self.count = self.first = 0  # rows read; index of the row that set the format
 
     def read(self, row: Mapping[str, Any] | DataError) -> Example:
-        """A row in TRL's words.
+        """A row in TRL's columns.
 
         Raises:
-            DataError: the row itself, if it is one (a line that could not be read); a row without its columns, of another layout than
-                the first, of another type, or empty.
+            DataError: the row itself, if it is one (a line that could not be read); a row that lacks columns, has another format or type
+                than the first, or is empty.
         """
         self.count += 1
         if isinstance(row, DataError):
@@ -169,34 +176,30 @@ class Reader:
             remedy = 'Give objects with columns, as {"prompt": ..., "completion": ...}.'
             raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="of another type")
         given = {name: value for name, value in row.items() if value is not None}
-        layout = next((layout for layout in self.layouts if given.keys() >= {*layout.columns}), None)
-        if layout is None:
-            require_values(row, (self.layout or self._nearest(row, given)).columns, "")
-        assert layout is not None
-        for other in self.layouts:
-            if {*layout.columns} < {*other.columns} <= row.keys():  # a null does not make it another layout
+        format_ = next((known for known in self.formats if given.keys() >= {*known.columns}), None)
+        if format_ is None:
+            require_values(row, (self.format or self._nearest(row, given)).columns, "")
+        assert format_ is not None
+        for other in self.formats:
+            if {*format_.columns} < {*other.columns} <= row.keys():  # null in a column of `other` is an error, not another format
                 require_values(row, other.columns, "")
-        example = layout.read(given)
+        example = format_.read(given)
         if len({isinstance(example[name], str) for name in example.keys() - {"label"}}) > 1:
-            return example  # a text beside messages, which is refused where it is rendered, and decides nothing
-        style = layout.style(given)
-        if self.layout is None:
-            self.layout, self.style, self.first = layout, style, self.count - 1
-        if (layout, style) != (self.layout, self.style):
-            what = f"a row of {_told(layout, style)} after rows of {_told(self.layout, self.style)} (as row {self.first} is)"
-            raise DataError(what, remedy="Keep one layout in a file.", reason="of another layout")
+            return example  # mixes text and messages: rendering refuses it, so it must not set the format
+        described = format_.described(given)
+        if self.format is None:
+            self.format, self.described, self.first = format_, described, self.count - 1
+        if described != self.described:
+            what = f"a row of {described} after rows of {self.described} (such as row {self.first})"
+            raise DataError(what, remedy="Keep one format in a file.", reason="of another layout")
         return example
 
-    def _nearest(self, row: Mapping[str, Any], given: Example) -> Layout:
-        """The layout of which a row has most values, and of these most columns."""
-        return max(reversed(self.layouts), key=lambda layout: [sum(name in cells for name in layout.columns) for cells in (given, row)])
+    def _nearest(self, row: Mapping[str, Any], given: Example) -> RecordFormat:
+        """The format with the most columns that have a value in the row; among equals, the one with the most columns present."""
+        return max(reversed(self.formats), key=lambda known: [sum(name in cells for name in known.columns) for cells in (given, row)])
 
 
-def _told(layout: Layout, style: str) -> str:
-    return f"{', '.join(layout.columns)} ({style})"
-
-
-def _style(value: Any) -> str:
+def _type(value: Any) -> str:
     if isinstance(value, str):
         return "text"
     first = value if isinstance(value, Mapping) else value[0]
@@ -204,20 +207,18 @@ def _style(value: Any) -> str:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether it is a message or several, of either kind. In a table each may have the columns of the other, without a value."""
+    """Whether the value is one message or a list of them, with roles or in ShareGPT's form. A key with a null value counts as absent."""
     messages = [value] if isinstance(value, Mapping) else value
-    return (
-        isinstance(messages, Sequence)
-        and len(messages) > 0
-        and all(isinstance(one, Mapping) and (one.get("role") is not None or one.get("from") is not None) for one in messages)
-    )
+    if not isinstance(messages, Sequence) or len(messages) == 0:
+        return False
+    return all(isinstance(each, Mapping) and (each.get("role") is not None or each.get("from") is not None) for each in messages)
 
 
 def _messages(value: Any) -> Any:
-    """Messages with a role and content; anything else as it is."""
+    """Messages with roles; a value that is not messages is unchanged."""
     if not _is_chat(value):
         return value
-    return [_message(one) for one in ([value] if isinstance(value, Mapping) else value)]
+    return [_message(message) for message in ([value] if isinstance(value, Mapping) else value)]
 
 
 def _message(message: Mapping[str, Any]) -> Example:
@@ -240,7 +241,7 @@ def _message(message: Mapping[str, Any]) -> Example:
 
 
 def _part(part: Any) -> str:
-    """The text of a part of a message's content, as OpenAI writes it. Of another kind (an image): DataError."""
+    """The text of a part of a message's content (OpenAI's format). Any other part, such as an image, is a DataError."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     remedy = 'Write {"type": "text", "text": "..."}.'
@@ -248,10 +249,10 @@ def _part(part: Any) -> str:
 
 
 def _is_blank(value: Any) -> bool:
-    """Whether a text is blank, or all messages are, or one that is the assistant's."""
+    """Whether a text is blank, or all messages are, or one of the assistant's without a tool call is."""
     if isinstance(value, str):
         return not value.strip()
     if not _is_chat(value):
         return isinstance(value, Sequence) and len(value) == 0
-    blank = {index for index, one in enumerate(value) if isinstance(one["content"], str) and not one["content"].strip()}
-    return len(blank) == len(value) or any(value[index]["role"] == "assistant" and not value[index].get("tool_calls") for index in blank)
+    blank = [message for message in value if isinstance(message["content"], str) and not message["content"].strip()]
+    return len(blank) == len(value) or any(message["role"] == "assistant" and not message.get("tool_calls") for message in blank)

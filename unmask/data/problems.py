@@ -1,4 +1,4 @@
-"""The problems of a task, from wherever they are."""
+"""The problems of a task, read from a source or generated."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ def read_problems(
     hub_split: str | None = None,
     seed: int = 0,
 ) -> list[Row]:
-    """The rows of a task: of a source (see `load_rows`), else generated.
+    """The rows of a task, from a source (see `load_rows`) or generated.
 
     Args:
-        task: whose.
-        source: a file, a folder or a hub id; None: the task makes them.
+        task: the task.
+        source: a file, a folder or a hub id; None: the task generates problems.
         count: at most this many; None: all of the source.
-        split: of generated ones.
-        hub_split: of a hub data set; None: the same.
-        seed: what generated ones follow from.
+        split: of generated problems.
+        hub_split: of a hub data set; None: `split`.
+        seed: of generated problems.
 
     Raises:
-        DataError: a source that is missing or malformed.
-        ConfigError: there is no source, and the task makes no problems; or there are several.
+        DataError: the source is missing or malformed.
+        ConfigError: several sources; or none, and the task generates no problems.
     """
     if isinstance(source, list):
         raise ConfigError("a task reads one source", where="data", remedy="Give no mixture, or no task")
     if source:
-        with closing(load_records(source, hub_split or split)) as records:  # at an error, too, the file is closed
+        with closing(load_records(source, hub_split or split)) as records:  # closes the file after an error too
             return list(islice(task.rows(records), count))
     return as_puzzle(task).generate(split, count or 0, seed)
 
 
 def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:
-    """The rows as a model is asked them, the first `shots` of them as solved examples before each of the others.
+    """The rows with their prompts. The first `shots` rows are solved examples in the prompts of the others.
 
     Raises:
         ConfigError: no row is left.
     """
     if len(rows) <= shots:
-        raise ConfigError(f"{shots} examples take all {len(rows)} rows", where="shots", remedy="Give fewer shots, or more rows")
+        raise ConfigError(f"{shots} examples use all {len(rows)} rows", where="shots", remedy="Give fewer shots, or more rows")
     return [task.posed(row, style, rows[:shots]) for row in rows[shots:]]

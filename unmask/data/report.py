@@ -1,4 +1,4 @@
-"""What was found when rows were made: how many, how long, what was left out or cut, and why."""
+"""Statistics of the rows of a data set: numbers, lengths, and which were skipped or truncated and why."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from unmask.console import show_table
-from unmask.data.chat import EQUAL
+from unmask.data.chat import EQUAL_RESPONSES
 from unmask.data.rows import naming
 from unmask.errors import DataError
 
 NAMED = 10
-"""How many of the rows left out for one reason are named."""
+"""Rows listed per reason for skipping."""
 QUANTILES = {"shortest": 0.0, "median": 0.5, "90%": 0.9, "99%": 0.99, "longest": 1.0}
 
-Made = TypeVar("Made")
+RowType = TypeVar("RowType")
 
 
-class Rows(list[Made]):
-    """Rows of tokens, and what was found when they were made."""
+class Rows(list[RowType]):
+    """Token rows with their report."""
 
     report: DataReport
 
 
 def shown(rows: Any, wanted: bool) -> Any:
-    """The rows, whose report is printed if they have one."""
+    """Prints the report of the rows, if they have one and it is wanted. Returns the rows."""
     if wanted and isinstance(rows, Rows):
         rows.report.show()
     return rows
 
 
 class DataReport:
-    """Counts the rows of one data set while they are made, and decides what becomes of bad ones.
+    """Counts the rows of a data set while they are tokenised, and skips bad rows or raises their errors.
 
     Args:
-        where: what errors call the data set.
-        skip: leave bad rows out and count them, instead of raising their errors.
+        where: the name of the data set in errors.
+        skip: skip and count bad rows instead of raising their errors.
 
     Attributes:
-        read: rows of the data set.
-        numbers: of those of them that are trained on, from 0.
-        dropped: by reason the numbers of those left out.
-        truncated: by what was cut ("prompt" or "completion") how many were.
-        lengths: by part of a row its tokens, of all rows that could be rendered, before anything is cut.
-        packed: token rows into which the kept ones were packed; None: they were not.
+        read: number of rows read.
+        numbers: indices, from 0, of the rows that are kept.
+        dropped: indices of skipped rows, by reason.
+        truncated: number of truncated rows, by part ("prompt" or "completion").
+        lengths: tokens before truncation of all rows that could be rendered, by part.
+        packed: number of packed rows; None without packing.
     """
 
     def __init__(self, where: str, *, skip: bool = False):
@@ -59,7 +59,7 @@ class DataReport:
 
     @contextmanager
     def row(self, index: int) -> Iterator[None]:
-        """Where one row is made. An error that tells what is wrong with the row alone ends with it, if bad rows are left out."""
+        """Counts the row that is tokenised inside. Its error (one with a `reason`) is counted and suppressed if bad rows are skipped."""
         self.read += 1
         try:
             with naming(f"{self.where}, row {index}"):
@@ -72,65 +72,71 @@ class DataReport:
 
     @property
     def kept(self) -> int:
-        """How many rows are trained on."""
+        """Number of rows that are kept."""
         return len(self.numbers)
 
-    def measure(self, **lengths: int) -> None:
-        """Note the tokens of a row's parts."""
+    def record_lengths(self, **lengths: int) -> None:
+        """Record the tokens of a row's parts."""
         for name, length in lengths.items():
             self.lengths.setdefault(name, []).append(length)
 
-    def cut(self, **cut: bool) -> None:
-        """Note which of a row's parts were cut."""
-        self.truncated.update(name for name, was in cut.items() if was)
+    def record_cuts(self, **parts: bool) -> None:
+        """Record which of a row's parts were truncated."""
+        self.truncated.update(name for name, truncated in parts.items() if truncated)
 
-    def of(self, rows: Sequence[Made]) -> Rows[Made]:
-        """The rows with this report. None at all: DataError."""
+    def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
+        """The rows with this report.
+
+        Raises:
+            DataError: there are no rows.
+        """
         if not rows:
-            reasons = ", ".join(f"{len(found):,} {reason}" for reason, found in self.dropped.items())
-            raise DataError(f"no row is left ({reasons})", where=self.where, remedy="Mend the data, or set bad_rows to error to see how")
-        made = Rows(rows)
-        made.report = self
-        return made
+            reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
+            raise DataError(
+                f"no row is left ({reasons})", where=self.where, remedy="Fix the data; with bad_rows: error each error is shown"
+            )
+        reported = Rows(rows)
+        reported.report = self
+        return reported
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, as JSON can hold it."""
-        dropped = {reason: {"count": len(found), "rows": found[:NAMED]} for reason, found in self.dropped.items()}
+        """The report for JSON."""
+        dropped = {reason: {"count": len(indices), "rows": indices[:NAMED]} for reason, indices in self.dropped.items()}
         counts: dict[str, Any] = {"read": self.read, "kept": self.kept, "dropped": dropped, "truncated": dict(self.truncated)}
         if "chosen" in self.lengths:
-            counts["chosen_equals_rejected"] = len(self.dropped.get(EQUAL, ()))
+            counts["chosen_equals_rejected"] = len(self.dropped.get(EQUAL_RESPONSES, ()))
         if self.packed is not None:
             counts["packed"] = self.packed
-        lengths = {name: quantiles(found) | {"histogram": histogram(found)} for name, found in self.lengths.items()}
-        return counts | {"tokens": lengths}
+        tokens = {name: quantiles(lengths) | {"histogram": histogram(lengths)} for name, lengths in self.lengths.items()}
+        return counts | {"tokens": tokens}
 
     def show(self) -> None:
-        """Print it as two tables: of rows, and of lengths."""
+        """Print two tables: row counts and lengths."""
         counts = [("read", f"{self.read:,}"), ("kept", f"{self.kept:,}")]
-        for reason, found in self.dropped.items():
-            more = ", ..." if len(found) > NAMED else ""
-            counts.append((f"left out: {reason}", f"{len(found):,} (row {', '.join(map(str, found[:NAMED]))}{more})"))
-        if "chosen" in self.lengths and EQUAL not in self.dropped:
-            counts.append((EQUAL, "0"))
+        for reason, indices in self.dropped.items():
+            more = ", ..." if len(indices) > NAMED else ""
+            counts.append((f"left out: {reason}", f"{len(indices):,} (row {', '.join(map(str, indices[:NAMED]))}{more})"))
+        if "chosen" in self.lengths and EQUAL_RESPONSES not in self.dropped:
+            counts.append((EQUAL_RESPONSES, "0"))
         counts += [(f"{name} cut", f"{count:,}") for name, count in self.truncated.items()]
         if self.packed is not None:
             counts.append(("packed into", f"{self.packed:,}"))
         show_table(counts, f"{self.where}: rows")
-        columns = [quantiles(found) | histogram(found) for found in self.lengths.values()]
+        columns = [quantiles(lengths) | histogram(lengths) for lengths in self.lengths.values()]
         buckets = {name for column in columns for name in column} - QUANTILES.keys()
         names = [*QUANTILES, *sorted(buckets, key=lambda name: int(name.split("-")[0]))]
-        lengths = [(name, *(f"{column.get(name, 0):,}" for column in columns)) for name in names]
-        show_table(lengths, f"{self.where}: tokens", head=["", *self.lengths])
+        lines = [(name, *(f"{column.get(name, 0):,}" for column in columns)) for name in names]
+        show_table(lines, f"{self.where}: tokens", head=["", *self.lengths])
 
 
 def quantiles(lengths: Sequence[int]) -> dict[str, int]:
-    """Of a list that is not empty, values that are in it."""
+    """`QUANTILES` of a non-empty list, without interpolation."""
     ordered = sorted(lengths)
-    return {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in QUANTILES.items()}
+    return {name: ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] for name, fraction in QUANTILES.items()}
 
 
 def histogram(lengths: Sequence[int]) -> dict[str, int]:
-    """How many lengths there are from each power of two to before the next: `{"1": 4, "2-3": 0, "4-7": 9}`, gaps filled."""
+    """Counts in buckets between powers of two, empty ones between them included: `{"1": 4, "2-3": 0, "4-7": 9}`."""
     counts = Counter(length.bit_length() for length in lengths)
     return {_bucket(bits): counts[bits] for bits in range(min(counts), max(counts) + 1)}
 

@@ -1,7 +1,7 @@
-"""Token rows for training: those of text, packed or not, and the batches made of rows.
+"""Token rows for training, made from text, and their batches.
 
-A row is a dict: `input_ids`, `documents` (numbered from 1, so that packed documents do not see one another), `maskable`
-(the tokens that are learnt) and `sample_id`.
+A row is a dict: `input_ids`, `documents` (the number of each token's document, from 1; documents do not see one another), `maskable` (which
+tokens are learnt) and `sample_id`.
 
 Shapes: B batch, T tokens.
 """
@@ -22,20 +22,21 @@ from unmask.errors import DataError
 from unmask.records import require_names
 
 TEXTS_AT_ONCE = 256
-"""How many texts are tokenised in one go, which is also how many are held in memory."""
+"""Texts that are tokenised together and held in memory."""
 
 Row = dict[str, Any]
+Token = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a list of rows, of a `datasets.Dataset` or of a stream, value by value and as often as asked for.
+    """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated repeatedly.
 
     Args:
-        setting: the setting that names the column, for the error of a row without it.
+        setting: the setting that names the column, for the error.
 
     Raises:
-        DataError: a row does not have it.
+        DataError: on iteration, a row does not have the column or a value in it.
     """
 
     dataset: Iterable[Mapping[str, Any]]
@@ -48,17 +49,17 @@ class Column:
             where = f"{self.where}, row {index}"
             if self.setting and self.name not in row:
                 what = f"no column {self.name!r} (present: {', '.join(map(repr, row)) or 'none'})"
-                remedy = f"Name the column that is there: {self.setting}"
+                remedy = f"Name an existing column: {self.setting}"
                 raise DataError(what, where=where, remedy=remedy, reason="a column is missing")
             require_values(row, (self.name,), where)
             yield row[self.name]
 
 
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
-    """That a data set can be trained on.
+    """Check that a data set can be trained on.
 
     Raises:
-        DataError: there are several, it is empty, or it is a stream where these are not taken.
+        DataError: there are several, it is empty, or it is a stream and `streams` is false.
     """
     if isinstance(dataset, Mapping):
         raise DataError(f"are several data sets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
@@ -69,12 +70,12 @@ def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
 
 
 def column(dataset: Iterable[Mapping[str, Any]], name: str, where: str) -> list[Any]:
-    """All of a `Column`."""
+    """The values of a `Column` as a list."""
     return list(Column(dataset, name, where))
 
 
 def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """As `require_names`, of a row: a cell that a file does not fill is None, which is an error too."""
+    """As `require_names`, for a row. None (a cell that the file leaves empty) is an error too."""
     names = list(names)
     require_names(row, names, where)
     if empty := [name for name in names if row[name] is None]:
@@ -85,40 +86,49 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
 
 @contextmanager
 def naming(where: str) -> Iterator[None]:
-    """Errors inside also tell which row they are about."""
+    """Prepends `where`, the place of a row, to the place of errors raised inside."""
     try:
         yield
     except DataError as error:
-        place = f"{where}, {error.where}" if error.where else where
-        raise DataError(error.what, where=place, remedy=error.remedy, reason=error.reason) from error
+        where = f"{where}, {error.where}" if error.where else where
+        raise DataError(error.what, where=where, remedy=error.remedy, reason=error.reason) from error
 
 
 def iter_text_rows(
     tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_length: int, *, packed: bool = True, where: str = "train_dataset"
 ) -> Iterator[Row]:
-    """Rows of plain text, made as they are asked for: every document begins with BOS, if the tokenizer has one, and ends with EOS.
+    """Rows of plain text, made lazily. Every document begins with BOS, if the tokenizer has one, and ends with EOS.
 
-    Packed: documents are laid end to end and cut into rows of `max_length`. Else one document a row, cut where too long
-    (then without an EOS: a cut is not an end). The first token of a document (the BOS, if there is one) and of a row is never
-    learnt, as nothing stands before it from which a shifted model could predict it; a row with nothing to learn is left out.
+    Packed: the documents are concatenated and cut into rows of `max_length`. Otherwise each row is one document, cut to `max_length` (a cut
+    document has no EOS). The first token of a document and of a row is never learnt, because a model with a logit shift predicts a token
+    from the one before. A row with no token to learn is left out.
 
     Raises:
-        DataError: something is not text or holds the mask token, or, at the end, there was no text.
+        DataError: a text is not a string or has the mask token; or, at the end, there was no text.
     """
     bos, eos = ([token] if token is not None else [] for token in (tokenizer.bos_token_id, tokenizer.eos_token_id))
     documents = (bos + body + eos for body in _encoded(tokenizer, texts, where) if body)
     # A token is its id, the number of its document, and whether it is learnt.
-    numbered = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
-    sample_id, empty = -1, True
-    for tokens in [chain.from_iterable(numbered)] if packed else (islice(tokens, max_length) for tokens in numbered):
-        while cut := list(islice(tokens, max_length)):
-            sample_id += 1
-            ids, numbers, maskable = zip(*cut, strict=True)
-            if any(maskable[1:]):
-                empty = False
-                yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
+    tokenised = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
+    empty = True
+    for sample_id, tokens in enumerate(_cut(tokenised, max_length, packed=packed)):
+        ids, numbers, maskable = zip(*tokens, strict=True)
+        if any(maskable[1:]):
+            empty = False
+            yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
     if empty:
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
+
+
+def _cut(documents: Iterable[Iterable[Token]], max_length: int, *, packed: bool) -> Iterator[list[Token]]:
+    """The tokens of each row."""
+    if packed:
+        stream = chain.from_iterable(documents)
+        while tokens := list(islice(stream, max_length)):
+            yield tokens
+    else:
+        for document in documents:
+            yield list(islice(document, max_length))
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> Iterator[list[int]]:
@@ -136,32 +146,34 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: st
 
 
 def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
-    """Raise a DataError if a mask token is in the text: it can never be predicted, and its loss would be infinite."""
+    """Raise a DataError if the mask token is in the text: it is never predicted, so that its loss would be infinite."""
     if tokenizer.mask_token_id in ids:
         what = f"the text holds the mask token {tokenizer.mask_token!r}"
-        raise DataError(what, remedy="Remove it, or write it otherwise", reason="with the mask token in it")
+        raise DataError(what, remedy="Remove it, or write it differently", reason="with the mask token in it")
 
 
 def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:
-    """A row as it is described above; its documents are numbered anew from 1."""
+    """A row, its documents renumbered from 1."""
     first = documents[0] - 1
     return {"input_ids": list(ids), "documents": [d - first for d in documents], "maskable": list(maskable), "sample_id": sample_id}
 
 
 def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bool = False) -> Tensor:
-    """A [B, T] tensor of rows padded to the longest, on the right unless asked otherwise."""
-    width = max(map(len, rows))
-    padded = [[fill] * (width - len(r)) + list(r) if left else list(r) + [fill] * (width - len(r)) for r in rows]
+    """A [B, T] tensor of rows padded to the longest, on the right or `left`."""
+    width, padded = max(map(len, rows)), []
+    for row in rows:
+        padding = [fill] * (width - len(row))
+        padded.append([*padding, *row] if left else [*row, *padding])
     return torch.tensor(padded)
 
 
 class Collator:
-    """Batches of rows, padded on the right with document 0. Noise is drawn in the step, not here, so that resumes are exact.
+    """Makes batches of rows, padded on the right; padding is document 0. Noise is drawn in the step, not here, so that resuming is exact.
 
     Args:
-        pad_token_id: stands at padding.
-        marking: add `one_document`, whether every row is one document without padding. It is found here, as a step would have to wait for
-            its GPU to tell. It is no tensor, which only processes that send one another batches would need.
+        pad_token_id: the id of padding.
+        marking: add `one_document`, a bool: whether every row is one document without padding. Computed here, because a step would have to
+            wait for the GPU. Batches that processes send to one another may hold only tensors, and so must go without.
     """
 
     def __init__(self, pad_token_id: int, *, marking: bool = True):
@@ -177,5 +189,5 @@ class Collator:
 
 
 def documents_apart(batch: Mapping[str, Any]) -> Tensor | None:
-    """The documents [B, T] of a batch, or None where every row is one, without padding: its mask is then one that is kept."""
+    """The documents [B, T] of a batch; None if every row is one document without padding, so that a cached attention mask serves."""
     return None if batch.get("one_document") else batch["documents"]

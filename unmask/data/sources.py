@@ -1,7 +1,7 @@
-"""Rows from wherever they are: text files, JSON, CSV and Parquet, saved datasets, the Hugging Face hub, and mixtures of them.
+"""Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes several sources.
 
-Text, JSON and CSV files are read into memory, so that every malformed row is found and named before training; a corpus larger than
-memory belongs in Parquet or a saved dataset, which are memory-mapped, or is streamed.
+Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. A corpus larger than memory should be
+Parquet or a saved dataset, which are memory-mapped, or be streamed.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def load_rows(
         path_or_id: a file (.txt: documents, see `split_documents`; .csv: values stay text, so that leading zeros survive; .json: an array
             of objects; .jsonl; .parquet; all but the last may be gzipped, as .jsonl.gz), a directory written by `save_to_disk`, another
             directory or a hub id ("owner/name", or "owner/name:config") that `datasets.load_dataset` reads.
-        split: which split of a hub dataset or a saved `DatasetDict`; a file is one split.
-        text_column: what to name the column of a .txt file.
-        max_rows: keep only the first ones.
-        streaming: read rows only as they are asked for, again on every pass. A malformed row is then found only when it is reached.
+        split: of a hub dataset or a saved `DatasetDict`; a file has no splits.
+        text_column: the name of the column of a .txt file.
+        max_rows: keep only the first rows.
+        streaming: read rows lazily, again on every pass. A malformed row is then reported only when it is reached.
 
     Raises:
-        DataError: for a missing, empty, malformed or wrongly encoded source.
+        DataError: the source is missing, empty, malformed or wrongly encoded.
     """
     source = str(path_or_id)
     path, kind = Path(source), kind_of(source)
@@ -65,7 +65,7 @@ def load_rows(
 
 
 def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Generator[tuple[str, dict[str, Any]], None, None]:
-    """The rows of any source as records: each with where it stands, for errors. Raises as `load_rows`."""
+    """The rows of any source, each with its place for errors. Raises as `load_rows`."""
     if kind_of(path_or_id) in RECORDS:
         yield from read_records(path_or_id)
         return
@@ -76,11 +76,11 @@ def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Ge
 def load_examples(
     path_or_id: str | os.PathLike[str], *, split: str = "train", max_rows: int | None = None, keep_malformed: bool = False
 ) -> Sequence[dict[str, Any] | DataError]:
-    """The rows of a dataset whose columns may hold values of several types.
+    """The rows of a dataset whose columns may mix types.
 
     Args:
-        path_or_id, split, max_rows: as in `load_rows`. A CSV or JSON file becomes a list of its rows as they are written, not a table.
-        keep_malformed: give the error of a malformed line of a .jsonl file in place of its row.
+        path_or_id, split, max_rows: as in `load_rows`. A CSV or JSON file becomes a list of rows instead of a table.
+        keep_malformed: return the error of a malformed line of a .jsonl file in place of its row.
 
     Raises:
         DataError: as `load_rows`.
@@ -100,43 +100,42 @@ def load_mixture(
     max_rows: int | None = None,
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Rows drawn from several sources by weight, over and over from those that run out, until all rows of all have been drawn once.
+    """Rows sampled from several sources by weight. A source that runs out is repeated until every row of every source was sampled.
 
-    The columns are those that all sources have. Of a source with a `text_column` of its own that is the only one, and takes the common
-    name.
+    Only columns that all sources have are kept. A source with its own `text_column` has only that one, renamed to the common name.
 
     Args:
-        sources: paths or ids, weights (shares of the rows, that is of the documents), and what differs from the settings below.
-        seed: the order follows from it.
+        sources: paths or ids, weights (relative numbers of rows, i.e. documents), and exceptions to the settings below.
+        seed: of the order.
         split, text_column, max_rows, streaming: as in `load_rows`.
 
     Raises:
-        DataError: as `load_rows`; and sources without a column in common, or with different types in it.
+        DataError: as `load_rows`; the sources have no common column, or a common column has different types.
     """
     import datasets
 
     where = " and ".join(source.path for source in sources)
-    parts, names = [], []
+    parts, renamings = [], []  # of each source, and its columns as {new name: old name}
     for source in sources:
         rows = load_rows(source.path, split=source.split or split, text_column=source.text_column or text_column, streaming=streaming)
         present = rows.column_names or list(next(iter(rows), ()))  # a stream may not know its columns yet
         if source.text_column is not None:
             require_names(present, [source.text_column], source.path)
         parts.append(rows)
-        names.append({text_column: source.text_column} if source.text_column else {name: name for name in present})
-    common = [name for name in names[0] if all(name in others for others in names)]
+        renamings.append({text_column: source.text_column} if source.text_column else {name: name for name in present})
+    common = [name for name in renamings[0] if all(name in others for others in renamings)]
     if not common:
         raise DataError("the sources have no column in common", where=where, remedy="Give the `text_column` of each source.")
     total = sum(source.weight for source in sources)
     try:
         mixture = datasets.interleave_datasets(
-            [_pick(rows, {name: old[name] for name in common}) for rows, old in zip(parts, names, strict=True)],
+            [_select(rows, {name: old[name] for name in common}) for rows, old in zip(parts, renamings, strict=True)],
             probabilities=[source.weight / total for source in sources],
             seed=seed,
             stopping_strategy="all_exhausted",
         )
     except ValueError as error:
-        raise DataError(f"the sources do not mix: {error}", where=where, remedy="Write values of one type in each column.") from error
+        raise DataError(f"the sources cannot be mixed: {error}", where=where, remedy="Write values of one type in each column.") from error
     return _first(mixture, max_rows)
 
 
@@ -144,29 +143,29 @@ def _first(rows: Dataset | IterableDataset, count: int | None) -> Dataset | Iter
     return rows if count is None else rows.take(count)
 
 
-def _pick(rows: Dataset | IterableDataset, names: dict[str, str]) -> Dataset | IterableDataset:
-    """The columns that `names` lists, renamed: new name to old."""
+def _select(rows: Dataset | IterableDataset, names: dict[str, str]) -> Dataset | IterableDataset:
+    """The columns in `names`, renamed; `names` is {new name: old name}."""
     import datasets
 
     if isinstance(rows, datasets.Dataset):
         return rows.select_columns(list(names.values())).rename_columns({old: new for new, old in names.items() if old != new})
-    return datasets.IterableDataset.from_generator(_picked, gen_kwargs={"rows": rows, "names": names})
+    return datasets.IterableDataset.from_generator(_renamed, gen_kwargs={"rows": rows, "names": names})
 
 
-def _picked(rows: Iterable[dict[str, Any]], names: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _renamed(rows: Iterable[dict[str, Any]], names: dict[str, str]) -> Iterator[dict[str, Any]]:
     return ({new: row.get(old) for new, old in names.items()} for row in rows)
 
 
 def split_documents(read: Callable[[], Iterable[str]]) -> Iterator[str]:
-    """The blocks of a text that blank lines separate; a text without blank lines has a document on every line.
+    """The documents of a text: blocks separated by blank lines, or single lines if there are no blank lines.
 
     Args:
-        read: gives the lines anew at each call: a first pass finds out which of the two it is, so that no more than a block is held.
+        read: returns the lines from the beginning. Called twice, so that only one block is held in memory.
     """
-    by_line = sum(1 for _ in islice(_blocks(read()), 2)) < 2
+    single_block = sum(1 for _ in islice(_blocks(read()), 2)) < 2
     for block in _blocks(read()):
         lines = (line.removesuffix("\n") for line in block)
-        if by_line:
+        if single_block:
             yield from lines
         else:
             yield "\n".join(lines)
@@ -207,9 +206,9 @@ def _from_parquet(source: str, streaming: bool) -> Dataset | IterableDataset:
     if not Path(source).is_file():
         raise DataError("no such file", where=source, remedy="Check the path.")
     try:
-        if not pyarrow.parquet.read_metadata(source).num_rows:  # at the end of the file: one that was cut off has none
+        if not pyarrow.parquet.read_metadata(source).num_rows:  # reads the footer, which a truncated file lacks
             raise _empty(source)
-        return _guarded(datasets.IterableDataset.from_parquet(source), source) if streaming else datasets.Dataset.from_parquet(source)
+        return _naming_files(datasets.IterableDataset.from_parquet(source), source) if streaming else datasets.Dataset.from_parquet(source)
     except (datasets.exceptions.DatasetGenerationError, pyarrow.ArrowException) as error:
         what = f"not a readable Parquet file: {error.__cause__ or error}"
         raise DataError(what, where=source, remedy="Write the file again.") from error
@@ -220,11 +219,11 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
 
     try:
         saved = datasets.load_from_disk(source)
-    except IndexError:  # how `datasets` fails on a saved dataset without rows
+    except IndexError:  # the error of `datasets` for a saved dataset without rows
         raise _empty(source) from None
     except FileNotFoundError:
         rows = _load_dataset(source, None, split, streaming)
-        return _guarded(rows, source) if streaming else rows
+        return _naming_files(rows, source) if streaming else rows
     except ValueError as error:
         what = f"not a saved dataset: {error}"
         raise DataError(what, where=source, remedy="Save it again.") from error
@@ -235,26 +234,26 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
     return saved.to_iterable_dataset() if streaming else saved
 
 
-def _guarded(rows: IterableDataset, source: str) -> IterableDataset:
-    """The same stream of files, whose errors name them; its parts (files) stay apart, to be shuffled."""
+def _naming_files(rows: IterableDataset, source: str) -> IterableDataset:
+    """The stream with errors that name the file. Its shards (files) are kept, so that they can be shuffled."""
     import datasets
 
     count = rows.num_shards
     names = [f"{source}, part {index + 1} of {count}" if count > 1 else source for index in range(count)]
-    arguments = {"parts": [rows.shard(count, index) for index in range(count)], "names": names}
-    return datasets.IterableDataset.from_generator(_read_on, features=rows.features, gen_kwargs=arguments)
+    arguments = {"shards": [rows.shard(count, index) for index in range(count)], "names": names}
+    return datasets.IterableDataset.from_generator(_rows_of_shards, features=rows.features, gen_kwargs=arguments)
 
 
-def _read_on(parts: Iterable[IterableDataset], names: Iterable[str]) -> Iterator[dict[str, Any]]:
+def _rows_of_shards(shards: Iterable[IterableDataset], names: Iterable[str]) -> Iterator[dict[str, Any]]:
     import datasets
     import pyarrow
 
-    for part, name in zip(parts, names, strict=True):
+    for shard, name in zip(shards, names, strict=True):
         try:
-            yield from part
+            yield from shard
         except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"cannot be read on: {reason}", where=name, remedy="Write the file again.") from error
+            raise DataError(f"the rest cannot be read: {reason}", where=name, remedy="Write the file again.") from error
 
 
 def _from_hub(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:
@@ -270,8 +269,8 @@ def _load_dataset(name: str, config: str | None, split: str, streaming: bool) ->
     try:
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except (datasets.exceptions.DatasetsError, OSError, ValueError) as error:
-        kind = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a file here nor a dataset that"
-        what = f"{kind} `datasets` could read: {error.__cause__ or error}"
+        tried = "not a saved dataset, nor files that" if Path(name).is_dir() else "neither a local file nor a dataset that"
+        what = f"{tried} `datasets` could read: {error.__cause__ or error}"
         raise DataError(what, where=name, remedy="Check the path, or the id, its config, the split and the network.") from error
 
 

@@ -71,11 +71,11 @@ def _exact_row(
 
 
 def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
-    """log p(maskable tokens | the others) [B] in nats, from the scores of all of `exact_views`: the sum over groups of the log of the mean
-    over orders of revealing their L tokens, (1/L!) sum over orders of prod p(next | revealed).
+    """log p(maskable tokens | the others) [B] in nats, from log-probabilities on all of `exact_views`: the sum over groups of the log of
+    the mean over orders of revealing their L tokens, (1/L!) sum over orders of prod p(next | revealed).
 
-    The sum over orders is one over the 2^L subsets S, each reached by its last token. It can be differentiated. A group of fewer tokens
-    than the widest is filled with tokens that are certain, which changes no mean.
+    The sum over orders is a sum over the 2^L subsets S, each reached by its last token. It is differentiable. A group with fewer tokens
+    than the widest is padded with tokens of probability 1, which changes no mean.
     """
     length, views = group_BT.shape[1], log_prob_BMT.shape[1]
     width, valid_BT = views.bit_length(), group_BT >= 0
@@ -85,7 +85,7 @@ def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     row_N = valid_BT.nonzero()[:, 0]
     group_G, group_N = torch.unique(row_N * length + group_BT[valid_BT], return_inverse=True)
     subset_S = torch.arange(2**width, device=group_BT.device)
-    # Of a group's own tokens alone it matters which are revealed; where all are, nothing is read.
+    # Only the group's own tokens matter; where all of them are revealed, nothing is read.
     view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(views - 1)
     log_prob_NS = log_prob_BMT.transpose(1, 2)[valid_BT].gather(1, view_NS)
     table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)

@@ -1,6 +1,6 @@
-"""Scoring views: log-probabilities of the hidden tokens, computed only at the rows that are scored.
+"""Log-probabilities of the targets of views, computed only at the rows that predict them.
 
-Shapes: B batch, M views, T tokens, N scored rows.
+Shapes: B batch, M views, T tokens, N target rows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from unmask.models.attention import Layout, runs
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 COPIES_AT_ONCE = 3
-"""Beside one clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
+"""Noised copies per clean half. Each further copy saves less of the clean half's work, and the mask grows with their square."""
 
 
 def view_log_probs(
     lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, views: Views, *, temperature: float = 1.0, chunk: int | None = None
 ) -> Tensor:
-    """Log-probabilities [B, M, T] in nats, float32, of the real tokens where scored; 0 elsewhere.
+    """Log-probabilities [B, M, T] in nats, float32, of the targets; 0 elsewhere.
 
     Args:
-        lm: a causal model is scored by one clean pass (its conditionals do not depend on what is hidden), a block-causal
-            one in the layout `[x_t ; ... ; x_0]`, a bidirectional one on the noised row itself.
+        lm: a causal model reads one clean row (its conditionals do not depend on what is hidden), a block-causal one the layout
+            `[x_t ; ... ; x_0]`, a bidirectional one the noised row.
         ids_BT: the clean tokens.
         attention_mask_BT: 1 is real, 0 padding; packed documents are numbered.
-        views: what is hidden and scored. A causal view takes a pass of its own, but for a model whose clean half is causal.
+        views: the hidden tokens and the targets. A causal view needs a separate pass, unless the model's clean half is causal.
         temperature: the logits are divided by it.
-        chunk: noised rows per forward pass; None: all at once. The result does not depend on it but for rounding.
+        chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
     """
     if views.causal and not (lm.causal_context and views.count > 1):
         noised, causal = views.apart()
@@ -43,7 +43,7 @@ def view_log_probs(
     for rows, copies in passes(lm, batch, count - views.causal, chunk):
         target_BMT, clean_BT = views.target_BMT[rows, copies], ids_BT[rows]
         beside_BT = views.target_BMT[rows, -1] if views.causal and copies.start == 0 else None
-        # With gradients every pass is made: a loss of 0 has them too, and all ranks must make the same passes.
+        # With gradients every pass is made, even for a loss of 0: all ranks must make the same passes.
         if not (target_BMT.any() or beside_BT is not None or torch.is_grad_enabled()):
             continue
         padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
@@ -67,7 +67,7 @@ def forward_inputs(
     rows_BMT: Tensor,
     clean_rows_BT: Tensor | None = None,
 ) -> ForwardInputs:
-    """What a model has to read to predict the chosen rows from the tokens that are not hidden (and, by blocks, the clean past)."""
+    """The inputs with which a model predicts the chosen rows from the visible tokens (and, by blocks, the clean past)."""
     copies = hidden_BMT.shape[1]
     if not (lm.autoregressive or lm.attention == "bidirectional"):
         return lm.noised(clean_BT, hidden_BMT, attention_mask_BT, rows_BMT, clean_rows_BT)
@@ -80,7 +80,7 @@ def forward_inputs(
 
 
 def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:
-    """Rows and copies of one forward pass each: at most `chunk` noised rows together, and few copies beside one clean half."""
+    """The rows and copies of each forward pass: at most `chunk` noised rows together, and few copies per clean half."""
     chunk = chunk or batch * count
     copies = min(chunk, count, COPIES_AT_ONCE if lm.attention == "block_causal" else count)
     rows = max(1, chunk // max(copies, 1))
@@ -96,6 +96,6 @@ def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor
 
 
 def weighted_cross_entropy(log_prob_BMT: Tensor, views: Views) -> Tensor:
-    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch: the negative ELBO where the views' weights
-    say so (Sahoo et al. 2024, MDLM)."""
+    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch: the negative ELBO if the views' weights
+    are those of the ELBO (Sahoo et al. 2024, MDLM)."""
     return -(views.weight_BMT * log_prob_BMT).sum()

@@ -22,7 +22,7 @@ ROUNDS = 10
 
 
 class Stream(IntEnum):
-    """What a draw is for: draws of different streams are independent."""
+    """The purpose of a draw. Draws of different streams are independent."""
 
     TOKEN = 0
     ORDER = 1
@@ -35,13 +35,13 @@ class Stream(IntEnum):
 
 
 def sequence_key(ids: Iterable[int], repeat: int = 0) -> int:
-    """A 63-bit key of a sequence: a hash of its ids and of which repeat of the same ids it is."""
+    """A 63-bit key of a sequence: a hash of its ids and its repeat number."""
     text = ",".join(map(str, ids)) + f"#{repeat}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def sequence_keys(sequences: Sequence[Sequence[int]]) -> list[int]:
-    """One key per sequence; equal sequences are told apart by their repeat number, not by their place in the list."""
+    """One key per sequence; equal sequences differ by their repeat number, not by their place in the list."""
     seen: Counter[tuple[int, ...]] = Counter()
     keys = []
     for ids in map(tuple, sequences):
@@ -59,7 +59,7 @@ def uniform(
         seed: any integer.
         key: int64 sequence keys (`sequence_keys`, or ids of samples).
         step, position, view: below 2**32 each.
-        stream: what the draw is for.
+        stream: the purpose of the draw.
     """
     mixed = key ^ _splitmix64(seed)
     words = [torch.as_tensor(word, dtype=torch.int64, device=key.device) for word in (position, step, int(stream), view)]
@@ -81,7 +81,7 @@ def philox(key: tuple[Tensor, Tensor], counter: Sequence[Tensor]) -> list[Tensor
 
 
 def _multiply(word: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 x 32 bit product, by halves: int64 has no room for the unsigned 64-bit product."""
+    """High and low 32 bits of a 32 x 32 bit product, by halves: the unsigned 64-bit product does not fit into int64."""
     low = word * (factor & 0xFFFF)
     middle = word * (factor >> 16) + (low >> 16)
     return middle >> 16, ((middle & 0xFFFF) << 16) | (low & 0xFFFF)

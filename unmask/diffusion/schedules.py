@@ -1,6 +1,6 @@
-"""Noise: how much of a text is hidden at time t, which times are drawn, and what a hidden token then weighs.
+"""Noise: the mask rate at time t, the distribution of times, and the weight of a hidden token.
 
-alpha(t) is the share of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. The weight -alpha'(t) / (1 - alpha(t)) of a
+alpha(t) is the fraction of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. The weight -alpha'(t) / (1 - alpha(t)) of a
 hidden token's log-probability makes the expected weighted sum over t ~ U(0, 1) equal to the ELBO for every schedule (Shi et
 al. 2024, "Simplified and generalized masked diffusion", eq. 4).
 """
@@ -45,7 +45,7 @@ SCHEDULES = {
     "linear": Schedule(lambda t: t, lambda t: 1 / t),
     # alpha = 1 - cos(pi/2 (1 - t))
     "cosine": Schedule(lambda t: torch.cos(math.pi / 2 * (1 - t)), lambda t: math.pi / 2 * torch.tan(math.pi / 2 * (1 - t))),
-    # alpha = exp(-sigma), sigma = SIGMA_MIN^(1 - t) SIGMA_MAX^t (Lou et al. 2024, SEDD): hides SIGMA_MIN of the tokens at 0, not none
+    # alpha = exp(-sigma), sigma = SIGMA_MIN^(1 - t) SIGMA_MAX^t (Lou et al. 2024, SEDD): hides SIGMA_MIN of the tokens at t = 0
     "geometric": Schedule(
         lambda t: -torch.expm1(-_sigma(t)), lambda t: math.log(SIGMA_MAX / SIGMA_MIN) * _sigma(t) / torch.expm1(_sigma(t))
     ),
@@ -54,14 +54,14 @@ SCHEDULES = {
 
 @dataclass(frozen=True)
 class Noise:
-    """A schedule, the times that are drawn, and the weight of a hidden token.
+    """A schedule, the distribution of times, and the weight of a hidden token.
 
     Attributes:
         schedule: alpha(t).
         low, high: times are drawn from this band; `low` keeps the weights bounded.
         timesteps: times are the multiples of 1 / timesteps in the band; None: any.
         weighting: "elbo": -alpha'(t) / (1 - alpha(t)), or its difference quotient for discrete times (Austin et al. 2021);
-            "1/t"; "uniform": 1; "cart": by how much visible text is near (`unmask.diffusion.views.cart_weights`).
+            "1/t"; "uniform": 1; "cart": by the visible text nearby (`unmask.diffusion.views.cart_weights`).
     """
 
     schedule: Schedule
@@ -71,14 +71,14 @@ class Noise:
     weighting: Weighting = "elbo"
 
     def time(self, uniform: Tensor) -> Tensor:
-        """Times from numbers in [0, 1)."""
+        """Times from uniform numbers in [0, 1)."""
         if self.timesteps is None:
             return self.low + (self.high - self.low) * uniform
         first, last = self._steps()
         return (first + (uniform * (last - first + 1)).floor()) / self.timesteps
 
     def weight(self, time: Tensor) -> Tensor:
-        """What a token that is hidden at this time weighs; "cart" comes later, with the text."""
+        """The weight of a token hidden at this time; "cart" is applied later, when the text is known."""
         if self.weighting == "1/t":
             return 1 / time
         if self.weighting != "elbo":
@@ -89,13 +89,13 @@ class Noise:
         return (rate - self.schedule.mask_rate(time - 1 / self.timesteps)) * self.timesteps / rate
 
     def paired(self) -> Noise:
-        """The same for a complementary pair: no time whose complement comes before `low`.
+        """The noise of a complementary pair: no time has its complement before `low`.
 
         Raises:
             ConfigError: discrete times, or a band without such times.
         """
         if self.timesteps is not None:
-            what = "a complementary pair has no discrete times: the complement's lie between them"
+            what = "discrete times have no complementary pairs: the complement's times fall between them"
             raise ConfigError(what, where="num_timesteps", remedy="Leave out num_timesteps, or complementary")
         if self.low > 1 - self.low:
             what = f"a complementary pair at times from {self.low}"
@@ -122,7 +122,7 @@ def get_schedule(name: str) -> Schedule:
     """The schedule of this name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {name!r}", where="schedule", remedy=f"Use one of {', '.join(SCHEDULES)}")

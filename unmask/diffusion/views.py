@@ -1,6 +1,6 @@
 """Views: noised copies of a batch. Every objective is a way to plan them.
 
-A plan says which tokens are hidden, which of them are scored, and what each weighs. Weights are scaled so that
+A plan says which tokens are hidden, which of them are targets, and the weight of each. Weights are scaled so that
 `(weight * log_prob).sum()` over views and tokens estimates the log-likelihood bound of the sequence.
 
 Maskable tokens are divided into groups that are noised together: the whole completion in a bidirectional model, one
@@ -22,7 +22,7 @@ from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.schedules import Noise
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-CART_CUT = 1e-6  # of a geometric distribution's tail
+CART_CUT = 1e-6  # the tail of a geometric distribution
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Views:
 
     Attributes:
         hidden_BMT: True where the model sees the mask token.
-        target_BMT: True where the log-probability of the real token is asked for.
-        weight_BMT: float32, 0 where not scored.
-        causal: whether the last view hides nothing and is read by the same weights as a causal model: each token is scored
-            from those before it.
+        target_BMT: True for targets, whose log-probability is computed.
+        weight_BMT: float32, 0 elsewhere.
+        causal: whether the last view hides nothing and is read by the model as a causal one: each token is predicted from those
+            before it.
     """
 
     hidden_BMT: Tensor
@@ -47,12 +47,12 @@ class Views:
         return self.hidden_BMT.shape[1]
 
     def equals(self, other: Views) -> bool:
-        """Whether both hide, score and weigh the same."""
+        """Whether hidden tokens, targets and weights are equal."""
         names = ("hidden_BMT", "target_BMT", "weight_BMT")
         return self.causal == other.causal and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
-        """Some views of some sequences; of views that go together with no causal one."""
+        """Some views of some sequences, without the causal one."""
         return Views(self.hidden_BMT[rows, views], self.target_BMT[rows, views], self.weight_BMT[rows, views])
 
     def beside_causal(self, target_BT: Tensor, weight: float) -> Views:
@@ -73,12 +73,12 @@ class Views:
 
 @dataclass(frozen=True)
 class Draw:
-    """Where the randomness of a plan comes from: never the global generator, never the place in the batch.
+    """The source of a plan's randomness, independent of the global generator and of the place in the batch.
 
     Attributes:
         seed: of the run.
         key_B: int64, one per sequence: a sample id or a hash of its tokens.
-        iteration: tells apart plans for the same sequence (epochs, inner updates).
+        iteration: distinguishes plans for the same sequence (epochs, inner updates).
         order_B: how many sequences training visits before each of these. Then times are spread evenly over successive
             sequences and their groups, however these are cut into batches, instead of being drawn independently.
     """
@@ -130,10 +130,10 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
 
 
 def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float) -> Views:
-    """Views in which a hidden token weighs the more, the more visible text is near (CART: Dream 7B, Ye et al. 2025, eq. 7).
+    """Weights of hidden tokens that grow with the visible text nearby (CART: Dream 7B, Ye et al. 2025, eq. 7).
 
-    Half the sum over the visible tokens at distance d of the geometric distribution p (1 - p)^(d - 1), times what it weighed.
-    Visible is what is not hidden in the token's own run, and all of the document's earlier runs (the clean blocks).
+    Each weight is multiplied by half the sum over visible tokens at distance d of the geometric distribution p (1 - p)^(d - 1). Visible
+    are the shown tokens of the token's own run, and all of the document's earlier runs (the clean blocks).
 
     Args:
         views: with weights that do not depend on the text.
@@ -155,7 +155,7 @@ def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float)
 
 
 def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
-    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each weighs L/k."""
+    """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k."""
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = 1 + (stratified(draw, group_BT, views) * size_B1T).long()
     return _weighted(hide(group_BT, draw, count_BMT), size_B1T / count_BMT / views)
@@ -164,7 +164,7 @@ def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
 def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     """Two views of exact counts that between them hide every token once: k and the other L - k of the L tokens of a group.
 
-    k ~ U{1..L}. For k = L the second view hides nothing and the first weighs 1; else they weigh L/k and L/(L - k), halved. The
+    k ~ U{1..L}. For k = L the second view hides nothing and the first has weight 1; else the weights are L/k and L/(L - k), halved. The
     mean is the same ELBO as that of `complementary_pair`, with weights of at most L/2, instead of 1/t.
     """
     size_B1T = group_sizes(group_BT)[:, None]
@@ -179,7 +179,7 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
 
 def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     """Pairs of views that hide x and the other L - x of the L tokens of a group, x ~ U{0..L} stratified over the pairs (ESPO, Ou et al.
-    2025). A view of k tokens weighs (L + 1)/k, halved; the first views of all pairs come before the second ones."""
+    2025). The weight in a view of k tokens is (L + 1)/k, halved; the first views of all pairs come before the second ones."""
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
     first_BMT = hide(group_BT, draw, count_BMT)
@@ -190,9 +190,9 @@ def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
 def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
     """The low-variance plan of the ELBO: one all-masked view, then complementary pairs of exact counts.
 
-    The bound is the mean over k = 1..L of the L/k-weighted score. k = L needs one view and no chance: it weighs 1/L. The
-    rest, k ~ U{1..L-1}, is estimated by pairs (k, L - k) that are complements of each other. A view left over is drawn
-    alone. One view in all is a plain exact-count view.
+    The bound is the mean over k = 1..L of the L/k-weighted log-probability. k = L needs one view and nothing random: its weight is 1/L.
+    The rest, k ~ U{1..L-1}, is estimated by complementary pairs (k, L - k). If one view is left, it is drawn unpaired. A single view is
+    a plain exact-count view.
     """
     if views == 1:
         return exact_count_views(group_BT, draw, views=1)
@@ -215,7 +215,7 @@ def exact_views(group_BT: Tensor, width: int) -> Views:
     """A view for every set of tokens of a group that can have been revealed before another one: view s shows the tokens whose bit in s is
     set, bits being numbered in the order of positions. The views of a group of L tokens are the first 2^L - 1.
 
-    Scores of them give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not summed, and all weigh 1.
+    Their log-probabilities give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not summed, and all weights are 1.
 
     Args:
         group_BT: as in the other plans; no group has more than `width` tokens.
@@ -242,7 +242,7 @@ def all_masked_views(
 
 
 def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor) -> Tensor:
-    """So many tokens of each group, chosen at random [B, M, T]."""
+    """`count` random tokens of each group [B, M, T]."""
     rank_BMT = _ranks(group_BT, draw.uniform(columns(group_BT), count_BMT.shape[1], Stream.MASK))
     return (rank_BMT < count_BMT) & (group_BT >= 0)[:, None]
 
@@ -269,7 +269,7 @@ def _weighted(hidden_BMT: Tensor, weight_BMT: Tensor) -> Views:
 
 
 def group_sizes(group_BT: Tensor) -> Tensor:
-    """How many maskable tokens share a token's group [B, T]; 1 where not maskable. There are at most T groups."""
+    """The number of maskable tokens in a token's group [B, T]; 1 where not maskable. There are at most T groups."""
     group_BT = group_BT + 1
     counts = torch.zeros(group_BT.shape[0], group_BT.shape[1] + 1, dtype=torch.long, device=group_BT.device)
     counts.scatter_add_(1, group_BT, torch.ones_like(group_BT))
@@ -277,7 +277,7 @@ def group_sizes(group_BT: Tensor) -> Tensor:
 
 
 def place_in_group(group_BT: Tensor) -> Tensor:
-    """How many tokens of a token's group stand before it [B, T]; among those that are not maskable likewise."""
+    """The number of tokens of the same group before each token [B, T]; tokens that are not maskable count as one group."""
     return _ranks(group_BT, (columns(group_BT).double() / group_BT.shape[1])[:, None])[:, 0]
 
 

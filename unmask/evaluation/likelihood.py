@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unmask.data.chat import Prompt, encode_completion, encode_prompt
+from unmask.data.chat import encode_completion, encode_prompt
 from unmask.data.rows import column, pad_rows
 from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import elbo, exact_log_likelihood
@@ -36,45 +36,48 @@ def log_likelihood(
     Args:
         lm: any model.
         prompts: strings, chat messages or lists of token ids.
-        completions: strings or lists of token ids, scored as given: no EOS is added.
-        estimator: "elbo", an unbiased estimate of the lower bound (with exact-count masks in complementary pairs); "exact":
-            one pass for a causal model, else any-order dynamic programming for at most 12 tokens (or blocks of as many).
+        completions: strings or lists of token ids; no EOS is added.
+        estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in complementary pairs); "exact": one pass for a
+            causal model, otherwise any-order dynamic programming for at most 12 tokens (or blocks of at most 12).
         samples: forward passes per pair (elbo).
-        seed: of the masks, which also depend on the pair itself and on nothing else.
+        seed: of the masks; they depend only on the seed and the pair.
 
     Returns:
-        [B] on the CPU. An empty completion has 0.
+        [B] on the CPU; 0 for an empty completion.
 
     Raises:
         ConfigError: an unknown estimator, or fewer than one sample.
-        GenerationError: lists of different lengths, a pair longer than the context, nothing to predict the first token from.
+        GenerationError: the lists have different lengths, a pair exceeds the context, or a model with a logit shift has an empty prompt.
     """
     if estimator not in ("elbo", "exact") or samples < 1:
-        raise ConfigError(
-            f"estimator {estimator!r} with {samples} samples", where="log_likelihood", remedy="Use elbo or exact, and samples >= 1"
-        )
+        what, remedy = f"estimator {estimator!r} with {samples} samples", "Use elbo or exact, and samples >= 1"
+        raise ConfigError(what, where="log_likelihood", remedy=remedy)
     if len(prompts) != len(completions):
         what = f"{len(prompts)} prompts and {len(completions)} completions"
         raise GenerationError(what, where="log_likelihood", remedy="Give one completion per prompt")
-    pairs = [(encode_prompt(lm.tokenizer, p), _completion_ids(lm, p, c)) for p, c in zip(prompts, completions, strict=True)]
-    for index, (prompt, completion) in enumerate(pairs):
-        check_ids(lm, [*prompt, *completion], f"pair {index}")
-        _check(lm, index, len(prompt), len(completion))
-    by_length = sorted(range(len(pairs)), key=lambda i: sum(map(len, pairs[i])))
-    out_B = torch.zeros(len(pairs), dtype=torch.float64)
-    rows = max(1, ROWS_PER_PASS // samples)
+    pairs = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        prompt_ids = encode_prompt(lm.tokenizer, prompt)
+        ids = encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
+        pairs.append((prompt_ids, ids))
+    for index, (prompt_ids, ids) in enumerate(pairs):
+        check_ids(lm, [*prompt_ids, *ids], f"pair {index}")
+        _check(lm, index, len(prompt_ids), len(ids))
+    by_length = sorted(range(len(pairs)), key=lambda index: sum(map(len, pairs[index])))
+    log_prob_B = torch.zeros(len(pairs), dtype=torch.float64)
+    batch_size = max(1, ROWS_PER_PASS // samples)
     with evaluating(lm):
-        for start in range(0, len(pairs), rows):
-            chosen = by_length[start : start + rows]
-            out_B[chosen] = _score(lm, [pairs[i] for i in chosen], estimator, samples, seed).double().cpu()
-    return out_B.to(lm.log_prob_dtype)
+        for start in range(0, len(pairs), batch_size):
+            batch = by_length[start : start + batch_size]
+            log_prob_B[batch] = _log_probs(lm, [pairs[index] for index in batch], estimator, samples, seed).double().cpu()
+    return log_prob_B.to(lm.log_prob_dtype)
 
 
 def likelihood_of_file(
     lm: DiffusionLM, path: str, rows: int, estimator: Literal["elbo", "exact"] | None, samples: int, seed: int
 ) -> dict[str, Any]:
-    """What `unmask evaluate --likelihood` tells of a file's first documents. The first token of each is given, the others are scored, up to
-    the model's context; without an estimator exactly for a causal model.
+    """The result of `unmask evaluate --likelihood` on a file's first documents: the negative log-likelihood of each document's tokens after
+    the first, up to the model's context. Without an estimator: exact for a causal model, otherwise the ELBO.
 
     Raises:
         DataError: no document has two tokens.
@@ -89,7 +92,7 @@ def likelihood_of_file(
     return {"estimator": estimator, "documents": len(documents), "tokens": tokens, "nats per token": -float(log_probs.sum()) / tokens}
 
 
-def _score(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator: str, samples: int, seed: int) -> Tensor:
+def _log_probs(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator: str, samples: int, seed: int) -> Tensor:
     ids_BT = pad_rows([p + c for p, c in pairs], lm.pad_token_id).long().to(lm.device)
     maskable_BT = pad_rows([[False] * len(p) + [True] * len(c) for p, c in pairs], False).bool().to(lm.device)
     real_BT = pad_rows([[1] * (len(p) + len(c)) for p, c in pairs], 0).long().to(lm.device)
@@ -98,10 +101,6 @@ def _score(lm: DiffusionLM, pairs: list[tuple[list[int], list[int]]], estimator:
         return exact_log_likelihood(lm, ids_BT, mask_BT, maskable_BT, chunk=ROWS_PER_PASS)
     key_B = torch.tensor([sequence_key([*p, -1, *c]) for p, c in pairs], device=lm.device)
     return elbo(lm, ids_BT, mask_BT, maskable_BT, Draw(seed, key_B), samples=samples, chunk=ROWS_PER_PASS)
-
-
-def _completion_ids(lm: DiffusionLM, prompt: Prompt, completion: str | Sequence[int]) -> list[int]:
-    return encode_completion(lm.tokenizer, prompt, completion) if isinstance(completion, str) else list(completion)
 
 
 def _check(lm: DiffusionLM, index: int, prompt: int, completion: int) -> None:

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: a table of all stages, their curves, a sequence being denoised, the manifest."""
+"""A self-contained HTML report of a run: a table of the stages, their curves, a sequence being denoised, the manifest."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from unmask.artifacts import write_atomic
 from unmask.console import format_duration
 from unmask.evaluation.statistics import Interval
 
-CHART_WIDTH, CHART_HEIGHT = 320, 170  # the SVG's own units; the page scales it
+CHART_WIDTH, CHART_HEIGHT = 320, 170  # in SVG units; the page scales it
 PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM = 44, 310, 10, 144
 POINTS_DRAWN = 240
-LOG_SCALE_FROM = 50  # largest over smallest value: beyond it a linear axis would show only the first steps
+LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value from which an axis is logarithmic
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageResult:
-    """What one stage of the pipeline gave."""
+    """The result of one stage of the pipeline."""
 
     name: str
     description: str = ""
-    metrics: Mapping[str, Interval | float] = field(default_factory=dict)  # Interval: a share, shown in percent; float: shown as it is
+    metrics: Mapping[str, Interval | float] = field(default_factory=dict)  # an Interval is shown in percent, a float unchanged
     seconds: float
     curves: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)  # by name ("loss"): (step, value), steps ascending
 
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """One sequence while it is unmasked, cell by cell (a cell is a token or a square of a grid)."""
+    """The frames of one sequence while it is unmasked. A cell is a token or a square of a grid."""
 
     prompt: str
-    frames: Sequence[Sequence[str]]  # from the first canvas to the last, all of one length; "" or "·" is hidden
-    revealed: Sequence[Mapping[int, float]]  # for every frame: positions revealed since the frame before, with their confidence (0 to 1)
-    columns: int | None = None  # cells in a row of a grid, boxed where it is a square number; None: a line of text
-    clues: AbstractSet[int] = frozenset()  # positions that the prompt gives
+    frames: Sequence[Sequence[str]]  # from the first canvas to the last, of equal length; "" or "·" is hidden
+    revealed: Sequence[Mapping[int, float]]  # per frame: the positions revealed since the previous one, with their confidence (0 to 1)
+    columns: int | None = None  # of a grid, which has boxes if this is a square number; None: a line of text
+    clues: AbstractSet[int] = frozenset()  # positions given by the prompt
 
     def __post_init__(self) -> None:
         assert self.frames and len(self.frames) == len(self.revealed), f"{len(self.frames)} frames, {len(self.revealed)} sets of reveals"
@@ -51,7 +51,7 @@ class Denoising:
 
 
 class Table(NamedTuple):
-    """A further table; the first cell of a row names the row. Cells: text, numbers, `Interval`s (in percent) or None."""
+    """An additional table. The first cell of a row is its name. Cells: text, numbers, `Interval`s (in percent) or None."""
 
     title: str
     header: Sequence[str]
@@ -60,12 +60,12 @@ class Table(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Everything the page shows. All text may hold anything: it is escaped."""
+    """The content of the page. All text is escaped."""
 
     title: str
     subtitle: str = ""
     stages: Sequence[StageResult]
-    comparisons: Sequence[tuple[str, Interval]] = ()  # (what is compared, paired difference as a share)
+    comparisons: Sequence[tuple[str, Interval]] = ()  # (description, paired difference as a fraction)
     denoising: Denoising | None = None
     notes: Sequence[str] = ()
     tables: Sequence[Table] = ()
@@ -73,7 +73,7 @@ class Report:
 
 
 def write_report(report: Report, path: str | Path) -> None:
-    """Write the report as one HTML file that asks the network for nothing; an earlier file stays whole until it is replaced."""
+    """Write the report as one HTML file without network requests. An existing file is replaced atomically."""
     page = resources.files("unmask.evaluation")
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.tests["interval"] = lambda value: isinstance(value, Interval)
@@ -83,11 +83,11 @@ def write_report(report: Report, path: str | Path) -> None:
     html = template.render(
         report=report,
         style=page.joinpath("report.css").read_text(encoding="utf-8"),
-        scales=_scales(report.stages),
+        scales=interval_scales(report.stages),
         total_seconds=sum(stage.seconds for stage in report.stages),
         largest_difference=max(differences, default=0.0) or 1.0,
-        charts=_charts(report.stages),
-        frames=_frames(report.denoising) if report.denoising else [],
+        charts=draw_charts(report.stages),
+        frames=draw_frames(report.denoising) if report.denoising else [],
         chart_box=(CHART_WIDTH, CHART_HEIGHT, PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM),
         manifest=json.dumps(report.manifest, indent=2, ensure_ascii=False, default=str),
     )
@@ -105,16 +105,16 @@ def _minus(number: str) -> str:
     return number.replace("-", "\N{MINUS SIGN}")
 
 
-def _points(share: float) -> str:
-    return _minus(f"{100 * share:+.1f}")
+def _points(fraction: float) -> str:
+    return _minus(f"{100 * fraction:+.1f}")
 
 
 def _range(ends: tuple[float, float]) -> str:
     return f"{100 * ends[0]:.0f} to {100 * ends[1]:.0f}%"
 
 
-def _scales(stages: Sequence[StageResult]) -> dict[str, tuple[float, float] | None]:
-    """The ends of the interval bars of every metric, at tenths around all stages; None for one without intervals."""
+def interval_scales(stages: Sequence[StageResult]) -> dict[str, tuple[float, float] | None]:
+    """The scale of each metric's interval bars, in tenths, over all stages; None without intervals."""
     scales: dict[str, tuple[float, float] | None] = {}
     for name in dict.fromkeys(name for stage in stages for name in stage.metrics):
         values = [stage.metrics[name] for stage in stages if name in stage.metrics]
@@ -125,9 +125,9 @@ def _scales(stages: Sequence[StageResult]) -> dict[str, tuple[float, float] | No
     return scales
 
 
-def _percent(share: float) -> str:
-    """A place along a bar, kept within it: bounds may be infinite."""
-    return f"{100 * min(max(share, 0.0), 1.0):.2f}%"
+def _percent(fraction: float) -> str:
+    """A position along a bar, clipped to it, because bounds may be infinite."""
+    return f"{100 * min(max(fraction, 0.0), 1.0):.2f}%"
 
 
 # --- curves ----------------------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def _percent(share: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chart:
-    """One curve of one stage, in the coordinates of its drawing."""
+    """One curve of one stage, in SVG units."""
 
     stage: str
     summary: str
@@ -146,8 +146,8 @@ class _Chart:
     x_ticks: list[tuple[float, str]]
 
 
-def _charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
-    """Charts by the curve's name, then in the order of the stages; every stage has its own scales, as its loss is its own."""
+def draw_charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
+    """Charts by the name of the curve, in the order of the stages. Each has its own scale, because losses of stages differ."""
     charts: dict[str, list[_Chart]] = {}
     for stage in stages:
         for name, points in stage.curves.items():
@@ -159,9 +159,9 @@ def _charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
 
 def _chart(stage: str, points_N2: np.ndarray) -> _Chart:
     bins = np.array_split(points_N2, min(POINTS_DRAWN, len(points_N2)))
-    steps, values = np.array([part.mean(axis=0) for part in bins]).T
+    steps, values = np.array([points.mean(axis=0) for points in bins]).T
     window = 1 + 2 * (len(values) // 20)
-    # Edges are repeated, so that the trend begins and ends where the curve does.
+    # The edges are repeated so that the trend spans the whole curve.
     trend = np.convolve(np.pad(values, window // 2, mode="edge"), np.full(window, 1 / window), mode="valid")
     log_scale = bool(values.min() > 0 and values.max() > LOG_SCALE_FROM * values.min())
     scale = np.log10 if log_scale else np.asarray
@@ -217,9 +217,10 @@ class _Frame(NamedTuple):
     cells: list[_Cell]
 
 
-def _frames(denoising: Denoising) -> list[_Frame]:
+def draw_frames(denoising: Denoising) -> list[_Frame]:
     box = math.isqrt(denoising.columns or 0)
-    box = box if box * box == denoising.columns else 0
+    if box * box != denoising.columns:
+        box = 0
     frames = []
     for number, (texts, revealed) in enumerate(zip(denoising.frames, denoising.revealed, strict=True)):
         confidences = [revealed.get(position) for position in range(len(texts))]
@@ -241,13 +242,15 @@ def _kinds(denoising: Denoising, position: int, text: str, new: bool, box: int) 
     kinds = ["clue" if position in denoising.clues else "hidden" if text in ("", "·") else "new" if new else "filled"]
     if box and denoising.columns:
         row, column = divmod(position, denoising.columns)
-        kinds += ["box-right"] * (column % box == box - 1 and column + 1 < denoising.columns)
-        kinds += ["box-bottom"] * (row % box == box - 1 and position + denoising.columns < len(denoising.frames[0]))
+        if column % box == box - 1 and column + 1 < denoising.columns:
+            kinds.append("box-right")
+        if row % box == box - 1 and position + denoising.columns < len(denoising.frames[0]):
+            kinds.append("box-bottom")
     return " ".join(kinds)
 
 
 def _spoken(texts: Sequence[str], columns: int | None) -> str:
-    """A frame for those who hear it."""
+    """The text of a frame for screen readers."""
     words = ["hidden" if text in ("", "·") else text for text in texts]
     if columns is None:
         return " ".join(words)

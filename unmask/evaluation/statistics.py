@@ -1,4 +1,4 @@
-"""Confidence intervals for evaluation: a share of successes, a mean over clustered rows, a paired difference."""
+"""Confidence intervals for evaluation: a success rate, a mean over clustered rows, a paired difference."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RESAMPLED_AT_ONCE = 2_000_000  # cluster draws held in memory together: 16 MB of
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean and the bounds of its confidence interval, as shares (0.9 is 90%)."""
+    """A mean and the bounds of its confidence interval, as fractions (0.9 is 90%)."""
 
     mean: float
     low: float
     high: float
 
     def excludes(self, value: float) -> bool:
-        """Whether `value` lies outside the bounds: a difference that excludes 0 is significant."""
+        """Whether `value` is outside the bounds; a difference that excludes 0 is significant."""
         return not self.low <= value <= self.high
 
     def __format__(self, spec: str) -> str:
-        """Mean and bounds, each by `spec`; in percent when none is given: `93.4% [91.2%, 95.1%]`."""
+        """Mean and bounds, each formatted by `spec`; the default is percent: `93.4% [91.2%, 95.1%]`."""
         spec = spec or ".1%"
         return f"{self.mean:{spec}} [{self.low:{spec}}, {self.high:{spec}}]"
 
@@ -37,40 +37,41 @@ class Interval:
 
 
 def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a share of independent successes; its bounds stay within 0 and 1, also at 0% and 100%.
+    """Wilson's score interval of a success rate. Its bounds are within 0 and 1, and have a width at 0% and 100% too.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
-    Raises `DataError` unless 0 <= successes <= total and total > 0.
+
+    Raises:
+        DataError: not 0 <= successes <= total, or total is 0.
     """
     if not 0 <= successes <= total or total == 0:
         raise DataError(f"{successes} successes out of {total}", remedy="Evaluate at least one row, and count each success once")
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
-    share = successes / total
-    centre = (share + z * z / (2 * total)) / (1 + z * z / total)
-    half = z / (1 + z * z / total) * math.sqrt(share * (1 - share) / total + z * z / (4 * total * total))
-    # Rounding may leave the bound that is exactly 0 or 1 a hair on the wrong side of the share.
-    return Interval(share, min(max(centre - half, 0.0), share), max(min(centre + half, 1.0), share))
+    rate = successes / total
+    centre = (rate + z * z / (2 * total)) / (1 + z * z / total)
+    half = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
+    # Rounding may move a bound that is exactly 0 or 1 to the wrong side of the rate.
+    return Interval(rate, min(max(centre - half, 0.0), rate), max(min(centre + half, 1.0), rate))
 
 
 def cluster_bootstrap_mean(
     values: ArrayLike, groups: Sequence[int] | Sequence[str], confidence: float = 0.95, samples: int = 10_000, seed: int = 0
 ) -> Interval:
-    """Percentile bootstrap interval of the mean of `values` [N], resampling whole clusters.
+    """Percentile bootstrap interval of the mean of `values` [N], resampling whole groups.
 
-    Rows of one group (puzzles that share a solution, completions of one prompt) are not independent, so a resample draws
-    groups, not rows. Values that are all equal give an interval without width: for 0% or 100% solved use `wilson_interval`.
-    One group alone says nothing about the spread: its bounds are infinite.
+    Rows of one group (puzzles with the same solution, completions of one prompt) are not independent. If all values are equal, the interval
+    has no width: use `wilson_interval` for 0% or 100% solved. With a single group the bounds are infinite.
 
     Source: A. C. Davison, D. V. Hinkley, "Bootstrap Methods and their Application" (1997), sections 2.4 and 3.8.
-    Raises `DataError` when there are no values, one is not finite, or `groups` does not name one group for each.
+
+    Raises:
+        DataError: there are no values, one is not finite, or `groups` does not have one group per value.
     """
     row_values = np.asarray(values, dtype=np.float64)
     if row_values.ndim != 1 or row_values.size == 0:
         raise DataError(f"cannot average values of shape {row_values.shape}", remedy="Give one number per row, at least one row")
-    if not np.isfinite(row_values).all():
-        raise DataError(
-            f"value {int(np.argmin(np.isfinite(row_values)))} to average is not finite", remedy="Drop the row or mend its score"
-        )
+    if not (finite := np.isfinite(row_values)).all():
+        raise DataError(f"value {int(np.argmin(finite))} to average is not finite", remedy="Drop the row or fix its value")
     values_N2 = np.stack([row_values, np.ones_like(row_values)], axis=1)
     return cluster_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups, confidence, samples, seed)
 
@@ -83,33 +84,32 @@ def cluster_bootstrap(
     samples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """As `cluster_bootstrap_mean`, of a function of the sums of the columns over the rows.
+    """As `cluster_bootstrap_mean`, for a function of the sums of columns C over N rows.
 
     Args:
-        values_NC: what is added up of each row.
-        statistic: its values [R] at sums [R, C].
+        values_NC: the summands of each row.
+        statistic: maps the sums [R, C] of R resamples to values [R].
     """
     names, cluster_of_row = np.unique(np.asarray(groups), return_inverse=True)
     if cluster_of_row.shape != values_NC.shape[:1]:
-        raise DataError(
-            f"{cluster_of_row.size} groups for {len(values_NC)} values", remedy="Name one group (a number or a string) per value"
-        )
+        what = f"{cluster_of_row.size} groups for {len(values_NC)} values"
+        raise DataError(what, remedy="Give one group (a number or a string) per value")
     value, clusters = float(statistic(values_NC.sum(axis=0, keepdims=True))[0]), len(names)
     if clusters == 1:
         return Interval(value, -math.inf, math.inf)
     sums_CG = [np.bincount(cluster_of_row, weights=values_N) for values_N in values_NC.T]
     rng = np.random.default_rng(seed)
-    rows_at_once = max(1, RESAMPLED_AT_ONCE // clusters)
-    drawn = []
-    for start in range(0, samples, rows_at_once):
-        draws = rng.integers(clusters, size=(min(rows_at_once, samples - start), clusters))
-        drawn.append(statistic(np.stack([sums_G[draws].sum(axis=1) for sums_G in sums_CG], axis=1)))
-    low, high = np.quantile(np.concatenate(drawn), [0.5 - confidence / 2, 0.5 + confidence / 2])
+    chunk = max(1, RESAMPLED_AT_ONCE // clusters)
+    resampled = []
+    for start in range(0, samples, chunk):
+        draws = rng.integers(clusters, size=(min(chunk, samples - start), clusters))
+        resampled.append(statistic(np.stack([sums_G[draws].sum(axis=1) for sums_G in sums_CG], axis=1)))
+    low, high = np.quantile(np.concatenate(resampled), [0.5 - confidence / 2, 0.5 + confidence / 2])
     return Interval(value, float(low), float(high))
 
 
-def share(values: Sequence[float], groups: Sequence[str]) -> Interval:
-    """A mean with its interval over groups; where all rows agree there is nothing to resample, and Wilson's interval tells."""
+def mean_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
+    """A mean with its bootstrap interval over groups; Wilson's interval of the groups if all values are 0 or all are 1."""
     if set(values) in ({0.0}, {1.0}):
         count = len(set(groups))
         return wilson_interval(int(values[0]) * count, count)
@@ -124,13 +124,13 @@ def paired_difference(
     samples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """Interval of the mean of `after - before`, row by row on the same rows: far narrower than comparing two intervals.
+    """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals.
 
-    Raises `DataError` when the two do not have the same shape, and as `cluster_bootstrap_mean` does.
+    Raises:
+        DataError: the two have different shapes; or as `cluster_bootstrap_mean`.
     """
     row_before, row_after = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if row_before.shape != row_after.shape:
-        raise DataError(
-            f"{row_before.size} values before and {row_after.size} after", remedy="Evaluate both on the same rows, in the same order"
-        )
+        what = f"{row_before.size} values before and {row_after.size} after"
+        raise DataError(what, remedy="Evaluate both on the same rows, in the same order")
     return cluster_bootstrap_mean(row_after - row_before, groups, confidence, samples, seed)

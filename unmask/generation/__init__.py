@@ -1,4 +1,4 @@
-"""Generation: the slow reference (`unmask.generation.naive`) and the batched sampler, with keyed noise."""
+"""Generation: the batched sampler, and the naive one that it is tested against (`unmask.generation.naive`)."""
 
 from unmask.generation import naive
 

@@ -1,4 +1,4 @@
-"""The reference sampler: one sequence at a time, the whole model at every step, no cache. The engine must give the same tokens.
+"""The naive sampler: one sequence at a time, the whole model at every step, no cache. It defines the tokens that the engine samples.
 
 Shapes: T tokens, V vocabulary.
 """
@@ -90,9 +90,9 @@ def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerC
     """The number of tokens that this step reveals by threshold, factor or entropy bound."""
     log_probs = [float(decisions[at].priority_N) for at in order]
     if config.threshold is not None:
-        good = [math.exp(log_prob) >= config.threshold for log_prob in log_probs]
+        accepted = [math.exp(log_prob) >= config.threshold for log_prob in log_probs]
     elif config.factor is not None:
-        good = [math.exp(log_prob) >= 1 - config.factor / (n + 1) for n, log_prob in enumerate(log_probs, start=1)]
+        accepted = [math.exp(log_prob) >= 1 - config.factor / (n + 1) for n, log_prob in enumerate(log_probs, start=1)]
     else:
-        good = [-sum(log_probs[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(log_probs))]
-    return max(1, sum(good))
+        accepted = [-sum(log_probs[: n + 1]) <= (config.entropy_bound or 0.0) for n in range(len(log_probs))]
+    return max(1, sum(accepted))

@@ -59,33 +59,26 @@ def decide(
         GenerationError: the logits are NaN.
     """
     rows, vocabulary = logits_NV.shape
-    portion = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
-    needed = {
-        Stream.TOKEN: config.temperature > 0,
-        Stream.ORDER: config.policy == "random",
-        Stream.ORDER_NOISE: config.order_temperature > 0,
-    }
-    streams = [stream for stream, used in needed.items() if used]
+    rows_at_once = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
+    streams = [Stream.TOKEN] if config.temperature > 0 else []
+    streams += [Stream.ORDER] if config.policy == "random" else []
+    streams += [Stream.ORDER_NOISE] if config.order_temperature > 0 else []
     noise = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
-    parts = []
-    for first in range(0, max(rows, 1), portion):
-        at = slice(first, first + portion)
-        present = None if present_NV is None else present_NV[at]
-        parts.append(_decide(logits_NV[at], config, {stream: noise_N[at] for stream, noise_N in noise.items()}, present))
-    if len(parts) == 1:
-        return parts[0]
-    return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*parts, strict=True)))  # type: ignore[arg-type]
+    chunks = []
+    for first in range(0, max(rows, 1), rows_at_once):
+        chunk = slice(first, first + rows_at_once)
+        present = None if present_NV is None else present_NV[chunk]
+        chunks.append(_decide(logits_NV[chunk], config, {stream: noise_N[chunk] for stream, noise_N in noise.items()}, present))
+    if len(chunks) == 1:
+        return chunks[0]
+    return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*chunks, strict=True)))  # type: ignore[arg-type]
 
 
 def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
-    reshaped = reshapes(config)
-    shaped_NV = reshape_logits(logits_NV, config, present_NV) if reshaped else logits_NV
-    same_weights = not reshaped and config.temperature in (0, 1)  # those of the model's distribution and of the sampled one
-    best_N = logits_NV.amax(-1)
-    below_NV = logits_NV - best_N[:, None]
-    weight_NV = below_NV.exp_() if reshaped or same_weights else below_NV.exp()  # else `below_NV` is used again
+    largest_N1 = logits_NV.amax(-1, keepdim=True)
+    weight_NV = _weights(logits_NV, largest_N1)
     total_N = weight_NV.sum(-1)
-    normaliser_N = best_N + total_N.log()
+    normaliser_N = largest_N1.squeeze(1) + total_N.log()
     if normaliser_N.isnan().any():  # one NaN makes its whole row NaN
         remedy = "Its weights are damaged (load an earlier checkpoint), or too large for their type (load it in float32)"
         raise GenerationError("the predictions are NaN", where="model", remedy=remedy)
@@ -95,13 +88,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
-    if config.temperature > 0 or config.filtered_confidence:
-        if reshaped:
-            below_NV = shaped_NV - shaped_NV.amax(-1, keepdim=True)
-        if not same_weights:
-            weight_NV = below_NV.div_(config.temperature or 1.0).exp_()
-        weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    token_N = best(shaped_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN])
+    token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, noise, present_NV)
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
@@ -111,7 +98,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
         case "left_to_right":
             priority_N = torch.zeros_like(log_prob_N)  # ties by the lower position
         case policy if config.filtered_confidence:
-            priority_N = _filtered_priority(weight_NV, token_N, policy)
+            priority_N = _filtered_confidence(weight_NV, token_N, policy)
         case "confidence":
             priority_N = log_prob_N
         case "margin":
@@ -127,13 +114,38 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
+def _draw_tokens(
+    logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A token for each row, and the weights that it is drawn by: after penalty, bans, temperature and filters.
+
+    Args:
+        weight_NV: of the model's distribution, which is the sampled one unless a setting changes it.
+    """
+    reshaped = config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
+    if reshaped:
+        logits_NV = reshape_logits(logits_NV, config, present_NV)
+    if config.temperature == 0 and not config.filtered_confidence:
+        return best(logits_NV), weight_NV
+    if reshaped or config.temperature not in (0, 1):
+        weight_NV = _weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
+    weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
+    return best(logits_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN]), weight_NV
+
+
+def _weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
+    """Probabilities relative to that of each row's largest logit."""
+    below_NV = logits_NV - largest_N1
+    return (below_NV if temperature == 1 else below_NV.div_(temperature)).exp_()
+
+
 def _log_fraction(weight_NV: Tensor, token_N: Tensor) -> Tensor:
     """The log-probability of a token in each row, under the distribution proportional to the weights."""
     return (weight_NV.gather(1, token_N[:, None]).squeeze(1) / weight_NV.sum(-1)).log()
 
 
-def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
-    """The policy's confidence under the distribution proportional to the weights: after penalty, bans, temperature and filters (Dream)."""
+def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tensor:
+    """The policy's confidence under the distribution proportional to the weights, from which tokens are drawn (Dream, Ye et al. 2025)."""
     if policy == "confidence":
         return _log_fraction(weight_NV, token_N)
     prob_NV = weight_NV / weight_NV.sum(-1, keepdim=True)
@@ -146,11 +158,6 @@ def _filtered_priority(weight_NV: Tensor, token_N: Tensor, policy: str) -> Tenso
 def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
     """Logits moved by `guidance` times their difference from those without the prompt (Nie et al. 2025); -inf stays."""
     return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
-
-
-def reshapes(config: SamplerConfig) -> bool:
-    """Whether `reshape_logits` changes anything."""
-    return config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
 
 
 def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
@@ -214,9 +221,9 @@ def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tupl
     sum_NK = weight_NK.double().cumsum(-1)
     total_N1 = sum_NK[:, -1:].contiguous()
     goal_N1 = noise_N1 * total_N1 if goal_N1 is None else goal_N1
-    found_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
-    found_N1 = torch.minimum(found_N1, torch.searchsorted(sum_NK, total_N1))  # the last entry of positive weight
-    return found_N1, F.pad(sum_NK, (1, 0)).gather(1, found_N1), goal_N1
+    index_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
+    index_N1 = torch.minimum(index_N1, torch.searchsorted(sum_NK, total_N1))  # the last entry of positive weight
+    return index_N1, F.pad(sum_NK, (1, 0)).gather(1, index_N1), goal_N1
 
 
 def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
@@ -228,13 +235,13 @@ def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
     sorted_BW = priority_BW.double().sort(dim=-1, descending=True).values
     hidden_BW = sorted_BW > -torch.inf
     if config.threshold is not None:
-        good_BW = sorted_BW.exp() >= config.threshold
+        accepted_BW = sorted_BW.exp() >= config.threshold
     elif config.factor is not None:
-        good_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
+        accepted_BW = sorted_BW.exp() >= 1 - config.factor / torch.arange(2.0, sorted_BW.shape[1] + 2).to(sorted_BW)
     else:
         assert config.entropy_bound is not None
-        good_BW = (-sorted_BW).cumsum(-1) <= config.entropy_bound
-    return (good_BW & hidden_BW).sum(-1).clamp_min(1)
+        accepted_BW = (-sorted_BW).cumsum(-1) <= config.entropy_bound
+    return (accepted_BW & hidden_BW).sum(-1).clamp_min(1)
 
 
 def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:

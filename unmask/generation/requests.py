@@ -135,23 +135,22 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
-    rows = lm.config.vocab_size
     check_ids(lm, config.allowed_tokens or [], "allowed_tokens")
     check_ids(lm, config.forbidden_tokens or [], "forbidden_tokens")
     impossible = {lm.mask_token_id, *(config.forbidden_tokens or ())}
     if config.allowed_tokens and impossible.issuperset(config.allowed_tokens):
         raise GenerationError("all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden")
-    if len(impossible) >= rows:
+    if len(impossible) >= lm.config.vocab_size:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
     return grid
 
 
 def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
     """Raise GenerationError for an id that the model has no embedding for."""
-    rows = lm.config.vocab_size
+    size = lm.config.vocab_size
     for token in ids:
-        if not 0 <= token < rows:
-            raise GenerationError(f"token id {token} is outside the vocabulary of {rows}", where=where, remedy="Use this model's tokenizer")
+        if not 0 <= token < size:
+            raise GenerationError(f"token id {token} is outside the vocabulary of {size}", where=where, remedy="Use this model's tokenizer")
 
 
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
@@ -171,14 +170,14 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
         match config.schedule:
             case "even":
                 steps = min(size, steps)
-                shared = [size // steps + (i < size % steps) for i in range(steps)]
+                reveals = [size // steps + (i < size % steps) for i in range(steps)]
             case "dream":
-                shared = _dream_counts(size, steps)
+                reveals = _dream_counts(size, steps)
             case "ancestral":
                 number_N = torch.arange(first, first + size)
                 noise_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
-                shared = _ancestral_counts(noise_N.tolist(), steps)
-        counts.append([count for count in shared if count])  # steps that reveal nothing are left out
+                reveals = _ancestral_counts(noise_N.tolist(), steps)
+        counts.append([count for count in reveals if count])  # steps that reveal nothing are left out
         first += size
     return counts
 
@@ -188,8 +187,8 @@ def _dream_counts(size: int, steps: int) -> list[int]:
     down, at times t > s from 1 to 0.001, and at the last step the rest. In float32, as published."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1)
     counts: list[int] = []
-    for share in (1 - time_S[1:] / time_S[:-1])[:-1]:
-        counts.append(int((size - sum(counts)) * share))
+    for fraction in (1 - time_S[1:] / time_S[:-1])[:-1]:
+        counts.append(int((size - sum(counts)) * fraction))
     return [*counts, size - sum(counts)]
 
 
@@ -238,5 +237,5 @@ def _blocks(lm: DiffusionLM, start: int, stop: int, grid: int | None, config: Sa
     """The decoding blocks of the positions from start to stop: aligned to the attention blocks if there are any, else to the start."""
     first, size = start if grid is None else block_start(start, grid), grid or config.block_size or stop - start
     inside = {0} if config.sub_block_size is None else {*range(0, size, config.sub_block_size), int(lm.logit_shift)}
-    edges = {block + part for block in range(first, stop, size) for part in inside}
+    edges = {block + offset for block in range(first, stop, size) for offset in inside}
     return list(pairwise(sorted({start, stop, *(edge for edge in edges if start < edge < stop)})))

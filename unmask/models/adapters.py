@@ -1,4 +1,4 @@
-"""Adapters of PEFT around a model, and weights held in few bits."""
+"""PEFT adapters on a model, and quantised weights."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
 
 
 def has_adapters(lm: DiffusionLM) -> bool:
-    """Whether adapters of PEFT stand around the model."""
+    """Whether the model has PEFT adapters."""
     return hasattr(lm.model, "merge_and_unload")
 
 
 def quantised(lm: DiffusionLM) -> bool:
-    """Whether the weights are held in 4 or 8 bits."""
+    """Whether the weights are quantised to 4 or 8 bits."""
     return getattr(lm.model, "is_quantized", False)
 
 
 def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
-    """The model with adapters of PEFT around it; only they are trained.
+    """The model with PEFT adapters; only these are trained.
 
     Raises:
-        ConfigError: PEFT finds no place for them, or one would stand beside the output head, which computes only the rows asked for.
+        ConfigError: PEFT finds no module for them, or one would be on the output head, which computes selected rows only.
     """
     from peft import prepare_model_for_kbit_training
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    if quantised(lm):  # what is left of 16 bits becomes float32; checkpointing is switched by the trainer
+    if quantised(lm):  # 16-bit parameters become float32; the trainer sets checkpointing
         prepare_model_for_kbit_training(lm.model, use_gradient_checkpointing=False)
     try:
         with _untied(lm) if getattr(peft_config, "trainable_token_indices", None) else nullcontext():
@@ -52,19 +52,19 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
     from peft import get_peft_model
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21 asks for it
-        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # which it makes for stacked experts
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT 0.21 reads it
+        warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys", RuntimeWarning)  # which it writes for stacked experts
         return get_peft_model(model, peft_config)
 
 
 def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
-    """The same adapters, beside which the embedding row of the mask token is trained whole.
+    """The adapters, and the full embedding row of the mask token.
 
     Raises:
-        ConfigError: PEFT does not train rows beside adapters of this kind, or the config names the embedding table itself.
+        ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding table.
     """
     if not hasattr(peft_config, "trainable_token_indices"):
-        what = f"{type(peft_config).__name__} trains no embedding row, and the mask token needs its own"
+        what = f"{type(peft_config).__name__} cannot train the embedding row of the mask token"
         raise ConfigError(what, where="peft_config", remedy="Use LoRA")
     table = "." + next(name for name, module in lm.model.named_modules() if module is lm.model.get_input_embeddings())
     for setting in ("target_modules", "modules_to_save"):
@@ -81,8 +81,8 @@ def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.Pef
 
 @contextmanager
 def _untied(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, PEFT does not take the head for tied to the embedding table: rows that are trained there leave the head as it is, which
-    computes only the rows asked for. Merged they are in both."""
+    """Inside, PEFT treats the head as untied from the embedding table: training a row of the table leaves the head, which computes
+    selected rows only, as it is. Merging changes both."""
     tied, lm.model.config.tie_word_embeddings = lm.model.config.tie_word_embeddings, False
     try:
         yield
@@ -91,7 +91,7 @@ def _untied(lm: DiffusionLM) -> Iterator[None]:
 
 
 def changes_nothing(lm: DiffusionLM) -> bool:
-    """Whether the model with its adapters is what it is with them off, and training changes nothing else: LoRA that starts at zero."""
+    """Whether switching the adapters off gives the model before training: LoRA that starts at zero, and no other trained weights."""
     if any(getattr(config, "bias", "none") != "none" for config in lm.model.peft_config.values()):
         return False
     weights = dict(lm.model.named_parameters())
@@ -101,8 +101,8 @@ def changes_nothing(lm: DiffusionLM) -> bool:
 
 
 def merged(lm: DiffusionLM) -> DiffusionLM:
-    """A copy of the model with its adapters merged into the weights, which are dequantised first: rounded again, they would
-    lose most of what was learnt."""
+    """A copy of the model with its adapters merged into the weights. Quantised weights stay dequantised: rounding would lose most of the
+    update."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model = lm.frozen_copy().model
@@ -114,7 +114,6 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
 
 
 def without_tables(lm: DiffusionLM) -> None:
-    """Have PEFT save adapters alone. It would write whole embedding tables beside them where the vocabulary is not that of the base, in
-    which nothing else is new."""
+    """Make PEFT save adapters alone. It would also save embedding tables when the vocabulary differs from the base's."""
     for adapters in getattr(lm.model, "peft_config", {}).values():
-        adapters.base_model_name_or_path = None  # is filled in again when they are written
+        adapters.base_model_name_or_path = None  # restored when they are saved

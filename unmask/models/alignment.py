@@ -1,4 +1,4 @@
-"""Weights in aligned memory: matrix products of the same numbers at other addresses differ in their last bits."""
+"""Weights in aligned memory: the last bits of matrix products depend on the alignment of their operands."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64
-"""Bytes; what torch's own allocator gives on a CPU, and the vector units of one read at once."""
+"""Bytes: of torch's CPU allocator, and of a vector register."""
 MADV_PAGEOUT = 21
-"""Of Linux: the pages are not needed soon. It never changes what they hold."""
+"""Linux: the pages are not needed soon. Their content never changes."""
 
 
 @torch.no_grad()
 def align_weights(model: nn.Module) -> None:
-    """Copy the weights on the CPU that lie off alignment, as those do that are mapped from a file, one after another.
+    """Copy the unaligned weights on the CPU, such as those mapped from a file, one after another.
 
-    Memory holds each of them twice at most while it is copied: the pages of a file are given back at once.
+    Only the weight being copied is in memory twice: the file's pages are released at once.
     """
     for weight in [*model.parameters(), *model.buffers()]:
         if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
@@ -28,7 +28,7 @@ def align_weights(model: nn.Module) -> None:
 
 
 def _release(mapped: Tensor) -> None:
-    """Tell the kernel that the pages within a tensor are not needed; advice, where it knows it."""
+    """Advise the kernel that the pages within a tensor are not needed, where it supports that."""
     start = -(-mapped.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     size = mapped.data_ptr() + mapped.nbytes - start
     madvise = getattr(ctypes.CDLL(None), "madvise", None)

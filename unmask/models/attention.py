@@ -1,8 +1,8 @@
 """Attention patterns: causal, block-causal and bidirectional, with padding and packing, over stock Hugging Face models.
 
 One attention function is registered with transformers under the name "unmask". The mask reaches it as an extra forward
-keyword (`unmask_mask`), so no modelling code is copied and no model can fall back to its own mask unseen: without the
-keyword the function raises.
+keyword (`unmask_mask`), so no modelling code is copied, and no model can silently use its own mask: without the keyword
+the function raises.
 
 Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 """
@@ -32,16 +32,16 @@ DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
 ATTENTION_NAME = "unmask"
 MASKS_KEPT = 64
 CELLS_KEPT = 2**26
-"""Of the masks kept, together: 64 MB as booleans, and four times that again where SDPA adds them in float32."""
+"""Elements of all cached masks: 64 MB as booleans, and four times that where SDPA adds them in float32."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where every token stands: all that a mask and the position embeddings depend on.
+    """The layout of rows: all that a mask and the position embeddings depend on.
 
     Attributes:
-        document_BT: number of the document that a token belongs to; 0 is padding.
-        position_BT: position within the document, from 0; of padding 0. The block grid is anchored here, so left padding moves nothing.
+        document_BT: number of a token's document; 0 is padding.
+        position_BT: position within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
         copy_BT: 0 for clean tokens, 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`.
     """
 
@@ -51,7 +51,7 @@ class Layout:
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Layout:
-        """The layout of rows whose documents are numbered from 1, with 0 for padding (an attention mask is the case of one)."""
+        """The layout of rows whose documents are numbered from 1, 0 for padding (an attention mask has one document)."""
         document_BT = document_BT.long()
         index_T = torch.arange(document_BT.shape[1], device=document_BT.device)
         starts_BT = torch.ones_like(document_BT, dtype=torch.bool)
@@ -71,19 +71,19 @@ class Layout:
         return Layout(self.document_BT.repeat(repeats), self.position_BT.repeat(repeats), torch.cat([*copies, self.copy_BT], 1))
 
     def last(self, count: int) -> Layout:
-        """The layout of the last `count` tokens (the queries beside a key-value cache)."""
+        """The layout of the last `count` tokens (the queries of a pass with a key-value cache)."""
         return Layout(self.document_BT[:, -count:], self.position_BT[:, -count:], self.copy_BT[:, -count:])
 
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """What each query may see.
+    """The keys that each query attends to.
 
     Attributes:
         allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
-        positions: of the queries and the keys, where the model's own sliding windows still hold (causal pattern only).
-        full: whether everything is visible, known beforehand.
-        documents: where FlashAttention is asked for, the documents within which all is visible, or all before a token.
+        positions: of queries and keys, if the model's sliding windows apply (causal pattern only).
+        full: whether it is known that everything is visible.
+        documents: for FlashAttention, the documents within which all is visible, or all before a token.
     """
 
     allowed_BQK: Tensor
@@ -105,7 +105,7 @@ class AttentionMask:
         return self._windowed[window]
 
     def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
-        """The mask on another device, made once: what accelerate asks for between layers of a model that is split over devices."""
+        """The mask on another device, made once. Accelerate calls it between layers of a model split over devices."""
         place = torch.device(device)
         if place == self.allowed_BQK.device:
             return self
@@ -115,33 +115,33 @@ class AttentionMask:
         return self._moved[place]
 
     def annealed(self, seen: float, key: int) -> AttentionMask:
-        """The mask with every key after its query left out but for a random share; `key` says which, in rows of any width."""
+        """The mask in which a random fraction of the keys after each query is visible; `key` selects them, in rows of any width."""
         keys = self.allowed_BQK.shape[3]
         later, earlier = torch.tril_indices(keys, keys, -1)  # key by key, so that wider rows only add numbers
         seen_QK = torch.ones(keys, keys, dtype=torch.bool)
         seen_QK[earlier, later] = torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < seen
         return AttentionMask(self.allowed_BQK & seen_QK.to(self.allowed_BQK.device), None)
 
-    @torch.inference_mode(False)  # masks are kept, and a later training step saves these numbers for its gradient
+    @torch.inference_mode(False)  # masks are cached, and a later training step saves these numbers for its gradient
     def added(self, dtype: torch.dtype) -> Tensor:
-        """The mask as SDPA adds it to scores, one for all layers: of a boolean mask every layer would make, and keep, one of its own."""
+        """The additive mask of SDPA, shared by all layers: from a boolean mask every layer would make and keep its own."""
         if dtype not in self._added:
             self._added[dtype] = torch.zeros_like(self.allowed_BQK, dtype=dtype).masked_fill_(~self.allowed_BQK, -torch.inf)
         return self._added[dtype]
 
     @cached_property
     def block_mask(self) -> BlockMask:
-        """The mask as FlexAttention takes it."""
+        """The mask for FlexAttention."""
         return flex.block_mask(self.allowed_BQK)
 
     @cached_property
     def coarse_tiles(self) -> Tiles | None:
-        """The mask as SDPA on a CPU is called for it, where some of it need not be computed: later blocks, other documents."""
+        """The tiles of the mask that SDPA on a CPU computes, if some can be skipped: later blocks, other documents."""
         return cpu_tiles.visible(self.allowed_BQK, cpu_tiles.COARSE)
 
     @cached_property
     def fine_tiles(self) -> Tiles | None:
-        """The same for narrow heads."""
+        """The tiles for narrow heads."""
         return cpu_tiles.visible(self.allowed_BQK, cpu_tiles.FINE)
 
 
@@ -153,7 +153,7 @@ def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
 
 
 def runs(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
-    """The number [B, T] of the run of tokens of one document, copy and block that a token belongs to, from 0."""
+    """The number [B, T] of each token's run, from 0: consecutive tokens of one document, copy and block."""
     keys = (layout.document_BT, layout.copy_BT, blocks(layout, pattern, block_size))
     changed_BT = torch.stack([key_BT[:, 1:] != key_BT[:, :-1] for key_BT in keys]).any(0)
     return F.pad(changed_BT.long().cumsum(1), (1, 0))
@@ -162,9 +162,9 @@ def runs(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
 def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
-    Clean tokens see the clean tokens of their own and earlier blocks (with `causal_context` only what stands before them);
-    noised tokens see the noised tokens of their own copy and block and the clean ones of earlier blocks; nobody sees another
-    document or the padding (padding sees itself only, so that no row is empty).
+    Clean tokens attend to the clean tokens of their own and earlier blocks (with `causal_context` only to those before them);
+    noised tokens to the noised tokens of their own copy and block and the clean ones of earlier blocks. No token attends to another
+    document or to padding (padding attends to itself only, so that no row is empty).
     """
     query_BQ1, key_B1K = blocks(queries, pattern, block_size)[:, :, None], blocks(keys, pattern, block_size)[:, None, :]
     copy_BQ1, copy_B1K = queries.copy_BT[:, :, None], keys.copy_BT[:, None, :]
@@ -185,7 +185,7 @@ _unpadded: SizedCache[AttentionMask] = SizedCache(MASKS_KEPT, CELLS_KEPT)
 def unpadded_mask(
     pattern: Pattern, block_size: int | None, length: int, copies: int, device: torch.device, causal_context: bool = False
 ) -> AttentionMask:
-    """The mask of rows of one document without padding: it depends on pattern, length and device alone, so it is made once and kept."""
+    """The mask of rows of one document without padding; cached, since it depends on pattern, length and device alone."""
 
     @torch.inference_mode(False)  # a later training step may save it for its gradient
     def make() -> AttentionMask:
@@ -198,19 +198,19 @@ def unpadded_mask(
 
 
 def mask_cache_stats() -> dict[str, float]:
-    """Hits, misses, hit rate and number of the cached masks."""
+    """Hits, misses, hit rate and number of cached masks."""
     asked = _unpadded.hits + _unpadded.misses
     rate = _unpadded.hits / asked if asked else 0.0
     return {"hits": _unpadded.hits, "misses": _unpadded.misses, "hit_rate": rate, "size": len(_unpadded)}
 
 
 def clear_mask_cache() -> None:
-    """Forget all cached masks and their statistics."""
+    """Clear the cached masks and their statistics."""
     _unpadded.clear()
 
 
 def check_pattern(pattern: str, block_size: int | None, causal_context: bool = False) -> None:
-    """Raise ConfigError unless the pattern exists and has a block size, or a causal context, only where these mean something."""
+    """Raise ConfigError for an unknown pattern, or for a block size or causal context that the pattern does not have."""
     if pattern not in PATTERNS:
         raise ConfigError(f"unknown attention pattern {pattern!r}", where="attention", remedy=f"Use one of {', '.join(PATTERNS)}")
     if pattern == "block_causal" and (block_size is None or block_size < 1):
@@ -227,8 +227,8 @@ def check_pattern(pattern: str, block_size: int | None, causal_context: bool = F
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention module of every layer, by the name that all of transformers give it; of one within another (BERT) the outer,
-    which holds the output projection."""
+    """The attention module of every layer, found by its name in transformers; of nested ones (BERT) the outer, which has the output
+    projection."""
     named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
     return [module for module in named if module not in inner]
@@ -256,18 +256,18 @@ def unmask_attention(
         [B, Q, H, D] and no attention weights.
 
     Raises:
-        ModelError: no mask was given, or the model asks for attention sinks or a position bias.
+        ModelError: there is no mask, or the model has attention sinks or a position bias.
     """
     if unmask_mask is None:
         raise ModelError(
-            "the model was called without a mask, and would attend in silence to what it must not see",
+            "the model was called without a mask, and would attend to tokens that it must not see",
             where=type(module).__name__,
             remedy="Call it through unmask.DiffusionLM",
         )
     if s_aux is not None or position_bias is not None:
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
     mask = unmask_mask.within(sliding_window)
-    groups = getattr(module, "num_key_value_groups", None)  # to a compiler the shape of what a cache holds is no constant
+    groups = getattr(module, "num_key_value_groups", None)  # to a compiler the length of a cache is not constant
     groups = query_BHQD.shape[1] // key_BHKD.shape[1] if groups is None else groups
     if mask.documents is not None and flash.usable(query_BHQD) and dropout == 0 and softcap is None:
         return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
@@ -286,7 +286,7 @@ def unmask_attention(
 
 
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """SDPA, by tiles where these save something. A compiled graph must not depend on where that is."""
+    """SDPA, by tiles where that saves work. A compiled graph must not depend on where that is."""
     if mask.full:
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
     cut = None

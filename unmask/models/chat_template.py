@@ -1,4 +1,4 @@
-"""Chat templates: which there are, what one writes, and which token ends a turn in it."""
+"""Chat templates: those that come with Unmask, rendering, and the token that ends a turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from unmask.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANSWER = "zqxj"  # that no template writes by itself
+ANSWER = "zqxj"  # that no template writes
 
 
 TEMPLATES = {
@@ -19,11 +19,11 @@ TEMPLATES = {
     r"{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{{ '\n\n' }}{% endfor %}"
     r"{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}",
 }
-"""Chat templates by name, for tokenizers without one. They need no tokens of their own: roles are plain words."""
+"""Chat templates by name, for tokenizers without one. They need no special tokens: roles are plain words."""
 
 
 def read_template(name_or_path: str) -> str:
-    """A chat template: one of `TEMPLATES` by its name, or what a file holds (Jinja, as tokenizers have it).
+    """A chat template: one of `TEMPLATES` by its name, or the content of a Jinja file.
 
     Raises:
         ConfigError: it is neither.
@@ -33,12 +33,12 @@ def read_template(name_or_path: str) -> str:
     try:
         return Path(name_or_path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        what = f"{name_or_path!r} is no template that comes with Unmask, and no file of text that can be read ({error})"
+        what = f"{name_or_path!r} is neither a template of Unmask nor a readable text file ({error})"
         raise ConfigError(what, where="data.chat_template", remedy=f"Give {', '.join(TEMPLATES)}, or the path of a Jinja file") from error
 
 
 def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-    """The text that the tokenizer's chat template makes of `messages`; `options` as of `apply_chat_template`.
+    """Render messages with the tokenizer's chat template; `options` as of `apply_chat_template`.
 
     Raises:
         DataError: there is no template, it is malformed, or it refuses the messages.
@@ -52,16 +52,16 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
     except TemplateSyntaxError as error:
         raise DataError(f"the chat template is malformed: {error}", remedy="Mend the template.") from error
-    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # what a template does to odd values
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # templates raise anything on odd values
         what = f"the chat template refuses {messages!r:.80}: {error}"
         raise DataError(what, remedy="Mend the messages.", reason="refused by the chat template") from error
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes behind an assistant's answer, as `<|im_end|>` in ChatML and `<|eot_id|>` in Llama 3.
+    """The token that the chat template writes behind an assistant's answer: `<|im_end|>` in ChatML, `<|eot_id|>` in Llama 3.
 
-    Found by rendering an answer that nothing follows, so that what opens the next turn is not taken for an end. White space may stand
-    between. None: the template ends a turn with plain text or not at all, does not render, or there is none.
+    Found by rendering a last answer, so that the start of the next turn is not mistaken for an end. White space may precede it. None: the
+    template ends a turn with plain text or not at all, does not render, or is missing.
     """
     if not tokenizer.chat_template:
         return None

@@ -1,4 +1,4 @@
-"""Which device a model lies on, and each part of it where one process spreads it over several."""
+"""The device of a model, or of each part of it if one process spreads it over several."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unmask.errors import ModelError, first_line
 
 
 def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
-    """The device of each part of a model, by its name: layers in their order, each device with a share by its memory.
+    """The device of each part of a model, by its name: layers in their order, divided in proportion to memory.
 
     Raises:
         ModelError: there are fewer than two devices.
@@ -35,12 +35,12 @@ def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[
         places[name] = f"cuda:{next(number for number, end in enumerate(ends) if middle <= end)}"
         before += size
         if part is model.get_output_embeddings() and part.weight is model.get_input_embeddings().weight:
-            places[name] = "cuda:0"  # where the embeddings are
+            places[name] = "cuda:0"  # with the embeddings
     return places
 
 
 def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """What is put on a device as a whole, in the order of a forward pass: layers, and what stands beside their list."""
+    """The parts that stay whole on a device, in the order of a forward pass: layers, and the modules around them."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     for name, part in module.named_children():
         inside = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
@@ -51,7 +51,7 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def resolve_device(device: str) -> str:
-    """A torch device; "auto" is the GPU where there is one.
+    """A torch device; "auto" is the GPU if there is one.
 
     Raises:
         ModelError: there is no such device here.
@@ -60,6 +60,6 @@ def resolve_device(device: str) -> str:
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # a torch without CUDA asserts
+    except (RuntimeError, AssertionError) as error:  # torch without CUDA raises AssertionError
         raise ModelError(f"no device {device!r} ({first_line(error)})", where="device", remedy="Use cpu, or auto") from error
     return device

@@ -1,6 +1,6 @@
 """DiffusionLM: a causal language model of transformers, read as a diffusion language model.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N rows asked for.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ SETTINGS_KEY = "unmask"
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """What one forward pass reads.
+    """The inputs of one forward pass.
 
     Attributes:
-        ids_BT: with the mask token at hidden positions.
-        layout: where the tokens stand.
-        mask: what they see.
+        ids_BT: token ids, with the mask token at hidden positions.
+        layout: documents, positions and copies of the tokens.
+        mask: the keys that each token attends to.
         index_N: flat indices into [B * T] of the rows to compute; None: all.
-        share_BT: the share of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden.
-        pruned: whether the last layer computes those rows alone. For sampling: another shape changes the last bits of a score, and
+        share_BT: the fraction of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden.
+        pruned: whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training
             the ratio of a policy to itself must be 1.
     """
 
@@ -56,19 +56,19 @@ class DiffusionLM:
     """A Hugging Face causal language model with an attention pattern, a mask token and a logit shift.
 
     Attributes:
-        model: the model (a PEFT or distributed wrapper of it is bound with `bind`).
+        model: the model (`bind` replaces it by a PEFT or distributed wrapper).
         tokenizer: its tokenizer, which has the mask token.
         attention: "causal", "block_causal" or "bidirectional".
         block_size: the attention block of a block-causal model, else None.
-        mask_token_id: the id that stands at hidden positions in the input; it is never predicted.
-        eos_token_ids: the tokens that end a text, each of them: decoding stops and a completion is cut at the first. The tokenizer's
-            EOS comes first; it alone fills canvases.
+        mask_token_id: the input id at hidden positions; it is never predicted.
+        eos_token_ids: all tokens that end a text: decoding stops and a completion is cut at the first of any. The tokenizer's EOS comes
+            first; it alone fills canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
-        causal_context: whether a block-causal model reads the finished blocks from left to right, as the causal model that it
-            was, and only the block in work in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
-        config: of the model itself, whatever wraps it.
-        padding_idx: the token whose embedding is never trained, of released models that have one (docs/models.md); else None.
-        flash_attention: whether rows without blocks are attended by FlashAttention 2, on a GPU in 16 bits.
+        causal_context: whether a block-causal model reads finished blocks from left to right, as the causal model that it was, and only
+            the current block in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
+        config: of the unwrapped model.
+        padding_idx: the token whose embedding is never trained, in released models that have one (docs/models.md); else None.
+        flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
     """
 
     flash_attention = False
@@ -87,7 +87,7 @@ class DiffusionLM:
         time_embedding: bool = False,
     ):
         check_pattern(attention, block_size, causal_context)
-        self.model: Any = model  # the model itself, or a wrapper of it: PEFT, DDP, FSDP
+        self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
         self.tokenizer = tokenizer
         self.attention: Pattern = attention
         self.block_size = block_size
@@ -113,22 +113,22 @@ class DiffusionLM:
 
     @property
     def autoregressive(self) -> bool:
-        """Whether every row predicts the next token from the clean ones before it: one pass scores a whole sequence."""
+        """Whether every row predicts the next token from the clean ones before it: one pass gives the likelihood of a sequence."""
         return self.attention == "causal" and self.logit_shift
 
     @property
     def has_time_embedding(self) -> bool:
-        """Whether the model is told the share of hidden tokens."""
+        """Whether the model has an embedding of the fraction of hidden tokens."""
         return self._time is not None
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the weights (of quantised ones, of those left as they were)."""
+        """The dtype of the weights (of a quantised model, of those not quantised)."""
         return next(weight.dtype for weight in self.model.parameters() if weight.is_floating_point())
 
     @property
     def log_prob_dtype(self) -> torch.dtype:
-        """Of logits and scores: float32, or float64 for a float64 model (proofs and golden tests)."""
+        """The dtype of logits and log-probabilities: float32, or float64 for a float64 model."""
         return torch.float64 if next(self.model.parameters()).dtype == torch.float64 else torch.float32
 
     @property
@@ -138,18 +138,18 @@ class DiffusionLM:
 
     @property
     def pad_token_id(self) -> int:
-        """What stands at padding: any valid id, as padding is never attended."""
+        """The id at padding: any valid one, since no token attends to padding."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else 0
 
     @property
     def context_length(self) -> int | None:
-        """The longest row the model was made for, or None where its config does not say."""
+        """The longest row that the model was made for; None: its config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the model's config must remember for `unmask.load`."""
+        """The settings that `unmask.load` reads from the model's config."""
         return self.pattern | {"eos_token_ids": list(self.eos_token_ids), "padding_idx": self.padding_idx}
 
     @property
@@ -165,43 +165,43 @@ class DiffusionLM:
         }
 
     def bind(self, model: nn.Module) -> DiffusionLM:
-        """The same recipe over a wrapper or a deep copy of the model."""
+        """The same settings with a wrapper or a deep copy of the model."""
         bound = copy.copy(self)
         bound.model = model
         return bound
 
     def compile(self, **options: Any) -> None:
-        """Make one graph of the model, whatever lengths and numbers of rows it is asked for.
+        """Compile the model, one graph for all lengths and numbers of rows.
 
         Args:
-            options: as torch.compile takes them; `mode="reduce-overhead"` records CUDA graphs.
+            options: of torch.compile; `mode="reduce-overhead"` records CUDA graphs.
         """
-        torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the rows that a pass computes
+        torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
         self.model.compile(dynamic=True, **options)
         self.compile_options = options
 
     def compile_as(self, other: DiffusionLM) -> DiffusionLM:
-        """The model itself, compiled if another one is, and in the same way."""
+        """The model, compiled with the same options if another one is compiled."""
         if other.compile_options is not None:
             self.compile(**other.compile_options)
         return self
 
     def as_causal(self) -> DiffusionLM:
-        """The same weights read as the causal model that they were."""
+        """The same weights with the causal attention that they had."""
         causal = copy.copy(self)
         causal.attention, causal.block_size, causal.logit_shift = "causal", None, True
         causal.causal_context, causal._time, causal._seen = False, None, None
         return causal
 
     def annealed(self, seen: float, key: int) -> DiffusionLM:
-        """The same model, of whose later tokens each is seen with this probability only (DiffuLLaMA, Gong et al. 2025); `key`
-        says which."""
+        """The same model in which each token behind a query is visible with this probability (DiffuLLaMA, Gong et al. 2025); `key`
+        selects them."""
         annealed = copy.copy(self)
         annealed._seen = (seen, key)
         return annealed
 
     def frozen_copy(self) -> DiffusionLM:
-        """An independent copy in eval mode that takes no gradients: a reference policy."""
+        """An independent copy in eval mode without gradients: a reference policy."""
         return self.bind(copy.deepcopy(self.model).eval().requires_grad_(False)).compile_as(self)
 
     def logits(
@@ -220,7 +220,7 @@ class DiffusionLM:
             hidden_BT: boolean; the hidden positions, for a model with a causal context or a time embedding. None: nowhere.
 
         Raises:
-            ModelError: a row is too long, or a model that has to know the hidden positions is not told them.
+            ModelError: a row is too long, or hidden_BT is missing for a model that needs it.
 
         Returns:
             [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has -inf. Row 0
@@ -228,7 +228,7 @@ class DiffusionLM:
         """
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
-            raise ModelError("the model reads blocks in work differently, and is not told which", where="hidden_BT", remedy=remedy)
+            raise ModelError("the model reads the current block differently from the others", where="hidden_BT", remedy=remedy)
         inputs = self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
         logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
         if rows_BT is None and self.logit_shift:
@@ -238,12 +238,12 @@ class DiffusionLM:
     def single(
         self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, rows_BT: Tensor | None = None, hidden_BT: Tensor | None = None
     ) -> ForwardInputs:
-        """Rows as they are, hidden tokens among the others. Arguments as for `logits`."""
+        """Rows with hidden tokens among the others. Arguments as for `logits`."""
         layout, mask = self._layout(ids_BT, attention_mask_BT)
         share_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
             share_BT = self.hidden_share(hidden_BT, layout)
-            if self.causal_context:  # blocks in work are read in both directions
+            if self.causal_context:  # current blocks are read in both directions
                 layout = replace(layout, copy_BT=(share_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
         index_N = None if rows_BT is None else rows_BT.flatten().nonzero().squeeze(1)
@@ -261,16 +261,16 @@ class DiffusionLM:
     ) -> ForwardInputs:
         """`[x_t ; ... ; x_0]`: V noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
 
-        Each block of a copy is predicted from itself and the clean blocks before it, as cached generation does it. With a
-        logit shift the first row of a block is predicted by the last CLEAN row before it.
+        Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation. With a logit shift
+        the last CLEAN row before a block predicts its first token.
 
         Args:
             clean_BT: the clean tokens.
-            hidden_BMT: what each copy hides.
+            hidden_BMT: True at the hidden positions of each copy.
             attention_mask_BT: as for `logits`.
             rows_BMT: the rows of the copies to compute, in row-major order.
-            clean_rows_BT: with a causal context, tokens to predict as the causal model does, from the clean ones before them;
-                their rows come last.
+            clean_rows_BT: with a causal context, tokens that the causal model predicts from the clean ones before them; their rows
+                come last.
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
@@ -285,7 +285,7 @@ class DiffusionLM:
             column_N = torch.where(first_N, before_N, (column_N - 1).clamp_min(0))
         index_N = batch_N * width + column_N
         if clean_rows_BT is not None:
-            assert self.causal_context, "in other models a clean row sees the tokens after it"
+            assert self.causal_context, "in other models a clean row attends to the tokens after it"
             batch_M, column_M = clean_rows_BT.nonzero(as_tuple=True)
             index_N = torch.cat([index_N, batch_M * width + copies * length + (column_M - 1).clamp_min(0)])
         share_BT = None
@@ -295,18 +295,18 @@ class DiffusionLM:
         return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
-        """One forward pass, unaligned: logits [B, T, V], or [N, V] at the rows asked for. A cache is appended to."""
+        """One forward pass, unaligned: logits [B, T, V], or [N, V] at the selected rows. Keys and values are appended to a cache."""
         with self._passing(inputs):
             out = self._run(inputs, cache)
         count = None if inputs.index_N is None else len(inputs.index_N)
-        assert count is None or out.shape[:2] == (1, count), "the output head is not the one that the rows were asked of"
+        assert count is None or out.shape[:2] == (1, count), "another output head than the expected one was called"
         logits = (out if count is None else out[0]).to(self.log_prob_dtype)
         logits[..., self.mask_token_id] = -torch.inf
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-        """log softmax(logits / temperature) [N] of the targets, in nats, at the rows asked for (or [N, K] of K targets a row); in
-        chunks of rows where these have many logits, so that memory does not grow with the vocabulary."""
+        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, K] of K targets per row). Many
+        logits are computed in chunks of rows, so that memory does not grow with the vocabulary."""
         assert inputs.index_N is not None
         if len(target_N) * self.config.vocab_size <= head.LOGITS_AT_ONCE:
             return token_log_probs(self.forward(inputs), target_N, temperature)
@@ -314,12 +314,12 @@ class DiffusionLM:
             first_V = self._run(inputs)[0, 0]
             rows.check(first_V)
             log_prob_N = rows.log_prob_N
-        assert log_prob_N is not None, "the output head is not the one that the rows were asked of"
+        assert log_prob_N is not None, "another output head than the expected one was called"
         return log_prob_N.to(first_V.device) + 0.0 * first_V[0].to(log_prob_N.dtype)  # wrappers wait for the gradient of their output
 
     @contextmanager
     def capturing(self) -> Iterator[list[Tensor]]:
-        """Inside, the hidden states [N, D] that the head reads at the rows asked for are collected, a tensor a pass."""
+        """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
         seen: list[Tensor] = []
         self._rows.captured = seen
         try:
@@ -329,7 +329,7 @@ class DiffusionLM:
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
-        """Inside, every pass calls the same modules, for processes that wait for one another at each module."""
+        """Inside, every pass calls the same modules, for processes that synchronise at each module."""
         if self._time is not None:
             self._time.share.in_every_pass = True
         try:
@@ -340,7 +340,7 @@ class DiffusionLM:
 
     @contextmanager
     def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
-        """Tell the hooks of the model about the pass."""
+        """Set the hooks of the model for the pass."""
         rows = self._rows
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.mask_token_id
         self._last.index_N = inputs.index_N if inputs.pruned else None
@@ -364,9 +364,9 @@ class DiffusionLM:
         ).logits
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Write config, tokenizer, weights (safetensors only) and a model card; `unmask.load` gives the same model back, bit for bit.
+        """Write config, tokenizer, weights (safetensors only) and a model card; `unmask.load` restores the model bit for bit.
 
-        Of a model with adapters only these are written; merge them first (as the trainers do)."""
+        With adapters only these are written; merge them first (as the trainers do)."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)
@@ -391,7 +391,7 @@ class DiffusionLM:
         return layout, mask if self._seen is None else mask.annealed(*self._seen)
 
     def hidden_share(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
-        """The share [B, T] of hidden tokens among the real ones of the same block or document; 0 at padding."""
+        """The fraction [B, T] of hidden tokens in each token's block or document; 0 at padding."""
         run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
         real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
         counted = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]

@@ -1,4 +1,4 @@
-"""Which tokens end a text: read when a model is loaded, kept in its settings and in generation_config.json.
+"""The tokens that end a text: read when a model is loaded, stored in its settings and in generation_config.json.
 
 A model may have several: the tokenizer names one, generation_config.json others, and the chat template ends a turn with one of them. The
 tokenizer's is the only one that fills canvases.
@@ -20,13 +20,13 @@ from unmask.models.generation_config import as_ids, name_ends
 
 
 def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] | None) -> tuple[int, ...]:
-    """The end tokens of a model, which its generation config then names: the tokenizer's EOS first, the others by number.
+    """The end tokens of a model: the tokenizer's EOS first, the others in order. Also sets them in its generation config.
 
     Args:
-        eos_token_ids: those besides the tokenizer's EOS; None: those that generation config, config and chat template name.
+        eos_token_ids: those besides the tokenizer's EOS; None: those of generation config, config and chat template.
 
     Raises:
-        ModelError: one of them is the mask token, or no token of the model.
+        ModelError: one of them is the mask token, or outside the vocabulary.
     """
     rows = model.get_input_embeddings().weight.shape[0]
     for token in as_ids(eos_token_ids):
@@ -41,7 +41,7 @@ def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos
 
 
 def set_chat_template(lm: DiffusionLM, template: str, *, ends: bool = True) -> None:
-    """Give the tokenizer another chat template; unless `ends` is False, what ends its turns then ends a text too."""
+    """Set the tokenizer's chat template; unless `ends` is False, the token that ends its turns becomes an end token."""
     lm.tokenizer.chat_template = template
     if not ends:
         return
@@ -50,8 +50,8 @@ def set_chat_template(lm: DiffusionLM, template: str, *, ends: bool = True) -> N
 
 
 def _find(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Of what the configs name only tokens that were added to the vocabulary count: a config class has a default (2 in Llama's), which
-    is a word of many vocabularies."""
+    """The end tokens that the configs name, among those added to the vocabulary: a config class has a default (2 in Llama's), which is a
+    word in many vocabularies."""
     configs = [model.config, model.config.get_text_config(), getattr(model, "generation_config", None)]
     named = {token for config in configs for token in as_ids(getattr(config, "eos_token_id", None)) if isinstance(token, int)}
     return named & (tokenizer.added_tokens_decoder.keys() - {tokenizer.mask_token_id}) | {*as_ids(turn_end(tokenizer))}

@@ -1,4 +1,4 @@
-"""Models written in the layouts of released families."""
+"""Write models in the formats of released families."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     """Write a model in the layout of a released family, or a causal one as stock: config.json, weights, tokenizer, model card.
 
     Args:
-        lm: the model, with its adapters merged in.
-        path: the folder, made if need be.
+        lm: the model, with adapters merged.
+        path: the folder; it is created.
         layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
             "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal
             GLM-4-MoE) or "hf" (a causal model of any architecture, `export_stock`).

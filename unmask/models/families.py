@@ -1,4 +1,4 @@
-"""The layouts that released models are published in.
+"""The formats in which released models are published.
 
 Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al.
 2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR
@@ -37,7 +37,7 @@ class SDARConfig(PretrainedConfig):
 
 
 def _code(repository: str, **classes: str) -> dict[str, str]:
-    """The `auto_map` to classes that a repository of the hub holds; they run only where remote code is trusted."""
+    """The `auto_map` to classes in a hub repository; they run only with trust_remote_code."""
     return {auto: f"{repository}--{name}" for auto, name in classes.items()}
 
 
@@ -57,7 +57,7 @@ LLADA = Family(
         "mlp_hidden_size": "intermediate_size",
         "max_sequence_length": "max_position_embeddings",
         "vocab_size": "vocab_size",
-        "embedding_size": "vocab_size",  # the rows of the table, which may be more than the tokens
+        "embedding_size": "vocab_size",  # rows of the table, possibly more than tokens
         "rms_norm_eps": "rms_norm_eps",
         "rope_theta": "rope_theta",
         "weight_tying": "tie_word_embeddings",
@@ -221,7 +221,7 @@ FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2,
 
 
 def family_of(published: Mapping[str, Any]) -> Family | None:
-    """The family in whose layout a config.json is: by its architecture where model types are shared; None: it is of none."""
+    """The family of a config.json, by its architecture where families share a model type; None: none."""
     model_type, architectures = published.get("model_type"), published.get("architectures") or ()
     kin = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
     return next((family for family in kin if family.architecture in architectures), kin[0] if kin else None)

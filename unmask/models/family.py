@@ -1,7 +1,7 @@
-"""What a released model's layout says, and how a config is read and written by it.
+"""The format of a released model: reading and writing its config and weights.
 
-A family is a table: what its config.json calls the fields of a stock config, what else that config says, and what its
-weights are called. Reading and writing both follow from it; no code of a released model is run or shipped.
+A family is a table: the names of a stock config's fields in its config.json, further fields, and the names of its weights.
+Reading and writing both follow from it; no code of a released model is run or shipped.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ OUTSIDE_LAYOUTS = {
     *("architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 }
-"""Fields of a stock config that a layout need not hold: how it was made, what the tokenizer knows, and sliding windows, which
-only causal attention keeps."""
+"""Fields of a stock config that a format need not have: its origin, facts of the tokenizer, and sliding windows, which only
+causal attention uses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A released model's layout on disk, and how such a model is read.
+    """A released model's format on disk.
 
     Attributes:
-        name: of the layout.
-        model_type, architecture: what config.json says of itself.
-        aliases: other model types that published code gives the same config.
+        name: of the format.
+        model_type, architecture: those in config.json.
+        aliases: other model types of the same config in published code.
         stock: the config class of transformers that computes the same.
         attention, logit_shift: as the released models were trained.
-        block_size: of the attention, where config.json does not say it; None for a family without blocks.
-        block_field: what config.json calls it.
-        mask_token_id: where config.json does not say it; released code and engines assume it.
+        block_size: of the attention, if config.json lacks it; None for a family without blocks.
+        block_field: its name in config.json.
+        mask_token_id: if config.json lacks it; released code and engines assume it.
         fields: names in config.json, with the names in the stock config.
-        defaults: fields of the stock config where config.json does not say them.
-        sparse_layers: what config.json calls a list of which layers have experts (1) or are dense (0); None: it has none.
-        constants: what config.json says beyond them. Another value is another architecture.
-        refused: values that the stock class does not compute as the published one does.
-        weights: names in the files, with the names in the stock model; `*` is a layer's number. Several names: the file holds these
-            one after another in one tensor. Unset: the same names.
+        defaults: values of the stock config's fields that config.json lacks.
+        sparse_layers: the name in config.json of the list of layers with experts (1) or without (0); None: there is none.
+        constants: further fields of config.json. Another value is another architecture.
+        refused: values that the stock class computes differently.
+        weights: names in the files, with the names in the stock model; `*` is a layer's number. Several names: the file has these in one
+            tensor, one after another. Unset: the same names.
         frozen_padding: whether the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`).
-        code: Python files that stand beside config.json, and its `auto_map` to them.
+        code: Python files beside config.json, and its `auto_map` to them.
     """
 
     name: str
@@ -77,13 +77,13 @@ class Family:
 
     @property
     def key_mapping(self) -> dict[str, str]:
-        """Patterns of published weight names and what replaces them, as `from_pretrained` takes them."""
+        """Patterns of published weight names and their replacements, for `from_pretrained`."""
         return {_pattern(published): _replacement(stock) for published, stock in self.weights.items() if isinstance(stock, str)}
 
     @contextlib.contextmanager
     def splitting(self) -> Iterator[None]:
-        """Inside, transformers splits what a file holds in one tensor: `from_pretrained` takes new names only, and a converter for
-        good would also fuse the weights of a stock model when it is saved."""
+        """Inside, transformers splits tensors that hold several weights: `from_pretrained` can only rename, and a permanent converter
+        would also fuse the weights of a stock model when it is saved."""
         fused = {published: stock for published, stock in self.weights.items() if not isinstance(stock, str)}
         if not fused:
             yield
@@ -100,7 +100,7 @@ class Family:
             register_checkpoint_conversion_mapping(name, [], overwrite=True)
 
     def published_weights(self, model: PreTrainedModel) -> dict[str, Tensor]:
-        """The weights of a stock model by their published names, every expert by itself."""
+        """The weights of a stock model by their published names, each expert separately."""
         state = revert_weight_conversion(model, model.state_dict())
         if model.config.tie_word_embeddings:
             del state["lm_head.weight"]
@@ -109,14 +109,14 @@ class Family:
         for name, weight in state.items():
             new, part = self._published_name(name)
             if part is None:
-                apart = weight.nbytes == weight.untyped_storage().nbytes()  # safetensors takes one name for a storage
+                apart = weight.nbytes == weight.untyped_storage().nbytes()  # safetensors stores a storage under one name
                 published[new] = weight if apart else weight.clone()
             else:
                 parts.setdefault(new, {})[part] = weight
         return published | {name: torch.cat([pieces[part] for part in sorted(pieces)]) for name, pieces in parts.items()}
 
     def _published_name(self, stock: str) -> tuple[str, int | None]:
-        """The published name of a weight of the stock model, and which part of that tensor it is; None: all of it."""
+        """The published name of a weight of the stock model, and its part of that tensor; None: all of it."""
         for published, ours in self.weights.items():
             for part, name in enumerate([ours] if isinstance(ours, str) else ours):
                 if re.match(_pattern(name), stock):
@@ -124,7 +124,7 @@ class Family:
         return stock, None
 
     def read_config(self, published: Mapping[str, Any], where: str) -> PretrainedConfig:
-        """The stock config that a published one stands for, with the settings that `unmask.load` reads.
+        """The stock config of a published one, with the settings that `unmask.load` reads.
 
         Raises:
             ModelError: an architecture or a setting that the stock class does not compute.
@@ -160,7 +160,7 @@ class Family:
         return config
 
     def write_config(self, lm: DiffusionLM) -> dict[str, Any]:
-        """The config.json of a model in this layout."""
+        """The config.json of a model in this format."""
         return {
             "architectures": [self.architecture],
             **({"auto_map": dict(self.auto_map)} if self.auto_map else {}),
@@ -174,7 +174,7 @@ class Family:
         }
 
     def check(self, lm: DiffusionLM) -> None:
-        """Raise ModelError unless this layout says all that there is to say about the model."""
+        """Raise ModelError unless this format can express the model."""
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.stock]
         if type(lm.model) is not model_class:
             raise self._refusal(f"a {type(lm.model).__name__}", f"It holds {model_class.__name__} models, with adapters merged in")
@@ -217,7 +217,7 @@ def _sparse_layers(config: PretrainedConfig) -> list[int]:
 
 
 def _stock_value(config: PretrainedConfig, name: str) -> Any:
-    """A field of a stock config; rotary settings by the names they had in transformers 4, which published configs use."""
+    """A field of a stock config; rotary settings by their names in transformers 4, which published configs use."""
     if name == "rope_theta":
         return config.rope_parameters["rope_theta"]
     if name == "partial_rotary_factor":

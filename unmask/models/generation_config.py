@@ -1,4 +1,4 @@
-"""The generation config that is saved with a model: its end tokens, and what transformers would not write."""
+"""The generation config saved with a model: its end tokens, and values that transformers refuses to save."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from transformers import GenerationConfig
 
 
 def accept_generation_config(generation: GenerationConfig | None) -> None:
-    """Let transformers save a generation config as it is. Many published ones name a temperature without `do_sample`, which it refuses
-    to save once the config was changed: by the end tokens named here, or by its trainer, which names the tokenizer's special tokens."""
+    """Let transformers save a generation config unchanged. Many published ones have a temperature without `do_sample`, which it refuses to
+    save once the config was changed: by the end tokens set here, or by its trainer, which sets the tokenizer's special tokens."""
     if generation is not None:
         generation._original_object_hash = hash(generation)
 
 
 def name_ends(model: Any, ends: Sequence[int]) -> None:
-    """Have generation_config.json name them, which transformers, vLLM and other engines stop at."""
+    """Set the end tokens of generation_config.json, at which transformers, vLLM and other engines stop."""
     generation = getattr(model, "generation_config", None)
     if generation is not None and ends and {*as_ids(generation.eos_token_id)} != {*ends}:
         generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]

@@ -64,22 +64,22 @@ def load(
         block_size: the attention block of a block-causal model; None: as saved.
         logit_shift: whether row i predicts token i + 1; None: as saved, or True for causal and False otherwise.
         dtype: float32, bfloat16, float16 or float64.
-        device: a torch device, or "auto" for the GPU where there is one.
+        device: a torch device, or "auto": the GPU if there is one.
         revision: branch, tag or commit of a hub id.
-        trust_remote_code: run modelling code that comes with the model.
-        quantization: hold the weights of the linear layers in 4 bits (NF4, its scales quantised too) or 8 bits, by bitsandbytes;
-            embeddings and head stay in `dtype`. Such a model is trained through adapters only.
+        trust_remote_code: run modelling code of the model's repository.
+        quantization: "4bit" (NF4, with quantised scales) or "8bit" weights of the linear layers, by bitsandbytes; embeddings and
+            head stay in `dtype`. Such a model is trained with adapters only.
         device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
-        eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and of other models those of
+        eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and for other models those of
             generation_config.json, config.json and the chat template's end of turn.
 
     Returns:
-        The model in eval mode. The tokenizer's own mask token is used when it has one, else one is added.
+        The model in eval mode. Its mask token is the tokenizer's, or a new one.
 
     Raises:
-        ModelError: nothing to load there, no tokenizer, no safetensors weights or not all of them, an architecture that
-            cannot take a mask, a tokenizer with tokens that the embeddings lack, an end token outside the vocabulary, an unknown
-            dtype, a device that is not there, or quantization without bitsandbytes.
+        ModelError: no model, tokenizer or safetensors weights there, or not all weights, an architecture without attention masks, a
+            tokenizer with tokens that the embeddings lack, an end token outside the vocabulary, an unknown dtype, a missing
+            device, or quantization without bitsandbytes.
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where = str(path_or_id)
@@ -106,7 +106,7 @@ def _place(
     quantization: Quantization | None,
     device_map: str | None,
 ) -> PreTrainedModel:
-    """The weights on their device: whole, spread over several, or quantised on their way there. Arguments as of `load`."""
+    """The weights on their device: whole, spread over several, or quantised while loading. Arguments as of `load`."""
     if device_map is not None:
         if quantization is not None:
             remedy = "Leave one of the two out"
@@ -116,10 +116,10 @@ def _place(
     if quantization is None:
         return _weights(where, config, dtype, source, family).to(device)
     source = source | {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
-    model = _weights(where, config, dtype, source, family)  # in memory never whole
+    model = _weights(where, config, dtype, source, family)  # never in memory as a whole
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # At the first evaluation on a CPU, bitsandbytes would repack the weights for good, with rounded scales.
+            # At the first evaluation on a CPU, bitsandbytes would permanently repack the weights with rounded scales.
             module.support_avx512bf16_for_cpu = False
     return model
 
@@ -127,7 +127,7 @@ def _place(
 def pattern_settings(
     config: PretrainedConfig, attention: Pattern | None, block_size: int | None, logit_shift: bool | None
 ) -> dict[str, Any]:
-    """Pattern, block size and shift as asked for; what is None as saved, and of a stock model causal. The rest as saved."""
+    """The saved settings with the given pattern, block size and shift; None: as saved, or causal for a stock model."""
     saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
     same_pattern = attention is None or attention == saved["attention"]
     if same_pattern:
@@ -155,8 +155,7 @@ def initialise(
 ) -> DiffusionLM:
     """A causal model with new random weights, of the architecture and with the tokenizer found at `path`.
 
-    Arguments as in `load`; `source`: `revision` and `trust_remote_code`. End tokens that only a generation_config.json there names do
-    not count.
+    Arguments as in `load`; `source`: `revision` and `trust_remote_code`. generation_config.json is not read.
 
     Raises:
         ModelError: no config or no tokenizer there.
@@ -168,7 +167,7 @@ def initialise(
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model with new random weights in every row: transformers would begin with 0 in the padding token's, which may be the EOS."""
+    """A model with new random weights in every row: transformers would zero the padding token's, which may be the EOS."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     padding, text.pad_token_id = text.pad_token_id, None
@@ -189,16 +188,16 @@ def make_diffusion(
     time_embedding: bool = False,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
-    """A DiffusionLM over a model in memory: switches its attention function, adds the mask token and names the end tokens, in place.
+    """A DiffusionLM over a model in memory. Changes it in place: its attention function, mask token and end tokens.
 
-    `padding_idx` is the token whose embedding gets no gradient; None: there is none, whatever the architecture makes of its config.
-    Padding is never read, and what stands for it is often the EOS, which is.
+    `padding_idx` is the token whose embedding gets no gradient; None: there is none, whatever the architecture does by default. Padding
+    is never read, but its token is often the EOS, which is.
 
     Raises:
-        ModelError: the architecture does not use the attention interface of transformers, or not that alone; or an end token outside
+        ModelError: the architecture mixes tokens other than by the attention interface of transformers, or an end token is outside
             the vocabulary.
     """
-    # Of an architecture without pluggable attention transformers refuses this with a warning, and only after construction.
+    # For an architecture without pluggable attention transformers only warns, after construction.
     model.set_attn_implementation(ATTENTION_NAME)
     if model.config._attn_implementation != ATTENTION_NAME:
         raise ModelError(
@@ -210,7 +209,7 @@ def make_diffusion(
         )
     _check_layers(model)
     if model.dtype == torch.float64:
-        model.set_experts_implementation("eager")  # the grouped products of torch do not compute in it
+        model.set_experts_implementation("eager")  # torch's grouped products do not support it
     check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
     _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx
@@ -228,13 +227,13 @@ def make_diffusion(
 
 
 def _check_layers(model: PreTrainedModel) -> None:
-    """Raise ModelError if a layer mixes tokens otherwise than the attention mask says: convolutions, linear attention, chunks."""
+    """Raise ModelError if a layer mixes tokens other than by the attention mask: convolutions, linear attention, chunks."""
     text = model.config.get_text_config()
     masked = {"full_attention", "sliding_attention"}
     if (getattr(text, "attention_chunk_size", None) or 0) >= (getattr(text, "max_position_embeddings", None) or math.inf):
         masked.add("chunked_attention")  # one chunk
     if unmasked := set(getattr(text, "layer_types", None) or ()) - masked:
-        what = f"its layers of type {', '.join(map(repr, sorted(unmasked)))} do not heed the attention mask"
+        what = f"its layers of type {', '.join(map(repr, sorted(unmasked)))} ignore the attention mask"
         raise ModelError(what, where=type(model).__name__, remedy="Use a transformer whose layers are all full or sliding attention")
 
 
@@ -251,10 +250,10 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
 def as_diffusion_lm(
     model: DiffusionLM | PreTrainedModel | str | pathlib.Path, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> DiffusionLM:
-    """A DiffusionLM as it is; a path or hub id, loaded; or a model of transformers with its tokenizer, read as causal.
+    """The DiffusionLM of a DiffusionLM, a path or hub id, or a causal model of transformers with its tokenizer.
 
     Raises:
-        ModelError: a model of transformers without a tokenizer, or nothing of these.
+        ModelError: a model of transformers without a tokenizer, or something else.
     """
     if isinstance(model, DiffusionLM):
         return model
@@ -276,8 +275,7 @@ def with_pattern(
     causal_context: bool = False,
     time_embedding: bool | None = None,
 ) -> DiffusionLM:
-    """The same weights under another pattern (conversion starts here). `logit_shift` defaults as in `load`; a time embedding
-    that is there stays."""
+    """The same weights with another pattern (conversion starts here). `logit_shift` defaults as in `load`; a time embedding stays."""
     return make_diffusion(
         lm.model,
         lm.tokenizer,
@@ -301,7 +299,7 @@ def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
     if name not in ("4bit", "8bit"):
         raise ModelError(f"unknown quantization {name!r}", where="quantization", remedy="Use 4bit or 8bit")
     if dtype == torch.float64:
-        raise ModelError(f"{name} weights cannot be computed with in float64", where="dtype", remedy="Use float32 or bfloat16")
+        raise ModelError(f"{name} weights do not compute in float64", where="dtype", remedy="Use float32 or bfloat16")
     if importlib.util.find_spec("bitsandbytes") is None:
         raise ModelError(f"{name} weights need bitsandbytes", where="quantization", remedy="Install it with pip install 'unmask[cuda]'")
     if name == "8bit":
@@ -311,8 +309,7 @@ def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
 
 
 def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | None]:
-    """The stock config of a folder or hub id, and the family whose layout it was published in; `source`: `revision` and
-    `trust_remote_code`."""
+    """The stock config of a folder or hub id, and the family of its published format; `source`: `revision` and `trust_remote_code`."""
     folder = pathlib.Path(where)
     if not folder.exists() and where.startswith(("/", ".", "~")):
         raise ModelError("no such folder", where=where, remedy="Check the path")
@@ -342,7 +339,7 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
             )
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
-    if info["missing_keys"]:  # transformers would leave them random
+    if info["missing_keys"]:  # transformers would initialise them
         raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
     if family:
         if info["unexpected_keys"]:
@@ -354,8 +351,8 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
 
 @contextlib.contextmanager
 def _not_shared_out() -> Iterator[None]:
-    """Inside, transformers reads weights whole. With ZeRO 3 every process would keep a part, before a mask token could be added; the
-    trainer shares them out."""
+    """Inside, transformers loads whole weights. With ZeRO 3 it would partition them before a mask token could be added; the trainer
+    partitions them later."""
     reference = zero._hf_deepspeed_config_weak_ref
     zero.unset_hf_deepspeed_config()
     try:
@@ -365,7 +362,7 @@ def _not_shared_out() -> Iterator[None]:
 
 
 def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
-    """The tokenizer beside a model; arguments as of and from `read_config`."""
+    """The tokenizer of a model; arguments as of and from `read_config`."""
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, source) if family else source))
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""What is kept of masks: the most recently used, as long as they are small enough together."""
+"""A cache of attention masks: the most recently used, bounded by number and total size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ Value = TypeVar("Value")
 
 
 class SizedCache(Generic[Value]):
-    """Values by key. The least recently used are forgotten where there are too many, or where they are too large together; the newest
-    is always kept.
+    """Values by key. The least recently used are dropped beyond the bounds; the newest is always kept.
 
     Args:
-        most: values at most.
-        most_cells: the sum of their sizes at most.
+        most: bound of the number of values.
+        most_cells: bound of the sum of their sizes.
 
     Attributes:
-        hits: how often a value was there.
-        misses: how often it had to be made.
+        hits: look-ups of a cached value.
+        misses: look-ups that had to make it.
     """
 
     def __init__(self, most: int, most_cells: int):
@@ -33,15 +32,15 @@ class SizedCache(Generic[Value]):
 
     @property
     def cells(self) -> int:
-        """The size of all that is kept."""
+        """The total size of the cached values."""
         return sum(cells for _, cells in self._kept.values())
 
     def get(self, key: Hashable, make: Callable[[], Value], cells: int) -> Value:
-        """The value of this key, made where it is not there.
+        """The value of this key; made if it is not cached.
 
         Args:
-            key: all that the value depends on.
-            make: makes it.
+            key: everything that the value depends on.
+            make: makes the value.
             cells: its size.
         """
         with self._lock:
@@ -51,13 +50,13 @@ class SizedCache(Generic[Value]):
                 return self._kept[key][0]
             self.misses += 1
             while self._kept and (len(self._kept) >= self.most or self.cells + cells > self.most_cells):
-                self._kept.popitem(last=False)  # before the new one is made: they need not fit beside each other
+                self._kept.popitem(last=False)  # before the new one is made, so that they are not in memory together
             value = make()
             self._kept[key] = value, cells
             return value
 
     def clear(self) -> None:
-        """Forget everything, the counts too."""
+        """Clear values and counts."""
         with self._lock:
             self._kept: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
             self.hits = self.misses = 0

@@ -1,7 +1,7 @@
-"""The model card: a README.md in every saved folder that says what the model is, how to load it and how it was made.
+"""The model card: a README.md in every saved folder that says what the model is, how to load it and how it was trained.
 
-What happened to a model is kept in its config (`HISTORY_KEY`, one entry per stage of training), so that it goes along from
-one stage to the next. What is not known is left out.
+The history of a model is in its config (`HISTORY_KEY`, one entry per stage of training), so that it passes from one stage
+to the next. Unknown facts are left out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NAMES = {"causal": "causal (autoregressive)", "block_causal": "block-causal, in 
 
 
 class DescribedModel(Protocol):
-    """What a card reads of a `DiffusionLM`, which writes its own."""
+    """The attributes of a `DiffusionLM` that a card reads."""
 
     model: Any
     config: Any
@@ -47,14 +47,14 @@ class DescribedModel(Protocol):
 
 
 def write_card(lm: DescribedModel, folder: str | pathlib.Path) -> None:
-    """Write the card of a model saved in `folder`; a README.md that somebody else wrote stays."""
+    """Write the card of a model saved in `folder`, unless a README.md there was written by somebody else."""
     path = pathlib.Path(folder) / FILE
     if not path.exists() or MARKER in path.read_text(encoding="utf-8"):
         write_atomic(path, render_card(lm))
 
 
 def history(lm: DescribedModel) -> list[Entry]:
-    """The stages of training that a model went through, oldest first."""
+    """The training stages of a model, oldest first."""
     return list(getattr(lm.config, HISTORY_KEY, []))
 
 
@@ -78,7 +78,7 @@ def render_card(lm: DescribedModel) -> str:
 
 
 def _metadata(lm: DescribedModel, stages: Sequence[Entry]) -> ModelCardData:
-    """Front matter. Licence and languages are those of the model that this one was loaded from, where its card tells."""
+    """Front matter. Licence and languages are those in the card of the model that this one was loaded from."""
     source = str(lm.config._name_or_path)
     known = _source_metadata(source)
     data_sets = dict.fromkeys(stage["data"] for stage in stages if _on_hub(stage.get("data", "")))
@@ -94,7 +94,7 @@ def _metadata(lm: DescribedModel, stages: Sequence[Entry]) -> ModelCardData:
 
 
 def _source_metadata(source: str) -> dict[str, Any]:
-    """The front matter of the card beside a model, or of a hub model's card where it was downloaded."""
+    """The front matter of a model's card, in its folder or downloaded from the hub."""
     path = pathlib.Path(source) / FILE
     if _on_hub(source):
         cached = try_to_load_from_cache(source, FILE)
@@ -103,7 +103,7 @@ def _source_metadata(source: str) -> dict[str, Any]:
 
 
 def _on_hub(name: str) -> bool:
-    """Whether this can be the id of a model or data set on the hub: owner/name, and no path of this machine."""
+    """Whether this may be the id of a model or data set on the hub: owner/name, and no local path."""
     return name.count("/") == 1 and name[0] not in "./~" and "" not in name.split("/") and not pathlib.Path(name).exists()
 
 
@@ -115,9 +115,9 @@ def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
         ("architecture", type(lm.model).__name__),
         ("parameters", f"{sum(weight.numel() for weight in lm.model.parameters()):,}"),
         ("attention", NAMES[lm.attention].format(lm.block_size)),
-        *([("context", "read from left to right, but for the block in work")] if lm.causal_context else []),
+        *([("context", "read from left to right, except the current block")] if lm.causal_context else []),
         ("logit shift", shift),
-        *([("time embedding", "of the share of hidden tokens")] if lm.has_time_embedding else []),
+        *([("time embedding", "of the fraction of hidden tokens")] if lm.has_time_embedding else []),
         ("mask token", f"`{token}` ({lm.mask_token_id})"),
         *([("end tokens", ", ".join(ends))] if ends else []),
         *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),
@@ -138,7 +138,7 @@ print(out.texts[0])
 
 
 def _stage_names(stages: Sequence[Entry]) -> list[str]:
-    """Stages that share a run of their verb are numbered."""
+    """Verbs that occur more than once are numbered."""
     verbs = [stage["verb"] for stage in stages]
     return [f"{verb} {verbs[: i + 1].count(verb)}" if verbs.count(verb) > 1 else verb for i, verb in enumerate(verbs)]
 

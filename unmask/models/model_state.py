@@ -25,7 +25,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A hash of all weights: tells whether stored scores belong to this model."""
+    """A hash of all weights, by which stored log-probabilities are matched to their model."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(name.encode())
@@ -35,7 +35,7 @@ def fingerprint(model: nn.Module) -> str:
 
 @contextmanager
 def evaluating(lm: DiffusionLM) -> Iterator[None]:
-    """Dropout off inside, every module's own mode back after."""
+    """Inside, the model is in eval mode; each module's mode is restored after."""
     training = [module for module in lm.model.modules() if module.training]
     lm.model.eval()
     try:

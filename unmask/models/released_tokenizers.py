@@ -1,4 +1,4 @@
-"""Released diffusion models on stock classes: their layouts written, their tokenizers read."""
+"""Tokenizers of released diffusion models, on stock classes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from unmask.errors import ModelError
 
 LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
-"""Tokenizer classes that come as code with a model, and the model type whose class in transformers does the same."""
+"""Tokenizer classes of remote code, and the model type whose class in transformers does the same."""
 
 
 def tokenizer_choice(where: str, source: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of `AutoTokenizer.from_pretrained` that open a released tokenizer without the code that came with it."""
+    """Arguments of `AutoTokenizer.from_pretrained` that load a released tokenizer without remote code."""
     named = get_tokenizer_config(where, revision=source.get("revision")).get("tokenizer_class")
-    # Without a config AutoTokenizer would read config.json, find the model's own code there and ask about it.
+    # Without a config AutoTokenizer would read config.json, and ask about the remote code that it names.
     choice = {"tokenizer_type": LOCAL_TOKENIZERS[named]} if named in LOCAL_TOKENIZERS else {"config": PretrainedConfig()}
     return {**source, "trust_remote_code": False, **choice}
 
 
 def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:
-    """Make the token with this id the mask token: released tokenizers hold it without saying so.
+    """Make the token with this id the mask token, which released tokenizers do not declare.
 
     Raises:
         ModelError: the tokenizer has no such token.
@@ -32,4 +32,4 @@ def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, wher
     if token is None:
         raise ModelError(f"the tokenizer has no mask token {mask_token_id}", where=where, remedy="Use the tokenizer of the released model")
     tokenizer.add_special_tokens({"mask_token": token})
-    tokenizer.init_kwargs.pop("auto_map", None)  # to code that will not be saved beside it
+    tokenizer.init_kwargs.pop("auto_map", None)  # which refers to code that is not saved with it

@@ -1,4 +1,4 @@
-"""Export of a causal model as a stock one, for transformers and for servers that know nothing of Unmask."""
+"""Export a causal model as a stock one, for transformers and servers without Unmask."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from unmask.models.model_card import HISTORY_KEY, write_card
 
 
 def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
-    """Write a causal model as its architecture in transformers is saved: config.json without Unmask's own keys, weights, tokenizer, card.
+    """Write a causal model as transformers saves its architecture: config.json without Unmask's keys, weights, tokenizer, card.
 
-    The mask token stays in the vocabulary, which rollouts from a vLLM server need; generation_config.json has transformers never
-    produce it.
+    The mask token stays in the vocabulary, for rollouts from a vLLM server; generation_config.json suppresses it.
 
     Raises:
-        ModelError: a model that is not causal, or that is no plain class of transformers; nothing is written.
+        ModelError: the model is not causal, or is not of a class of transformers; nothing is written.
     """
     _check(lm)
     folder = pathlib.Path(path)
@@ -47,7 +46,7 @@ def export_stock(lm: DiffusionLM, path: str | pathlib.Path) -> None:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> None:
-    """As transformers 4 also reads it, which engines still use."""
+    """The config as transformers 4 reads it too, which engines still use."""
     tokenizer.save_pretrained(folder)
     file = folder / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
@@ -66,13 +65,13 @@ def _check(lm: DiffusionLM) -> None:
     kind = type(lm.model)
     if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
         remedy = "Merge its adapters before, or use an architecture that comes with transformers"
-        raise ModelError(f"{kind.__name__} is no plain class of transformers", where="layout", remedy=remedy)
+        raise ModelError(f"{kind.__name__} is not a class of transformers", where="layout", remedy=remedy)
     if getattr(lm.model, "is_quantized", False):
         raise ModelError("its weights are quantised", where="layout", remedy="Load it without model.quantization")
 
 
 def _name_rotary_base(file: pathlib.Path) -> None:
-    """Say the rotary embedding's base by its name in transformers 4 too, which would take the default in its place."""
+    """Add the rotary embedding's base by its name in transformers 4, which would use the default otherwise."""
     settings = json.loads(file.read_text(encoding="utf-8"))
     rotary = settings.get("rope_parameters") or {}
     if "rope_theta" in rotary and "rope_theta" not in settings:

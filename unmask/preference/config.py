@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, get_args
@@ -15,20 +15,20 @@ from unmask.errors import ConfigError
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import LossType
-from unmask.training.config import Conflict, rows_per_step
+from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
 from unmask.training.config_fields import beside, setting
 from unmask.training.pair_config import PairConfig
 
 Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
 WIDEST_EXACT = 4
-"""Tokens of an attention block whose likelihood is exact by default: 15 passes for all blocks together. Each token more doubles them."""
+"""Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further token doubles them."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
-"""Losses of pairs, and of a policy beside a reference."""
+"""The losses of pairs, and the losses that compare the policy with a reference."""
 
 
-class Scored(Protocol):
-    """What the likelihood of a response hangs on: a model, or how one will be read."""
+class Pattern(Protocol):
+    """The facts of a model that decide how its likelihood is computed."""
 
     attention: Any
     block_size: int | None
@@ -43,64 +43,56 @@ class DPOConfig(PairConfig):
 
     learning_rate: float = setting(5e-6, "The peak learning rate of AdamW")
     loss_type: LossType = setting("sigmoid", "sigmoid (DPO), ipo, hinge, simpo or kto (docs/preferences.md)", choices=get_args(LossType))
-    beta: float = setting(0.2, "How strongly the policy is held to the reference; of simpo the scale", low=1e-6)
-    label_smoothing: float = setting(
-        0.0, "The share of labels taken to be wrong (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"]
-    )
-    rpo_alpha: float = setting(0.0, "Weight of an SFT term: less the bound of the chosen per token (RPO)", low=0, needs=[PAIRED])
-    length_normalization: bool = setting(
-        False, "Whether gains are divided by the response's tokens; of simpo they always are", needs=[COMPARED]
-    )
-    simpo_gamma: float = setting(0.5, "The margin, times beta, that a pair is to have", low=0, needs=["loss_type=simpo"])
+    beta: float = setting(0.2, "Strength of the pull towards the reference; for simpo the scale of the margin", low=1e-6)
+    label_smoothing: float = setting(0.0, "Assumed fraction of wrong labels (cDPO)", low=0, high=0.499, needs=["loss_type=sigmoid|simpo"])
+    rpo_alpha: float = setting(0.0, "Weight of an SFT term on the chosen response, per token (RPO)", low=0, needs=[PAIRED])
+    length_normalization: bool = setting(False, "Whether log-ratios are per token (for simpo they always are)", needs=[COMPARED])
+    simpo_gamma: float = setting(0.5, "The target margin, times beta", low=0, needs=["loss_type=simpo"])
     desirable_weight: float = setting(1.0, "Weight of the loss of desirable responses", low=0, needs=["loss_type=kto"])
     undesirable_weight: float = setting(1.0, "Weight of the loss of undesirable responses", low=0, needs=["loss_type=kto"])
 
     bound: Bound | None = setting(
         None,
-        "What scores a response: elbo, or exact; unset: exact for causal models and blocks of at most 4 tokens",
+        "Log-likelihood of a response: elbo (a lower bound) or exact; unset: exact for causal models and blocks of at most 4 tokens",
         choices=get_args(Bound),
     )
-    samples: int = setting(8, "elbo: views of each response: that many times, with one mask each", low=1)
-    complementary: bool = setting(False, "elbo: masks in pairs that hide what the other shows, beside one that hides all")
-    log_variance_steps: int = setting(
-        0, "Log the variance of the margin over redrawn masks every so many steps; 0: never", low=0, needs=[PAIRED]
-    )
+    samples: int = setting(8, "elbo: views of each response, each with one mask", low=1)
+    complementary: bool = setting(False, "elbo: complementary pairs of masks, and one that hides all")
+    log_variance_steps: int = setting(0, "Steps between logs of the margin's variance over redrawn masks; 0: never", low=0, needs=[PAIRED])
 
     reference: ReferenceMode = setting(
         "stored",
-        "stored: scored before training and kept on disk; frozen: a second model; adapter: the base under the adapters",
+        "stored: computed before training and kept on disk; frozen: a second model; adapter: the base under the adapters",
         choices=get_args(ReferenceMode),
         needs=[COMPARED],
     )
-    reference_model: str | None = setting(
-        None, "What the policy is held to: a folder or a hub name; unset: the policy as it was given", needs=[COMPARED]
-    )
+    reference_model: str | None = setting(None, "The reference (folder or hub name); unset: the policy before training", needs=[COMPARED])
     stale_reference: str = setting(
         "error",
-        "What is done where the output folder holds scores of another model, tokenizer or data: error, or replace",
+        "If the output folder holds log-probabilities of another model, tokenizer, data or settings: error, or replace",
         choices=("error", "replace"),
         needs=["reference=stored"],
     )
-    plan_reused: bool = setting(False, "elbo: whether every epoch has the same masks, so that stored scores are fewer")
+    plan_reused: bool = setting(False, "elbo: whether every epoch has the same masks, so that less is stored")
 
     judge: str | None = setting(
-        None, "Evaluation: path.py:function, given prompts, completions and the chosen ones; tells which win (docs)", needs=[PAIRED]
+        None, "Evaluation: path.py:function of (prompts, completions, chosen) that returns which completions win (docs)", needs=[PAIRED]
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.complementary and self.samples < 2:
-            raise ConfigError("a pair takes two views", where="samples", remedy="Use 2 or more, or leave complementary out")
+            raise ConfigError("a complementary pair is two views", where="samples", remedy="Use 2 or more, or leave out complementary")
         if self.loss_type == "kto" and self.train_sampling_strategy == "group_by_length":
             remedy = "Leave it out, or use another loss_type"
-            raise ConfigError("its rows are two responses, of two lengths", where="train_sampling_strategy", remedy=remedy)
+            raise ConfigError("a row of kto has two responses, of two lengths", where="train_sampling_strategy", remedy=remedy)
         if self.reference == "adapter" and self.reference_model is not None:
             remedy = "Leave it out, or use reference stored or frozen"
             raise ConfigError("the reference is the base under the adapters", where="reference_model", remedy=remedy)
 
     def overwriting(self, given: Collection[str]) -> None:
         if "stale_reference" not in given:
-            self.stale_reference = "replace"  # scores of the run that is overwritten
+            self.stale_reference = "replace"  # the file of the overwritten run
 
     def shortened(self, steps: int) -> dict[str, Any]:
         return super().shortened(steps) | {"judge": None, "log_variance_steps": 0}
@@ -110,29 +102,36 @@ class DPOConfig(PairConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
-        what, remedy = "the policy has no adapters", "Set lora, or use reference stored or frozen"
-        yield Conflict("reference and lora", self.reference == "adapter" and run.lora is None, what, remedy)
+        remedy = "Set lora, or use reference stored or frozen"
+        yield Conflict("reference and lora", self.reference == "adapter" and run.lora is None, "the policy has no adapters", remedy)
 
     def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        read = pattern()
-        autoregressive = read["attention"] == "causal" and read["logit_shift"] is not False
+        model = pattern()
+        autoregressive = model["attention"] == "causal" and model["logit_shift"] is not False
         with beside("model.path"):
-            self.exact(SimpleNamespace(attention=read["attention"], block_size=read["block_size"], autoregressive=autoregressive))
+            self.exact(SimpleNamespace(attention=model["attention"], block_size=model["block_size"], autoregressive=autoregressive))
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
-        """The largest pass of a step, and how many there are: chosen and rejected response stand in one row, and each view is gone through
-        by itself, once for the loss and once for its gradient. Where the reference is not stored, it scores every view too; KTO's baseline
-        scores as many other responses."""
+        """The largest forward pass of a step, and the number of passes. The chosen and the rejected response share a row. Each view has one
+        pass for the loss and one for its gradient, and one of a reference that is not stored; KTO's baseline adds as many mismatched ones.
+        """
         work = super().workload(blueprint, run)
         assert work is not None
-        block = (work.attention == "block_causal" and blueprint.pattern(work.attention)["block_size"]) or None
-        exact = self.bound == "exact" or (self.bound is None and (work.attention == "causal" or (block or math.inf) <= WIDEST_EXACT))
-        views = 1 if work.attention == "causal" else 2**block - 1 if exact and block else self.samples
-        pattern: Any = work  # of a model the passes read nothing else
-        made = list(passes(pattern, work.batch, views, self.score_chunk or work.batch))
-        rows, copies = made[0]
+        pattern: Any = work  # `passes` reads only the attention of a model
+        block = blueprint.pattern("block_causal")["block_size"] if work.attention == "block_causal" else None
+        if work.attention == "causal":
+            views = 1
+        elif block and (self.bound == "exact" or (self.bound is None and block <= WIDEST_EXACT)):
+            views = 2**block - 1
+        else:
+            views = self.samples
+        all_passes = list(passes(pattern, work.batch, views, self.score_chunk or work.batch))
+        rows, copies = all_passes[0]
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
-        scorings = (len(made) if len(made) > 1 else 0) + compared * len(made)
+        count = len(all_passes)
+        scorings = (count if count > 1 else 0) + (count if compared else 0)
+        if not paired:
+            scorings += 2 * count if compared else count
         return replace(
             work,
             batch=min(work.batch, rows.stop),
@@ -140,8 +139,8 @@ class DPOConfig(PairConfig):
             sequence_length=work.sequence_length * (2 if paired else 1),
             documents=2 if paired else 1,
             reference=compared and self.reference == "frozen",
-            passes=len(made),
-            scorings=scorings if paired else scorings + (1 + compared) * len(made),
+            passes=count,
+            scorings=scorings,
         )
 
     @property
@@ -149,28 +148,32 @@ class DPOConfig(PairConfig):
         """Whether the loss compares the policy with another model."""
         return self.loss_type != "simpo"
 
-    def exact(self, lm: Scored) -> bool:
-        """Whether a model's responses are scored exactly.
+    def num_plans(self, rows: Sized, *, exact: bool) -> int:
+        """View plans of a run: one per epoch, or a single one if it is reused or the likelihood is exact."""
+        epochs = self.max_steps / steps_per_epoch(self, rows) if self.max_steps > 0 else self.num_train_epochs
+        return 1 if self.plan_reused or exact else math.ceil(epochs)
+
+    def exact(self, lm: Pattern) -> bool:
+        """Whether the likelihood of a model's responses is computed exactly.
 
         Raises:
-            ConfigError: that would take too many passes, or a setting of the ELBO has no effect.
+            ConfigError: it would need too many passes, or a setting of the ELBO would have no effect.
         """
         width = exact_width(lm)
         exact = self.bound == "exact" or (self.bound is None and width <= WIDEST_EXACT)
         if exact and width > WIDEST_EXACT:
-            what = f"{lm.attention} attention{f' by {width} tokens' if lm.block_size else ''} would take 2**tokens passes"
-            raise ConfigError(
-                what, where="bound", remedy=f"Use elbo; exact is for causal models and blocks of at most {WIDEST_EXACT} tokens"
-            )
+            what = f"{lm.attention} attention{f' with blocks of {width} tokens' if lm.block_size else ''} would need 2**tokens passes"
+            remedy = f"Use elbo; exact is for causal models and blocks of at most {WIDEST_EXACT} tokens"
+            raise ConfigError(what, where="bound", remedy=remedy)
         if self.bound == "elbo" and lm.autoregressive:
             raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
         for name in ("samples", "complementary", "log_variance_steps", "plan_reused") if exact else ():
             if getattr(self, name) != getattr(DPOConfig, name):
                 remedy = "Leave it out" if lm.autoregressive else "Leave it out, or use bound elbo"
-                raise ConfigError("an exact likelihood hides nothing at random", where=name, remedy=remedy)
+                raise ConfigError("an exact likelihood draws no masks", where=name, remedy=remedy)
         return exact
 
 
-def exact_width(lm: Scored) -> float:
-    """Tokens of a block, whose exact likelihood takes 2**width - 1 passes: 1 of a causal model, no bound of a bidirectional one."""
+def exact_width(lm: Pattern) -> float:
+    """The block size in tokens; the exact likelihood takes 2**width - 1 passes. 1 for a causal model, infinite for a bidirectional one."""
     return 1 if lm.attention == "causal" else lm.block_size or math.inf

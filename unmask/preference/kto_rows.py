@@ -1,4 +1,4 @@
-"""Rows for losses of single responses (KTO): desirable ones and others, each beside a response that belongs to another prompt."""
+"""Rows for losses of single responses (KTO): a labelled response, and its prompt with a mismatched response, taken from another prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unmask.errors import DataError
 
 
 class UnpairedCollator(Collator):
-    """Batches of responses, and within them of the responses to other prompts."""
+    """Batches of responses; `mismatched` is the batch of mismatched responses."""
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = super().__call__([row["response"] for row in rows])
@@ -21,32 +21,32 @@ class UnpairedCollator(Collator):
 
 
 def labelled(pairs: Sequence[Mapping[str, Row]]) -> list[Row]:
-    """The responses of pairs with a label, all chosen ones before the rejected."""
+    """The responses of pairs with a label: all chosen ones, then all rejected ones."""
     return [pair[side] | {"label": side == "chosen"} for side in ("chosen", "rejected") for pair in pairs]
 
 
-def beside_others(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
-    """Each response with its label, and its prompt before the response of the nearest row before it (before the first comes the last) that
-    has another prompt, cut where that would be too long.
-
-    How far the policy has moved from the reference is estimated on these, as TRL does it (within batches).
+def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[dict[str, Any]]:
+    """Each labelled response with its mismatched one: the same prompt, followed by the response of the nearest earlier row that has another
+    prompt (the last row precedes the first), cut to `max_length` tokens. KTO's baseline is estimated on these, as in TRL (within batches).
 
     Raises:
-        DataError: all rows of the data set, which is called `where`, have the same prompt.
+        DataError: all rows of the data set, called `where`, have the same prompt.
     """
     starts = [row["maskable"].index(True) for row in rows]
     prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]
-    unlike = [number for number, prompt in enumerate(prompts) if prompt != prompts[0]]
-    if not unlike:
-        remedy = "Give responses to two prompts or more, or use another loss_type"
-        raise DataError("all rows have the same prompt, but kto compares with responses to others", where=where, remedy=remedy)
-    made, nearest = [], max(unlike)
-    for number, (row, start) in enumerate(zip(rows, starts, strict=True)):
-        if prompts[number - 1] != prompts[number]:
-            nearest = number - 1
-        other, begin = rows[nearest], starts[nearest]
-        parts = {name: (row[name][:start] + other[name][begin:])[:max_length] for name in ("input_ids", "documents", "maskable")}
-        mismatched = {**parts, "sample_id": len(rows) + number}
-        response = {name: row[name] for name in parts} | {"sample_id": number}
-        made.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
-    return made
+    others = [index for index, prompt in enumerate(prompts) if prompt != prompts[0]]
+    if not others:
+        remedy = "Give responses to at least two prompts, or use another loss_type"
+        raise DataError("all rows have the same prompt, but kto compares responses to different ones", where=where, remedy=remedy)
+    names = ("input_ids", "documents", "maskable")
+    examples, nearest = [], others[-1]
+    for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+        if prompts[index - 1] != prompts[index]:
+            nearest = index - 1
+        other, other_start = rows[nearest], starts[nearest]
+        mismatched = {name: (row[name][:start] + other[name][other_start:])[:max_length] for name in names} | {
+            "sample_id": len(rows) + index
+        }
+        response = {name: row[name] for name in names} | {"sample_id": index}
+        examples.append({"response": response, "mismatched": mismatched, "desirable": row["label"]})
+    return examples

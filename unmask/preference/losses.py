@@ -1,8 +1,7 @@
-"""Preference losses, from log-likelihoods (or bounds on them) of whole responses.
+"""Preference losses, computed from log-likelihoods (or bounds on them) of whole responses.
 
-The gain of a response is its log-likelihood under the policy less that under the reference; of a loss without a reference it is the
-log-likelihood itself. The margin of a pair is the gain of its chosen response less that of the rejected one. All are in nats, or in
-nats per token where lengths are normalised.
+The log-ratio of a response is log pi(response) - log pi_ref(response); for a loss without a reference it is log pi(response). The margin of
+a pair is the log-ratio of the chosen response minus that of the rejected one. Both are in nats, or in nats per token if normalised.
 
 Shapes: P pairs, B responses.
 """
@@ -18,14 +17,14 @@ from torch.nn import functional as F
 LossType = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
 
 
-def margins(gain_B: Tensor) -> Tensor:
-    """Of pairs, all chosen responses before their rejected ones [P]: the gain of the chosen less that of the rejected."""
-    chosen_P, rejected_P = gain_B.chunk(2)
+def margins(log_ratio_B: Tensor) -> Tensor:
+    """The margins [P] of pairs, given the log-ratios of all chosen responses, then of all rejected ones."""
+    chosen_P, rejected_P = log_ratio_B.chunk(2)
     return chosen_P - rejected_P
 
 
 def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7), and with label smoothing its mean over labels that are wrong with this
+    """-log sigmoid(beta * margin) (Rafailov et al. 2023, eq. 7). With label smoothing: its expectation if labels are wrong with this
     probability (cDPO, Mitchell 2023).
 
     With ELBO estimates on the same masks for policy and reference this is VRPO (Zhu et al. 2025, LLaDA 1.5, eq. 5).
@@ -34,7 +33,7 @@ def dpo(margin_P: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tenso
 
 
 def ipo(margin_P: Tensor, *, beta: float) -> Tensor:
-    """(margin - 1 / (2 beta)) ** 2 (Azar et al. 2023, eq. 17). Its authors' results are with margins per token."""
+    """(margin - 1 / (2 beta)) ** 2 (Azar et al. 2023, eq. 17). The authors use margins per token."""
     return (margin_P - 1 / (2 * beta)) ** 2
 
 
@@ -44,25 +43,29 @@ def hinge(margin_P: Tensor, *, beta: float) -> Tensor:
 
 
 def simpo(margin_P: Tensor, *, beta: float, gamma: float, label_smoothing: float = 0.0) -> Tensor:
-    """-log sigmoid(beta * margin - gamma), of margins per token and without a reference (Meng et al. 2024, eq. 6)."""
+    """-log sigmoid(beta * margin - gamma), with margins per token and no reference (Meng et al. 2024, eq. 6)."""
     return _smoothed(beta * margin_P - gamma, label_smoothing)
 
 
 def kto(
-    gain_B: Tensor, desirable_B: Tensor, baseline: Tensor, *, beta: float, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+    log_ratio_B: Tensor,
+    desirable_B: Tensor,
+    baseline: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """1 - sigmoid of beta times how far the gain is on the right side of a baseline (Ethayarajh et al. 2024, eq. 7 and 8).
+    """1 - sigmoid(beta * (log-ratio - baseline)) for desirable responses, 1 - sigmoid(beta * (baseline - log-ratio)) for undesirable ones
+    (Ethayarajh et al. 2024, eq. 7 and 8), each with its weight.
 
     Args:
-        gain_B: of each response.
-        desirable_B: whether it is a desirable one; boolean.
-        baseline: a scalar, at least 0 and without a gradient: an estimate of the divergence of the policy from the reference, the mean
-            gain of responses to other prompts.
-        beta: how strongly the policy is held to the reference.
-        desirable_weight, undesirable_weight: of the loss of either kind.
+        log_ratio_B, desirable_B: of each response; `desirable_B` is boolean.
+        baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the reference, the mean log-ratio
+            of mismatched responses.
     """
-    ahead_B = torch.where(desirable_B, gain_B - baseline, baseline - gain_B)
-    weight_B = torch.where(desirable_B, gain_B.new_tensor(desirable_weight), gain_B.new_tensor(undesirable_weight))
+    ahead_B = torch.where(desirable_B, log_ratio_B - baseline, baseline - log_ratio_B)
+    weight_B = torch.where(desirable_B, log_ratio_B.new_tensor(desirable_weight), log_ratio_B.new_tensor(undesirable_weight))
     return weight_B * (1 - torch.sigmoid(beta * ahead_B))
 
 

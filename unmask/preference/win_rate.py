@@ -1,8 +1,7 @@
-"""How often a judge prefers what the policy writes to the chosen responses."""
+"""How often a judge prefers the policy's completions to the chosen responses."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,28 +17,33 @@ from unmask.models.model_state import evaluating
 from unmask.rewards.workers import load_function, told
 
 Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
-"""Given prompts, completions and the chosen responses: 1 for each completion that wins, 0.5 for a draw, 0 for one that loses."""
+"""Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5 for a draw, 0 if it loses."""
 
 
-def find_judge(named: Judge | str | None) -> Judge | None:
-    """A judge as it is, or the function that `path.py:function` or `package.module:function` names."""
-    return load_function(named) if isinstance(named, str) else named
+def load_judge(judge: Judge | str | None) -> Judge | None:
+    """The judge; a string names a function, as `path.py:function` or `package.module:function`."""
+    return load_function(judge) if isinstance(judge, str) else judge
 
 
 def check_prompts(lm: DiffusionLM, pairs: Rows[Row], sampler: SamplerConfig) -> None:
-    """Raise now the GenerationError that `wins` would: a prompt that leaves no room to write, settings that do not fit the model."""
-    try:
-        make_requests(lm, [split_row(pair)[0] for pair in pairs], sampler)
-    except GenerationError as error:
-        where = re.sub(r"prompt (\d+)", lambda found: f"eval_dataset, row {pairs.report.numbers[int(found[1])]}", error.where or "")
-        raise GenerationError(error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge") from error
+    """Check that completions of all prompts can be generated.
+
+    Raises:
+        GenerationError: a prompt leaves no room for a completion, or the settings do not fit the model.
+    """
+    for number, pair in zip(pairs.report.numbers, pairs, strict=True):
+        try:
+            make_requests(lm, [split_row(pair)[0]], sampler)
+        except GenerationError as error:
+            where = (error.where or "").replace("prompt 0", f"eval_dataset, row {number}")
+            raise GenerationError(error.what, where=where, remedy=f"{error.remedy} (sampler), or leave out the judge") from error
 
 
 def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerConfig) -> list[float]:
-    """What a judge says of a completion of every pair's prompt against the chosen response; special tokens are left out of all texts.
+    """The judge's values, from 0 to 1, of one completion per pair against the chosen response. Texts are without special tokens.
 
     Raises:
-        TrainingError: the judge raised, or did not give a number from 0 to 1 for each.
+        TrainingError: the judge raised, or did not return a number from 0 to 1 for each pair.
     """
     if not pairs:
         return []
@@ -52,14 +56,14 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
         values: Any = judge(prompts, completions, chosen)
         values = [float(value) for value in values]
     except (Exception, SystemExit) as error:  # user code
-        raise TrainingError(f"raised {told(error)}", where="judge", remedy="Mend it, or leave it out") from error
+        raise TrainingError(f"raised {told(error)}", where="judge", remedy="Fix it, or leave it out") from error
     if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
-        what = f"gave {values!r:.80} for {len(completions)} completions"
+        what = f"returned {values!r:.80} for {len(completions)} completions"
         raise TrainingError(what, where="judge", remedy="Return 1, 0.5 or 0 for each completion")
     return values
 
 
 def split_row(row: Row) -> tuple[list[int], list[int]]:
-    """The ids of its prompt and of its first response."""
+    """The token ids of the prompt and of the first response."""
     start, end = row["maskable"].index(True), row["documents"].count(1)
     return row["input_ids"][:start], row["input_ids"][start:end]

@@ -27,7 +27,7 @@ from unmask.training.trackers import check_trackers
 
 
 class Conflict(NamedTuple):
-    """Settings that cannot go together."""
+    """Two settings that exclude each other."""
 
     where: str
     """Their keys, joined by " and "."""
@@ -38,14 +38,14 @@ class Conflict(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a run with settings of its own: a stage of a conversion, or the whole of another run."""
+    """A part of a run with separate settings: a stage of a conversion, or the whole of another run."""
 
     share: float = 1.0
-    """Of the optimizer steps."""
+    """Its fraction of the optimizer steps."""
     rate: float = 1.0
-    """Times the learning rate."""
+    """Factor of the learning rate."""
     described: Mapping[str, str] = MappingProxyType({})
-    """What is its own, by column of a table."""
+    """Its settings, by column of a table."""
 
 
 FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -54,39 +54,39 @@ FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
 
 @dataclass(kw_only=True)
 class TrainingConfig(TrainingArguments):
-    """What all stages share beyond `transformers.TrainingArguments`, whose every field is accepted by its own name."""
+    """The settings of all stages, beyond `transformers.TrainingArguments`, whose fields are all accepted."""
 
-    output_dir: str | None = field(default=None, metadata={"help": "Where checkpoints and the trained model go."})
+    output_dir: str | None = field(default=None, metadata={"help": "The folder of checkpoints and the trained model."})
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
-    logging_steps: float = field(default=10, metadata={"help": "Log every so many steps."})
+    logging_steps: float = field(default=10, metadata={"help": "Steps between log lines."})
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
     logging_dir: str | None = field(
-        default=None, metadata={"help": "Where TensorBoard's event files go; unset: a folder of their own under `runs` in output_dir."}
+        default=None, metadata={"help": "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir."}
     )
     fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
     cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
     bf16: bool | None = field(
         default=None,
-        metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on a GPU since Ampere, of float32 weights."},
+        metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on for float32 weights on Ampere or later."},
     )
     flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
     optimizer_offload: bool = field(
         default=False,
-        metadata={"help": "Keep the states of one of torch's optimizers, and float32 copies of the weights, in host memory."},
+        metadata={"help": "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory."},
     )
-    max_length: int = field(default=512, metadata={"help": "Tokens in a training row at most."})
+    max_length: int = field(default=512, metadata={"help": "Maximum tokens in a training row."})
     score_chunk: int | None = field(
-        default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch, of dpo and grpo as many as it has rows."}
+        default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch (dpo, grpo: as many as it has rows)."}
     )
-    data_source: str | None = field(default=None, metadata={"help": "What the model card calls the training data."})
-    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB, on a GPU what is reserved."})
+    data_source: str | None = field(default=None, metadata={"help": "The name of the training data in the model card."})
+    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory)."})
 
     generates: ClassVar[bool] = False
     """Whether a step samples completions, too."""
     answers_prompts: ClassVar[bool] = False
-    """Whether rows are prompts with answers, in columns of fixed names, of which bad ones may be left out."""
+    """Whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped."""
     from_scratch: ClassVar[bool] = False
-    """Whether a model may begin with new weights."""
+    """Whether a model may start from new weights."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -98,7 +98,7 @@ class TrainingConfig(TrainingArguments):
         self._precision = args.bf16, args.fp16
         self.choose_precision(in_float32=True)
         args.remove_unused_columns = False
-        args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # else it warns
+        args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # otherwise it warns
         if args.accelerator_config is None:
             # From pinned memory batches are copied while the GPU computes. Each rank reads a stream itself: batches differ in width.
             args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
@@ -107,7 +107,7 @@ class TrainingConfig(TrainingArguments):
         self._use_what_works()
         if args.deepspeed:
             args.deepspeed = deepspeed_config(args.deepspeed)
-        args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers asks for it to be said
+        args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers warns unless it is set
         if args.max_length < 2:
             raise ConfigError(f"{args.max_length} tokens in a row", where="max_length", remedy="max_length must be at least 2")
         if args.learning_rate < 0:
@@ -117,7 +117,7 @@ class TrainingConfig(TrainingArguments):
                 raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
-                raise ConfigError("a bound on the likelihood knows no smoothing and no noise", where=name, remedy="Leave it out")
+                raise ConfigError("a bound on the likelihood has no smoothing and no noise", where=name, remedy="Leave it out")
         super().__post_init__()
         if args.lr_scheduler_type in FOLLOWS_A_METRIC:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
@@ -125,7 +125,7 @@ class TrainingConfig(TrainingArguments):
         check_optimizer(args)
         check_offload(args)
 
-    # What the command line asks of every stage.
+    # The interface of a stage for the command line.
 
     @classmethod
     def data_defaults(cls, data: DataConfig, task: str | None) -> dict[str, Any]:
@@ -134,19 +134,19 @@ class TrainingConfig(TrainingArguments):
 
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
-        """The `training` section of a recipe, as it is meant beside what all sources have chosen."""
+        """The `training` section of a recipe, adapted to the settings chosen by all sources."""
         return dict(settings)
 
     def overwriting(self, given: Collection[str]) -> None:
-        """Fill in what `--overwrite` means for the settings that are not `given`."""
+        """Apply `--overwrite` to the settings that are not `given`."""
 
     def shortened(self, steps: int) -> dict[str, Any]:
-        """The settings of a short run that makes so many steps of every part and leaves nothing behind."""
+        """The settings of a short run with `steps` steps of every part, which saves nothing."""
         quiet = {"save_strategy": "no", "eval_strategy": "no", "logging_steps": 1, "report_to": "none", "logging_dir": None}
         return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
 
     def rehearsal(self, steps: int) -> dict[str, Any]:
-        """What the trainer of a short run is given besides."""
+        """Further arguments of the trainer of a short run."""
         return {}
 
     def parts(self) -> list[Part]:
@@ -158,7 +158,7 @@ class TrainingConfig(TrainingArguments):
         return None
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        """Settings that cannot go together, of the stage and of the run."""
+        """Settings of the stage and the run that exclude each other."""
         model, one = run.model, "Leave one of the two out"
         what = "only pretrain takes a model without training"
         yield Conflict("model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first")
@@ -168,15 +168,15 @@ class TrainingConfig(TrainingArguments):
         yield Conflict("model.quantization and model.device_map", both, "quantised weights are not spread over devices", one)
 
     def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Refuse what the model's attention has no use for.
+        """Refuse settings that the model's attention ignores.
 
         Args:
-            pattern: reads how the model will be read, where that matters (`unmask.models.load.pattern_settings`).
+            pattern: reads the model's settings (`unmask.models.load.pattern_settings`), called only if needed.
             run: the run.
         """
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
-        """A training step, for the cost model; None where that has no formula. Rows are taken to be `max_length` long."""
+        """A training step for the cost model, of rows of `max_length`; None: there is no formula."""
         length = min(self.max_length, blueprint.context or self.max_length)
         rank = run.lora.r if run.lora else None
         work = blueprint.workload(self.trained_pattern(run), length, self.noised_copies, rank, quantization=run.model.quantization)
@@ -188,16 +188,15 @@ class TrainingConfig(TrainingArguments):
 
     @property
     def noised_copies(self) -> int:
-        """Of every row, in a step."""
+        """Views of each row in a step."""
         return 1
 
     def choose_precision(self, *, in_float32: bool) -> None:
-        """Turn mixed precision on where `bf16` was left unset, it pays, and the weights are in float32; else off.
-
-        What was assigned since the config was made, `args.bf16 = True`, is taken up.
+        """Resolve an unset `bf16`: on if it is faster here and the weights are in float32, else off. Assignments after construction,
+        `args.bf16 = True`, are respected.
 
         Raises:
-            ConfigError: both `bf16` and `fp16` were asked for.
+            ConfigError: both `bf16` and `fp16` are on.
         """
         args: Any = self
         if (args.bf16, args.fp16) != self._precision:
@@ -217,20 +216,20 @@ class TrainingConfig(TrainingArguments):
         args: Any = self
         if (args.bf16 or args.fp16) and not amp_works(args.bf16):
             wanted = "bf16" if args.bf16 else "fp16"
-            message = f"{wanted} was asked for, but this machine cannot train in it: going on in float32"
+            message = f"{wanted} is set, but this machine cannot train in it: training in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             args.bf16 = args.fp16 = False
         self._precision = args.bf16, args.fp16
 
     @property
     def dispatched(self) -> bool:
-        """Whether the first process reads all batches and sends the others theirs."""
+        """Whether the first process reads all batches and sends them to the others."""
         args: Any = self
         return bool(args.accelerator_config.dispatch_batches)
 
 
 def row_length(lm: DiffusionLM, args: TrainingConfig) -> int:
-    """Tokens in a row at most: `max_length`, or the model's context where that is shorter."""
+    """The maximum tokens in a row: `max_length`, or the model's context if that is shorter."""
     return min(args.max_length, lm.context_length or args.max_length)
 
 
@@ -240,10 +239,10 @@ def canvas(lm: DiffusionLM, args: Any) -> int | None:
 
 
 def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
-    """That the rows make at least one step, and that there are some to evaluate on where that is asked for.
+    """Check that the rows make at least one step, and that there are rows for the evaluations that are set.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: there are too few.
     """
     if eval_rows is None and args.eval_strategy != "no":
         remedy = "Give held-out rows (data.eval, eval_dataset), or leave it out"
@@ -254,23 +253,23 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
 
 @contextmanager
 def naming_metric(args: TrainingConfig, metrics: Iterable[str]) -> Iterator[None]:
-    """An error about the metric of the best model then says which there are.
+    """Inside, an error about the metric of the best model names the available ones.
 
     Raises:
-        ConfigError: an evaluation does not give it.
+        ConfigError: an evaluation lacks the metric.
     """
     try:
         yield
     except KeyError as error:
-        what, remedy = f"an evaluation gives no {args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
+        what, remedy = f"an evaluation has no {args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
         raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
 
 
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
-    """Optimizer steps that go through the rows once; with `dataloader_drop_last` through those that fill micro-batches.
+    """Optimizer steps of one epoch; with `dataloader_drop_last` of full micro-batches only.
 
     Raises:
-        ConfigError: no micro-batch is full, and such ones are left out.
+        ConfigError: with `dataloader_drop_last`, no micro-batch is full.
     """
     size = args.train_batch_size * args.world_size
     if not args.dataloader_drop_last:

@@ -1,4 +1,4 @@
-"""What memory and speed switches need: checked before any step is paid for, so that none is ignored in silence."""
+"""Checks of the settings for memory and speed before the first step, so that none is silently ignored."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ GATHER = "stage3_gather_16bit_weights_on_model_save"
 
 
 def amp_works(bf16: bool) -> bool:
-    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that has it, or a CPU."""
+    """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported() if bf16 else True
     return bf16
 
 
 def amp_pays() -> bool:
-    """Whether mixed precision is known to be faster here: on a GPU that computes in bfloat16 (Ampere or later). Of CPUs only some are
-    faster in it."""
+    """Whether mixed precision is known to be faster here: on a GPU with bfloat16 (Ampere or later). Only some CPUs are faster in it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
 
 def zero_preset(stage: int) -> dict[str, Any]:
-    """A DeepSpeed config: ZeRO 1 shares out the optimizer's state, 2 the gradients too, 3 the weights too.
+    """A DeepSpeed config: ZeRO 1 partitions the optimizer's state, 2 the gradients too, 3 the weights too.
 
     Other values come from the training arguments ("auto"). The optimizer is torch's, as without DeepSpeed.
     """
@@ -60,7 +59,7 @@ def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
     """
     require("deepspeed", "deepspeed", where="deepspeed")
     if "LOCAL_RANK" not in os.environ:
-        remedy = "Start it with torchrun, accelerate launch or deepspeed, also where it is one process"
+        remedy = "Start it with torchrun, accelerate launch or deepspeed, even for one process"
         raise ConfigError("no launcher started this process", where="deepspeed", remedy=remedy)
     if isinstance(setting, dict):
         config = setting
@@ -87,9 +86,8 @@ def require(module: str, extra: str, *, where: str) -> None:
 
 
 def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
-    """Let this process take at most `max_memory_gb` of a GPU: torch's allocator then raises OutOfMemoryError instead. Memory that other
-    libraries take of it (contexts, NCCL) is not counted. A CPU has no such bound: one on the address space would count files that are
-    mapped, too."""
+    """Limit torch's allocator to `max_memory_gb` of a GPU, beyond which it raises OutOfMemoryError. Memory of other libraries (contexts,
+    NCCL) is not counted. A CPU has no such limit: one on the address space would count mapped files."""
     if hardware is not None and hardware.max_memory_gb is not None and device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, hardware.max_memory_gb * 1e9 / total), device)
@@ -97,10 +95,10 @@ def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def naming_memory(hardware: HardwareConfig | None) -> Iterator[None]:
-    """An error of the device's allocator then says what to do.
+    """Inside, an error of the device's allocator says what to do.
 
     Raises:
-        TrainingError: the device's memory, or what may be taken of it, is full.
+        TrainingError: the device's memory, or the allowed part of it, is full.
     """
     try:
         yield
@@ -112,7 +110,7 @@ def naming_memory(hardware: HardwareConfig | None) -> Iterator[None]:
 
 
 def set_backends(args: Any) -> None:
-    """Set TF32 as asked for (transformers does so once in a process), and let cuDNN time its algorithms where `cudnn_benchmark` says so.
+    """Set TF32 (which transformers does once in a process) and cuDNN's benchmark mode.
 
     Raises:
         ConfigError: there is no cuDNN here.
@@ -121,7 +119,7 @@ def set_backends(args: Any) -> None:
     if args.tf32 is not None:
         backends.fp32_precision = "tf32" if args.tf32 else "ieee"
     if args.tf32 is not None or backends.fp32_precision == "tf32":  # with torch_compile transformers turns it on
-        # The older switches as well: torch refuses to read one API where only the other was set.
+        # The older flags as well: torch refuses to read one API if only the other was set.
         backends.cuda.matmul.allow_tf32 = backends.cudnn.allow_tf32 = backends.fp32_precision == "tf32"
     if args.cudnn_benchmark:
         if args.use_cpu or not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
@@ -131,28 +129,28 @@ def set_backends(args: Any) -> None:
 
 @dataclass(frozen=True)
 class Subject:
-    """What the switches are for: a model in memory, or what the settings say of one that is not yet loaded."""
+    """The facts of a model that the checks read: of one in memory, or by the settings of one to be loaded."""
 
     attention: str
     dtype: torch.dtype
-    """Of the weights."""
+    """The dtype of the weights."""
     adapters: bool
-    """Whether adapters are trained in their place."""
+    """Whether adapters are trained instead of them."""
     quantised: bool
     split: bool
     """Whether its layers are on several devices."""
 
     @classmethod
     def of(cls, lm: DiffusionLM, *, adapters: bool) -> Subject:
-        """A model in memory, whose adapters may yet have to be made."""
+        """The facts of a model in memory, whose adapters may still have to be added."""
         return cls(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
 
 
 def check_switches(args: Any, subject: Subject) -> None:
-    """Refuse what would not act on this model, or not rightly. `where` of an error holds the keys of both settings, joined by " and ".
+    """Refuse settings without effect on this model, or with a wrong one. `where` of an error joins the keys of both settings by " and ".
 
     Raises:
-        ConfigError: as the functions below; or quantised weights would be trained themselves.
+        ConfigError: as the functions below; or quantised weights would be trained.
     """
     if subject.quantised and not subject.adapters:
         remedy = "Train adapters (lora), or load it without quantization"
@@ -163,7 +161,7 @@ def check_switches(args: Any, subject: Subject) -> None:
 
 
 def check_flash_attention(args: Any, subject: Subject) -> None:
-    """Refuse FlashAttention 2 where it could not act.
+    """Refuse FlashAttention 2 where it cannot be used.
 
     Raises:
         ConfigError: no GPU that it runs on, weights and computation in 32 bits, or attention by blocks.
@@ -175,27 +173,27 @@ def check_flash_attention(args: Any, subject: Subject) -> None:
         raise ConfigError("there is no GPU that it runs on (Ampere or later)", where=where, remedy="Leave flash_attention out")
     if not (args.bf16 or args.fp16 or subject.dtype in (torch.bfloat16, torch.float16)):
         remedy = "Set bf16, or leave flash_attention out"
-        raise ConfigError("it computes in 16 bits alone", where="flash_attention and model.dtype", remedy=remedy)
+        raise ConfigError("it computes in 16 bits only", where="flash_attention and model.dtype", remedy=remedy)
     if subject.attention == "block_causal":
-        remedy = "Leave flash_attention out: FlexAttention, which does, is used by itself"
-        raise ConfigError("it knows no attention by blocks", where="flash_attention and model.attention", remedy=remedy)
+        remedy = "Leave flash_attention out: FlexAttention, which supports blocks, is used automatically"
+        raise ConfigError("it does not support block-causal attention", where="flash_attention and model.attention", remedy=remedy)
 
 
 def sharded_by(args: Any) -> str | None:
-    """The setting that shares the weights out among processes; None: each process holds them whole."""
+    """The setting that shards the weights; None: each process holds all of them."""
     if args.fsdp:
         return "fsdp"
     return "deepspeed" if (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3 else None
 
 
 def check_sharding(args: Any, subject: Subject) -> None:
-    """Refuse what would shard nothing, or a model that could not be saved whole.
+    """Refuse FSDP that would shard nothing, and models that could not be saved whole.
 
     Raises:
-        ConfigError: FSDP in one process or on CPUs, which accelerate would pass over in silence; adapters on sharded weights.
+        ConfigError: FSDP in one process or on CPUs, which accelerate silently ignores; adapters on sharded weights.
     """
     if subject.adapters and (key := sharded_by(args)):
-        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out: a40-48gb-x3-ddp holds all in each GPU"
+        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out: a40-48gb-x3-ddp replicates the weights"
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
@@ -203,14 +201,14 @@ def check_sharding(args: Any, subject: Subject) -> None:
 
 
 def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
-    """Compile the model itself. Accelerate would compile a wrapper, which rollouts, scoring and evaluation do not go through."""
+    """Compile the model. Accelerate would compile a wrapper, which rollouts, log-probabilities and evaluation do not use."""
     accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
     lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
 
 def with_own_state(args: Any) -> Any:
-    """A copy of training arguments for one of several runs in a process: accelerate refuses a second one with DeepSpeed's state of the
-    first, whose values are those of the first, too."""
+    """A copy of training arguments for one of several runs in a process: accelerate would refuse, or reuse, the first run's DeepSpeed
+    state."""
     own = copy.copy(args)
     if args.deepspeed:
         AcceleratorState._reset_state()
@@ -226,7 +224,7 @@ def is_split(lm: DiffusionLM) -> bool:
 
 
 def check_split(args: Any, subject: Subject) -> None:
-    """Refuse what cannot work on a model that is split over devices, and several devices for one that is not.
+    """Refuse settings that a model split over devices does not support, and several devices for one that is not split.
 
     Raises:
         ConfigError: several GPUs in one process, which transformers would copy the model to; or, of a split model, several processes,
@@ -247,6 +245,6 @@ def check_split(args: Any, subject: Subject) -> None:
 
 
 def watch_for_anomalies() -> None:
-    """Let torch name the operation that makes a NaN, and transformers tell what it does."""
+    """Make torch name the operation that produces a NaN, and transformers log in detail."""
     torch.autograd.set_detect_anomaly(True)
     transformers.logging.set_verbosity_info()

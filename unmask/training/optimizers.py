@@ -1,4 +1,4 @@
-"""What optimizers need, checked before any step is paid for; and one that lives in the memory of the host."""
+"""Checks of optimizers before the first step, and an optimizer in host memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from unmask.training.hardware_checks import Subject, require
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 STOCHASTIC_ROUNDING = "bf16_stochastic_round"
-"""The entry of `optim_args` that rounds updates of bfloat16 weights up or down at random, so that they are right on average."""
+"""The entry of `optim_args` for unbiased stochastic rounding of updates of bfloat16 weights."""
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Try an optimizer of bitsandbytes on the device, and see that torchao is there for its own; those of others are left to transformers.
+    """Try an optimizer of bitsandbytes on the device, and check that torchao is installed for its own; transformers checks the others.
 
     Raises:
         ConfigError: bitsandbytes is not installed, or cannot work on the device; torchao is not installed.
@@ -36,7 +36,7 @@ def check_optimizer(args: TrainingArguments) -> None:
     require("bitsandbytes", "cuda", where="optim")
     import bitsandbytes
 
-    probe = nn.Parameter(torch.zeros(4096, device=args.device))  # smaller ones are kept in 32 bits
+    probe = nn.Parameter(torch.zeros(4096, device=args.device))  # smaller tensors stay in 32 bits
     probe.grad = torch.zeros_like(probe)
     try:
         bitsandbytes.optim.AdamW8bit([probe]).step()
@@ -47,10 +47,10 @@ def check_optimizer(args: TrainingArguments) -> None:
 
 @contextmanager
 def naming_missing() -> Iterator[None]:
-    """Errors about a library that an optimizer needs then name the setting.
+    """Inside, an error about an optimizer's library names the setting.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: the library is not installed.
     """
     try:
         yield
@@ -59,50 +59,50 @@ def naming_missing() -> Iterator[None]:
 
 
 def check_rounding(args: Any, subject: Subject) -> None:
-    """Refuse stochastic rounding where nothing would be rounded so.
+    """Refuse stochastic rounding where it has no effect.
 
     Raises:
-        ConfigError: weights of another type than bfloat16, or an optimizer that does not know it.
+        ConfigError: weights of another dtype than bfloat16, or an optimizer without it.
     """
     if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
         return
     name = OptimizerNames(args.optim).value
     if name not in OF_TORCHAO:
-        what = f"{name} does not know {STOCHASTIC_ROUNDING}"
+        what = f"{name} does not support {STOCHASTIC_ROUNDING}"
         raise ConfigError(what, where="optim_args and optim", remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
     if subject.adapters or subject.dtype != torch.bfloat16:
         other, remedy = ("lora", "lora") if subject.adapters else ("model.dtype", "set model.dtype to bfloat16")
-        what = f"{STOCHASTIC_ROUNDING}, but no weight that is trained is in bfloat16"
+        what = f"{STOCHASTIC_ROUNDING}, but no trained weight is in bfloat16"
         raise ConfigError(what, where=f"optim_args and {other}", remedy=f"Leave optim_args out, or {remedy}")
 
 
 def check_offload(args: Any) -> None:
-    """Refuse `optimizer_offload` where it would not act, or not rightly.
+    """Refuse `optimizer_offload` where it has no effect, or a wrong one.
 
     Raises:
-        ConfigError: sharded weights, float16 with its scaler, or an optimizer that does not work on a CPU as on a GPU.
+        ConfigError: sharded weights, float16 with its scaler, or an optimizer that differs between CPU and GPU.
     """
     if not args.optimizer_offload:
         return
     if args.fsdp or args.deepspeed:
         where = f"optimizer_offload and {'fsdp' if args.fsdp else 'deepspeed'}"
         remedy = "Leave optimizer_offload out; FSDP has fsdp_config.cpu_offload, DeepSpeed offload_optimizer"
-        raise ConfigError("the shards have an offload of their own", where=where, remedy=remedy)
+        raise ConfigError("sharding has its own offload", where=where, remedy=remedy)
     if args.fp16:
-        what = "the scaler of float16 looks for gradients on the GPU"
+        what = "the scaler of float16 reads gradients on the GPU"
         raise ConfigError(what, where="optimizer_offload and fp16", remedy="Use bf16")
     name = OptimizerNames(args.optim).value
     if name not in OF_TORCH:
         remedy = f"Use one of {', '.join(OF_TORCH)}, or --recipe offload"
-        raise ConfigError(f"{name} does not keep its states in host memory", where="optimizer_offload and optim", remedy=remedy)
+        raise ConfigError(f"{name} cannot keep its state in host memory", where="optimizer_offload and optim", remedy=remedy)
 
 
 def keep_on_host(optimizer: Optimizer) -> None:
-    """Let an optimizer that has made no step work in the memory of the host: on copies of the weights there, in float32 at least.
+    """Move an optimizer before its first step to host memory, with copies of the weights in float32 or better.
 
-    Before a step the gradients go to the host, and those on the device are freed; after it the weights come back, rounded to the type
-    that they have there. Only the copies add up small updates, so that weights in bfloat16 lose none (ZeRO-Offload, Ren et al. 2021).
-    The copies are part of the optimizer's `state_dict`.
+    Before a step the gradients go to the host, and those on the device are freed; after it the weights come back, rounded to their
+    dtype. The copies accumulate small updates, so that bfloat16 weights lose none (ZeRO-Offload, Ren et al. 2021). They are part of
+    the optimizer's `state_dict`.
     """
     pairs: list[tuple[nn.Parameter, Tensor]] = []
     for group in optimizer.param_groups:
@@ -122,7 +122,7 @@ def keep_on_host(optimizer: Optimizer) -> None:
             copy.grad = None
 
     def save(_: Optimizer, state: dict[str, Any]) -> None:
-        if state["state"]:  # before the first step they are the weights themselves
+        if state["state"]:  # before the first step they equal the weights
             state["host_weights"] = [copy for _, copy in pairs]
 
     @torch.no_grad()
@@ -137,7 +137,7 @@ def keep_on_host(optimizer: Optimizer) -> None:
 
 
 def _on_host(weight: Tensor) -> Tensor:
-    """A copy for the optimizer, in memory that a GPU reads and writes without a detour."""
+    """A copy for the optimizer, in pinned memory if there is a GPU."""
     copy = torch.empty_like(
         weight, device="cpu", dtype=torch.promote_types(weight.dtype, torch.float32), pin_memory=weight.device.type == "cuda"
     )

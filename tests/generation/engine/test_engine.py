@@ -1,4 +1,4 @@
-"""Requests of any settings share passes, enter and leave between steps, and none of them notices the others."""
+"""Requests with any settings share passes, enter and leave between steps, and do not change each other."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from unmask.generation.requests import make_requests
 @pytest.mark.parametrize("logit_shift", [False, True])
 @settings(max_examples=6)
 @given(data=st.data())
-def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention, block_size, data):
-    """Each with settings of its own; some come later, some are called off."""
+def test_concurrent_requests_do_not_change_each_other(logit_shift, attention, block_size, data):
+    """Each has its own settings; some are submitted later, some are cancelled."""
     bias, context, time = data.draw(st.sampled_from([-9.0, 0.0, 2.0])), data.draw(st.booleans()), data.draw(st.booleans())
     parts = {"causal_context": context and attention == "block_causal", "time_embedding": time and attention != "causal"}
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=bias, **parts)
     engine = Engine(lm, batch_size=data.draw(st.integers(1, 4)), max_batch_tokens=data.draw(st.sampled_from([None, 40, 60])))
-    expected, found, cancelled, drafting = {}, {}, set(), set()
+    expected, results, cancelled, drafting = {}, {}, set(), set()
     for prompts in data.draw(st.lists(prompt_lists(int(logit_shift)), min_size=1, max_size=3)):
         config = data.draw(configs(attention, block_size))
         if (block_size or 1) > 1 and not config.guidance and not config.remask:  # drafts beside guided and remasking sequences
@@ -40,16 +40,16 @@ def test_each_request_is_served_in_company_as_it_is_alone(logit_shift, attention
         expected |= dict(zip(tickets, traces, strict=True))
         drafting |= set(tickets) if config.drafts else set()
         for _ in range(data.draw(st.integers(0, 3))):
-            found |= dict(engine.step())
+            results |= dict(engine.step())
         if data.draw(st.booleans()):
             cancelled |= {ticket for ticket in tickets[:1] if engine.cancel(ticket)}
-    found |= dict(engine.run())
-    assert found.keys() == expected.keys() - cancelled
-    for ticket, trace in found.items():
+    results |= dict(engine.run())
+    assert results.keys() == expected.keys() - cancelled
+    for ticket, trace in results.items():
         assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
         saved = expected[ticket].forward_passes - trace.forward_passes
         assert saved == 0 or (saved > 0 and ticket in drafting)
-    assert engine.slots.count == 0 and not engine.working and not engine.waiting
+    assert engine.slots.count == 0 and not engine.running and not engine.waiting
 
 
 @every_pattern
@@ -59,10 +59,10 @@ def test_a_cancelled_request_frees_its_slot_at_once(attention, block_size):
     engine = Engine(lm, batch_size=1)
     first, second = (engine.submit(request, config) for request in make_requests(lm, ["ab", "ba"], config))
     engine.step()
-    assert [sequence.ticket for sequence in engine.working] == [first]
+    assert [sequence.ticket for sequence in engine.running] == [first]
     assert engine.cancel(first) and engine.slots.count == 0
     engine.step()
-    assert [sequence.ticket for sequence in engine.working] == [second]
+    assert [sequence.ticket for sequence in engine.running] == [second]
     assert not engine.cancel(first) and not engine.cancel(99)
     assert [ticket for ticket, _ in engine.run()] == [second]
     assert not engine.cancel(second)
@@ -77,7 +77,7 @@ def test_memory_is_bounded_by_the_configuration(attention, block_size):
     prompts = [[4], [4] * 2, [4] * 20, [4], [4] * 5, [4] * 22]
     tickets = [engine.submit(request, config) for request in make_requests(lm, prompts, config)]
     finished = []
-    while engine.waiting or engine.working:
+    while engine.waiting or engine.running:
         finished += [ticket for ticket, _ in engine.step()]
         rows, columns = engine.slots.ids_SC.shape
         assert rows * columns <= 30 + drafts
@@ -89,7 +89,7 @@ def test_memory_is_bounded_by_the_configuration(attention, block_size):
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
-def test_a_prompt_is_read_once_for_all_that_share_it(attention, block_size):
+def test_a_shared_prompt_is_computed_once(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0)
     prompts = [[4, 5, 6, 7, 8] * 4] * 6 + [[6, 5] * 8] * 3
@@ -97,14 +97,14 @@ def test_a_prompt_is_read_once_for_all_that_share_it(attention, block_size):
     for request in make_requests(lm, prompts, config):
         engine.submit(request, config)
     with Watch(lm) as watch:
-        made = dict(engine.run())
-    steps = sum(trace.forward_passes for trace in made.values())
+        results = dict(engine.run())
+    steps = sum(trace.forward_passes for trace in results.values())
     assert watch.rows <= steps + 2 + 2  # two prompts; at most twice each, where those that had it in work are gone
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
-def test_what_was_not_read_again_is_counted(attention, block_size):
-    """Of 23 tokens those in whole blocks are shared, also with a request that comes later, as long as one of the group is in work."""
+def test_reused_prompt_tokens_are_counted(attention, block_size):
+    """Of 23 tokens those in whole blocks are shared, also with later requests while a sequence with the prompt is running."""
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0)
     requests = make_requests(lm, [[4, 5, 6, 7, 8] * 4 + [4] * 3] * 9, config)
@@ -125,12 +125,12 @@ def test_what_was_not_read_again_is_counted(attention, block_size):
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 @settings(max_examples=5)
 @given(data=st.data())
-def test_what_a_group_shares_changes_no_token(logit_shift, attention, block_size, data):
-    """Prompts that agree in their first tokens or in all, beside hidden ones and one of mask tokens; of a group some come when others
-    are ahead, called off, or gone."""
+def test_sharing_prompts_changes_no_token(logit_shift, attention, block_size, data):
+    """Prompts share some or all of their tokens; some are guided, one is all mask tokens. Some are submitted when others are ahead,
+    cancelled or finished."""
     parts = {"causal_context": data.draw(st.booleans()), "time_embedding": data.draw(st.booleans())} if block_size else {}
     lm = tiny("phi", attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0])), **parts)
-    prompt, engine, expected, found = [4, 5, 6, 7, 8, 9, 4, 5, 6], Engine(lm, batch_size=4), {}, {}
+    prompt, engine, expected, results = [4, 5, 6, 7, 8, 9, 4, 5, 6], Engine(lm, batch_size=4), {}, {}
     pool = [prompt, prompt, prompt[:7], [*prompt[:7], 9, 6], [*prompt[:8], 9], [lm.mask_token_id] * 9]
     for _ in range(3):
         guidance = data.draw(st.sampled_from([0.0, 0.0, 0.7])) if block_size else 0.0
@@ -141,17 +141,17 @@ def test_what_a_group_shares_changes_no_token(logit_shift, attention, block_size
         tickets = [engine.submit(request, config) for request in requests]
         expected |= dict(zip(tickets, naive.complete(lm, requests, config).trace, strict=True))
         for _ in range(data.draw(st.integers(0, 3))):
-            found |= dict(engine.step())
+            results |= dict(engine.step())
         if data.draw(st.booleans()):
             engine.cancel(tickets[0])
-    found |= dict(engine.run())
-    for ticket, trace in found.items():
+    results |= dict(engine.run())
+    for ticket, trace in results.items():
         assert (trace.canvas, trace.steps) == (expected[ticket].canvas, expected[ticket].steps)
         assert trace.log_probs == pytest.approx(expected[ticket].log_probs, abs=1e-10)
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
-def test_committing_costs_no_pass_of_its_own(attention, block_size):
+def test_committing_needs_no_extra_pass(attention, block_size):
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=24)
     engine = Engine(lm)
@@ -165,24 +165,24 @@ def test_committing_costs_no_pass_of_its_own(attention, block_size):
 @pytest.mark.parametrize("attention, block_size", PATTERNS[2:4])
 @settings(max_examples=8)
 @given(data=st.data())
-def test_guessing_ahead_changes_no_token(logit_shift, attention, block_size, data):
+def test_drafts_change_no_token(logit_shift, attention, block_size, data):
     lm = tiny(
         data.draw(st.sampled_from(["phi", "gpt2"])), attention, block_size, logit_shift, eos_bias=data.draw(st.sampled_from([-9.0, 2.0]))
     )
     prompts = data.draw(prompt_lists(int(logit_shift)))
     config = data.draw(configs(attention, block_size)).model_copy(update={"remask": 0.0, "guidance": 0.0})
     requests = make_requests(lm, prompts, config)
-    engine, found = Engine(lm, batch_size=config.batch_size), {}
+    engine, results = Engine(lm, batch_size=config.batch_size), {}
     for request in requests:
         engine.submit(request, config.model_copy(update={"drafts": data.draw(st.integers(0, 4))}))
-    found = dict(engine.run())
+    results = dict(engine.run())
     for ticket, expected in enumerate(naive.complete(lm, requests, config).trace):
-        assert (found[ticket].canvas, found[ticket].steps) == (expected.canvas, expected.steps)
-        assert found[ticket].log_probs == pytest.approx(expected.log_probs, abs=1e-10)
-        assert found[ticket].forward_passes <= expected.forward_passes
+        assert (results[ticket].canvas, results[ticket].steps) == (expected.canvas, expected.steps)
+        assert results[ticket].log_probs == pytest.approx(expected.log_probs, abs=1e-10)
+        assert results[ticket].forward_passes <= expected.forward_passes
 
 
-def test_guesses_that_come_true_save_passes():
+def test_confirmed_drafts_save_passes():
     lm = tiny("phi", "block_causal", 4, eos_bias=-99.0)
     requests = make_requests(lm, ["abcde"], SamplerConfig(max_new_tokens=19))
     passes = {}
@@ -210,7 +210,7 @@ def test_equal_states_are_computed_once():
     assert 6 < watch.rows <= 26  # all alike at first
 
 
-def test_predictions_that_are_not_numbers_are_an_error():
+def test_nan_predictions_are_an_error():
     lm = tiny("gpt2", "bidirectional")
     head = lm.model.get_output_embeddings()
     engine = Engine(lm)
@@ -228,7 +228,7 @@ def test_predictions_that_are_not_numbers_are_an_error():
 
 
 @every_pattern
-def test_nothing_is_left_of_a_sequence_that_spoilt_its_keys(attention, block_size):
+def test_a_freed_slot_keeps_no_nan_keys(attention, block_size):
     plain = tiny("phi", attention, block_size, eos_bias=-9.0)
     lm = plain.bind(copy.deepcopy(plain.model))
     with torch.no_grad():
@@ -241,22 +241,22 @@ def test_nothing_is_left_of_a_sequence_that_spoilt_its_keys(attention, block_siz
     assert engine.cancel(bad)
     requests = make_requests(lm, [[4, 5], [6] * 12], config)
     tickets = [engine.submit(request, config) for request in requests]
-    found = dict(engine.run())
-    assert [found[ticket].canvas for ticket in tickets] == [trace.canvas for trace in naive.complete(lm, requests, config).trace]
+    results = dict(engine.run())
+    assert [results[ticket].canvas for ticket in tickets] == [trace.canvas for trace in naive.complete(lm, requests, config).trace]
 
 
-def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
+def test_finished_requests_are_returned_once_despite_interruptions(monkeypatch):
     lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=6, drafts=2, trace=True)
     requests = make_requests(lm, ["ab", "ba", "cdef"], config)
     expected = [trace.canvas for trace in naive.complete(lm, requests, config).trace]
     engine = Engine(lm)
     tickets = [engine.submit(request, config) for request in requests]
-    found = dict([next(engine.run())])  # and no more of them for now
-    found |= dict(engine.run())
-    assert [found[ticket].canvas for ticket in tickets] == expected
+    results = dict([next(engine.run())])  # and no more of them for now
+    results |= dict(engine.run())
+    assert [results[ticket].canvas for ticket in tickets] == expected
     for failing in range(1, 12):
         calls, whole = [], SequenceState.__dict__["counts"].fget
-        found, engine = {}, Engine(lm)
+        results, engine = {}, Engine(lm)
 
         def fail(self, calls=calls, whole=whole, failing=failing):
             calls.append(self)
@@ -269,12 +269,12 @@ def test_what_finished_is_given_out_once_whatever_happens(monkeypatch):
             patch.setattr(SequenceState, "counts", property(fail))
             with contextlib.suppress(KeyboardInterrupt):
                 for ticket, trace in engine.run():
-                    found[ticket] = trace
-        found |= dict(engine.run())
-        assert [found[ticket].canvas for ticket in tickets] == expected
+                    results[ticket] = trace
+        results |= dict(engine.run())
+        assert [results[ticket].canvas for ticket in tickets] == expected
 
 
-def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
+def test_drafts_of_a_finished_block_are_dropped(monkeypatch):
     lm, config = tiny("phi", "block_causal", 4, eos_bias=-9.0), SamplerConfig(max_new_tokens=9, drafts=2)
     (request,) = make_requests(lm, ["ab"], config)
     engine, begun = Engine(lm), set()
@@ -283,11 +283,11 @@ def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
         raise KeyboardInterrupt
 
     engine.submit(request, config)
-    while engine.waiting or engine.working:
+    while engine.waiting or engine.running:
         with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
             patch.setattr(Engine, "_draft", stop)  # between a step and the drafts that follow from it
             engine.step()
-        for sequence in engine.working:
+        for sequence in engine.running:
             if sequence.step == 0:
                 assert sequence.draft is None
                 begun.add(sequence.block)
@@ -295,7 +295,7 @@ def test_guesses_of_a_block_that_is_over_are_forgotten(monkeypatch):
     assert begun
 
 
-def test_an_engine_refuses_what_it_could_never_finish():
+def test_an_engine_refuses_requests_that_it_cannot_run():
     lm, config = tiny("phi", "causal"), SamplerConfig(max_new_tokens=4)
     with pytest.raises(GenerationError, match="batch_size: 0 is refused"):
         Engine(lm, batch_size=0)
@@ -307,7 +307,7 @@ def test_an_engine_refuses_what_it_could_never_finish():
 
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
-def test_a_deterministic_request_takes_no_keys_from_shared_passes(attention, block_size):
+def test_a_deterministic_request_copies_no_keys_from_shared_passes(attention, block_size):
     plain = tiny("phi", attention, block_size, eos_bias=-9.0)
     lm = plain.bind(copy.deepcopy(plain.model).float())
     prompts, shared = [[4, 5, 6, 7, 8] * 4, [5, 6, 7] * 5], SamplerConfig(max_new_tokens=8)
@@ -318,8 +318,8 @@ def test_a_deterministic_request_takes_no_keys_from_shared_passes(attention, blo
     engine.step()
     requests = make_requests(lm, prompts, apart)
     tickets = [engine.submit(request, apart) for request in requests]
-    found = dict(engine.run())
+    results = dict(engine.run())
     for ticket, request in zip(tickets, requests, strict=True):
         alone = Engine(lm)
         alone.submit(request, apart)
-        assert found[ticket].log_probs == next(alone.run())[1].log_probs
+        assert results[ticket].log_probs == next(alone.run())[1].log_probs

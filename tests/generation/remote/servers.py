@@ -1,4 +1,4 @@
-"""`unmask serve` within the tests' own process."""
+"""`unmask serve` in the process of the tests."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def served(lm: DiffusionLM, port: int = 0, api_key: str | None = None) -> Iterat
 
 
 def copied(lm: DiffusionLM, path: Path) -> DiffusionLM:
-    """The same model once more, as a server loads it."""
+    """A copy of the model, loaded as a server loads it."""
     lm.save(path)
     return unmask.load(path, dtype=str(lm.log_prob_dtype).removeprefix("torch."))

@@ -1,4 +1,4 @@
-"""Servers to test clients with: one of faults, a fake vLLM and a real one."""
+"""Servers to test clients with: a faulty one, a fake vLLM and a real one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
 FOR_ROLLOUTS = ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
-"""What a vLLM is started with to sample for reinforcement learning (docs/generation.md has the whole command)."""
+"""The options of a vLLM that samples for reinforcement learning (docs/generation.md has the whole command)."""
 FOR_ADAPTERS = ["--enable-lora", "--max-lora-rank", "8"]
 FOR_WEIGHTS_IN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 FOR_ADAPTERS_IN_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
@@ -43,7 +43,7 @@ def free_port() -> int:
 
 @contextmanager
 def serving(answer: Answer) -> Iterator[str]:
-    """A server of faults: what vLLM itself cannot be made to do on demand."""
+    """A server with chosen answers: faults that vLLM does not show on demand."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -74,12 +74,12 @@ def serving(answer: Answer) -> Iterator[str]:
 
 
 def echo(path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    """Completes every prompt with its own last id."""
+    """Completes every prompt with its last token id."""
     return 200, {"choices": [{"token_ids": body["prompt"][-1:], "logprobs": {"token_logprobs": [-0.5]}}]}
 
 
 class FakeVLLM:
-    """What a vLLM answers, so far as a backend asks. Every completion is its prompt's last token twice, and EOS."""
+    """Answers the requests of a backend as vLLM does. Every completion is its prompt's last token twice, and EOS."""
 
     def __init__(self, lm: DiffusionLM, *, processed: bool):
         self.lm, self.processed = lm, processed
@@ -114,7 +114,7 @@ class FakeVLLM:
 
 
 def write_model(path: Path, seed: int) -> None:
-    """A Llama with random weights and the tokenizer of stories260K, whose own heads are narrower than vLLM's kernels for a CPU take."""
+    """A Llama with random weights and the tokenizer of stories260K, whose own model has heads too narrow for vLLM on a CPU."""
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": len(tokenizer)}
     with torch.random.fork_rng():

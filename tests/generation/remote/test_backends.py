@@ -1,4 +1,4 @@
-"""Rollouts from the model in process and from servers, which are given new weights, die, and come back."""
+"""Rollouts from the model in process and from servers, which get new weights, die, and restart."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True)
 
 
 def changed(lm: DiffusionLM, seed: int = 7) -> DiffusionLM:
-    """The same model, trained further as it were."""
+    """The same model with other weights, as after more training."""
     trained, generator = lm.frozen_copy(), torch.Generator().manual_seed(seed)
     for weight in trained.model.parameters():
         weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -63,7 +63,7 @@ def to_vllm(url: str, **values: Any) -> RolloutConfig:
 
 
 def adapted(lm: DiffusionLM, seed: int = 0) -> DiffusionLM:
-    """The model with adapters that change something."""
+    """The model with adapters whose weights are not zero."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         trained = with_adapters(lm.frozen_copy(), LoraSettings(r=4, target_modules=["q_proj", "v_proj"]).to_peft())
@@ -82,10 +82,10 @@ def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, bloc
         assert isinstance(local, LocalBackend) and isinstance(server, ServerBackend)
         assert server.generate(PROMPTS, CONFIG, KEYS) == local.generate(PROMPTS, CONFIG, KEYS)
         server.sync(trained, step=1)
-        made = server.generate(PROMPTS, CONFIG, KEYS)
+        generation = server.generate(PROMPTS, CONFIG, KEYS)
         server.close()
-    assert made == LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS) != local.generate(PROMPTS, CONFIG, KEYS)
-    assert make_rollout(lm, made, slice(0, 4)).steps_BT.max() > 0
+    assert generation == LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS) != local.generate(PROMPTS, CONFIG, KEYS)
+    assert make_rollout(lm, generation, slice(0, 4)).steps_BT.max() > 0
 
 
 def test_adapters_are_sent_merged(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_adapters_are_sent_merged(tmp_path: Path) -> None:
         with pytest.raises(GenerationError, match=r"sync: weights of a PeftModelForCausalLM cannot be used without its base model\. Merge"):
             server.sync(trained, step=0)
         server.sync(merged(trained), step=0)
-        made = server.generate(PROMPTS, CONFIG, KEYS)
+        generation = server.generate(PROMPTS, CONFIG, KEYS)
         server.close()
-    assert made == LocalBackend(merged(trained)).generate(PROMPTS, CONFIG, KEYS)
+    assert generation == LocalBackend(merged(trained)).generate(PROMPTS, CONFIG, KEYS)
 
 
 def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_server_of_another_model_is_refused_at_the_start(tmp_path: Path) -> No
         make_backend(to_server(url), tiny(), tmp_path)
 
 
-def test_weights_are_sent_every_so_many_rollouts_and_only_the_last_are_kept(fake, tmp_path):
+def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_path):
     lm = tiny()
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync_steps=3, folder=str(tmp_path / "weights")), lm, tmp_path / "elsewhere")
@@ -141,13 +141,13 @@ def test_of_several_processes_the_first_sends_and_all_name_the_weights(tmp_path:
         assert not (tmp_path / "rollout_weights").exists()
         monkeypatch.setenv("RANK", "0")
         first.sync(changed(lm), 0)
-        made = [backend.generate(PROMPTS, CONFIG, KEYS) for backend in (first, second)]
+        generation = [backend.generate(PROMPTS, CONFIG, KEYS) for backend in (first, second)]
         for backend in (first, second):
             backend.close()
-    assert made[0] == made[1] == LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS)
+    assert generation[0] == generation[1] == LocalBackend(changed(lm)).generate(PROMPTS, CONFIG, KEYS)
 
 
-def test_a_server_that_was_started_again_is_given_the_weights_again(tmp_path: Path) -> None:
+def test_a_restarted_server_gets_the_weights_again(tmp_path: Path) -> None:
     lm = tiny()
     with served(copied(lm, tmp_path / "model")) as url:
         server = make_backend(to_server(url), lm, tmp_path)
@@ -188,24 +188,24 @@ def fake() -> Iterator[Callable[..., tuple[FakeVLLM, str]]]:
         ({"temperature": 0.0, "top_k": 5}, False, "given", "certain"),
     ],
 )
-def test_traces_of_vllm_hold_what_is_known(fake, tmp_path, settings, processed, log_probs, sampled):
+def test_traces_of_vllm_have_only_known_log_probs(fake, tmp_path, settings, processed, log_probs, sampled):
     lm = tiny()
     _, url = fake(lm, processed=processed)
     backend = make_backend(to_vllm(url), lm, tmp_path)
-    made = backend.generate([[4, 5], [6]], SamplerConfig(max_new_tokens=5, trace=True, **settings), [1, 2])
+    generation = backend.generate([[4, 5], [6]], SamplerConfig(max_new_tokens=5, trace=True, **settings), [1, 2])
     backend.close()
     eos, mask, given = lm.eos_token_id, lm.mask_token_id, [-0.5, -0.25, -1.0]
     expected = {"given": given, "unknown": [math.nan] * 3, "certain": [0.0] * 3}
-    assert made.tokens == [[5, 5, eos], [6, 6, eos]] and made.steps == [[0, 1, 2]] * 2
-    for first, trace in zip((5, 6), made.trace, strict=True):
+    assert generation.tokens == [[5, 5, eos], [6, 6, eos]] and generation.steps == [[0, 1, 2]] * 2
+    for first, trace in zip((5, 6), generation.trace, strict=True):
         assert trace.canvas == [first, first, eos, mask, mask] and trace.steps == [0, 1, 2, -1, -1] and trace.forward_passes == 3
         assert trace.log_probs == pytest.approx([*expected[log_probs], 0.0, 0.0], nan_ok=True)
         assert trace.sampled_log_probs == ([] if sampled == "none" else [*expected[sampled], 0.0, 0.0])
-    rollout = make_rollout(lm, made, slice(0, 2))
+    rollout = make_rollout(lm, generation, slice(0, 2))
     assert rollout.completion_BT.sum(1).tolist() == [3, 3] and rollout.steps_BT[0].tolist() == [-1, -1, 0, 1, 2, -1, -1]
 
 
-def test_vllm_is_told_the_ends_of_the_model(fake, tmp_path):
+def test_vllm_gets_the_end_tokens_of_the_model(fake, tmp_path):
     lm = copy.copy(tiny())
     lm.eos_token_ids = (2, 7)
     vllm, url = fake(lm, processed=True)
@@ -238,7 +238,7 @@ ADAPTERS_ELSEWHERE = [
 
 
 @pytest.mark.parametrize(("peft_config", "words"), ADAPTERS_ELSEWHERE, ids=[words for _, words in ADAPTERS_ELSEWHERE])
-def test_adapters_that_vllm_does_not_compute_are_refused_before_it_is_asked(peft_config, words, tmp_path):
+def test_adapters_that_vllm_does_not_compute_are_refused_before_any_request(peft_config, words, tmp_path):
     error = rf"sync: vLLM does not compute adapters with {words} as they are trained\. Train plain LoRA adapters, or set sync to disk"
     with pytest.raises(GenerationError, match=error):
         make_backend(to_vllm("http://127.0.0.1:9", sync="lora"), with_adapters(tiny().frozen_copy(), peft_config), tmp_path)
@@ -248,7 +248,7 @@ def test_adapters_that_vllm_does_not_compute_are_refused_before_it_is_asked(peft
     ("sync", "words"), [("lora", "sync: a PhiForCausalLM has no adapters to send.*Train with lora"), ("nccl", "NCCL needs a GPU")]
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL finds a GPU here")
-def test_weights_that_cannot_be_sent_are_refused_before_vllm_is_asked(sync, words, tmp_path):
+def test_weights_that_cannot_be_sent_are_refused_before_any_request(sync, words, tmp_path):
     with pytest.raises(GenerationError, match=words):
         make_backend(to_vllm("http://127.0.0.1:9", sync=sync), tiny(), tmp_path)
 
@@ -267,7 +267,7 @@ def test_vllm_reads_whole_weights_from_a_folder(fake, tmp_path):
     assert vllm.paths()[-2:] == ["/reset_prefix_cache", "/update_weight_version"]
 
 
-def test_vllm_serves_adapters_under_a_name_of_their_own(fake, tmp_path):
+def test_vllm_serves_adapters_under_their_own_name(fake, tmp_path):
     lm = tiny()
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync="lora"), adapted(lm), tmp_path)
@@ -299,7 +299,7 @@ def test_every_process_asks_vllm_for_the_adapters_that_the_first_one_sent(fake, 
 
 
 @pytest.mark.parametrize("sync", ["disk", "lora"])
-def test_a_vllm_that_lost_the_weights_is_given_them_again_and_samples_all_anew(fake, tmp_path, sync):
+def test_a_vllm_that_lost_the_weights_gets_them_and_samples_again(fake, tmp_path, sync):
     lm = tiny()
     vllm, url = fake(lm)
     backend = make_backend(to_vllm(url, sync=sync), lm if sync == "disk" else adapted(lm), tmp_path)
@@ -331,7 +331,7 @@ class Serve:
 
 @pytest.mark.slow
 def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
-    """And then stays away."""
+    """And then dies for good."""
     lm = tiny(attention="bidirectional", layers=3)
     lm.save(tmp_path / "model")
     lm = unmask.load(tmp_path / "model")  # float32, as the server reads it
@@ -363,7 +363,7 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
 
 @pytest.fixture(scope="module")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """With the mask token, adapters, and the log-probabilities that are sampled with."""
+    """With the mask token, adapters, and the log-probabilities of the sampled distribution."""
     stock, model = tmp_path_factory.mktemp("stock"), tmp_path_factory.mktemp("model")
     write_model(stock, seed=0)
     export(unmask.load(stock), model, "hf")
@@ -375,7 +375,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.parametrize("sync", ["disk", "lora"])
-def test_vllm_samples_from_the_weights_that_are_trained(vllm, tmp_path, sync):
+def test_vllm_samples_from_the_trained_weights(vllm, tmp_path, sync):
     lm = unmask.load(vllm.model)
     prompts = [lm.tokenizer(text).input_ids for text in ("Once upon a time", "The dog", "Lily and her mom went to the")]
     greedy = SamplerConfig(max_new_tokens=24, trace=True)
@@ -390,8 +390,8 @@ def test_vllm_samples_from_the_weights_that_are_trained(vllm, tmp_path, sync):
         for one, other in zip(there.trace, here.trace, strict=True):
             assert (one.canvas, one.steps, one.sampled_log_probs) == (other.canvas, other.steps, other.sampled_log_probs)
             assert one.log_probs == pytest.approx(other.log_probs, abs=1e-3)
-        made = backend.generate(prompts, drawn, [1, 2, 3])
-        for prompt, trace in zip(prompts, made.trace, strict=True):
+        generation = backend.generate(prompts, drawn, [1, 2, 3])
+        for prompt, trace in zip(prompts, generation.trace, strict=True):
             ids = torch.tensor([prompt + trace.canvas])
             scored_TV = (trained.logits(ids)[0, len(prompt) :].detach() / 0.7).log_softmax(-1)
             for position, step_taken in enumerate(trace.steps):
@@ -406,7 +406,7 @@ def test_vllm_samples_from_the_weights_that_are_trained(vllm, tmp_path, sync):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_vllm_that_was_started_again_samples_from_the_weights_that_are_trained(vllm, tmp_path):
+def test_a_restarted_vllm_samples_from_the_trained_weights(vllm, tmp_path):
     lm, config = unmask.load(vllm.model), SamplerConfig(max_new_tokens=24)
     trained = changed(lm)
     backend = make_backend(to_vllm(vllm.url), lm, tmp_path)

@@ -29,7 +29,7 @@ CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True, ba
 
 
 def other_weights(lm: DiffusionLM) -> DiffusionLM:
-    """The same model, trained further as it were."""
+    """The same model with other weights, as after more training."""
     trained = lm.frozen_copy()
     generator = torch.Generator().manual_seed(7)
     for weight in trained.model.parameters():
@@ -46,7 +46,7 @@ def ask(url: str, **changes: Any) -> httpx.Response:
 
 
 @every_pattern
-def test_the_server_gives_what_the_model_gives_in_process(attention: str, block_size: int | None, tmp_path: Path) -> None:
+def test_the_server_gives_the_tokens_of_the_model_in_process(attention: str, block_size: int | None, tmp_path: Path) -> None:
     lm = tiny(attention=attention, block_size=block_size, eos_bias=0.3)
     with served(copied(lm, tmp_path)) as url, ThreadPoolExecutor(4) as clients:
         answers = list(clients.map(lambda _: ask(url), range(4)))  # at once: they must not disturb one another
@@ -58,17 +58,17 @@ def test_the_server_gives_what_the_model_gives_in_process(attention: str, block_
     assert health == {"version": None, "model": model_facts(lm)}
 
 
-def test_new_weights_take_the_place_of_the_old_ones(tmp_path: Path) -> None:
+def test_new_weights_replace_the_old_ones(tmp_path: Path) -> None:
     lm = copied(tiny(attention="bidirectional", time_embedding=True), tmp_path / "old")
     new = other_weights(lm)
     new.save(tmp_path / "new")
     weights = [weight.data_ptr() for weight in lm.model.parameters()]
     with served(lm) as url:
         assert post(url, "/update_weights", {"path": str(tmp_path / "new"), "version": "1"}).json() == {"version": "1"}
-        made = read_generation(ask(url, version="1").json())
+        generation = read_generation(ask(url, version="1").json())
         stale = ask(url, version="0")
         anyhow = ask(url)
-    assert made == unmask.generate(new, PROMPTS, CONFIG, KEYS) == read_generation(anyhow.json())
+    assert generation == unmask.generate(new, PROMPTS, CONFIG, KEYS) == read_generation(anyhow.json())
     assert stale.status_code == 409 and "the weights are '1', not '0'" in stale.json()["error"]
     assert weights == [weight.data_ptr() for weight in lm.model.parameters()]
 
@@ -110,7 +110,7 @@ def test_weights_of_another_model_are_refused_and_change_nothing(tmp_path: Path)
         ({"surprise": 1}, "surprise: is not a known key"),
     ],
 )
-def test_requests_are_refused_in_words(served_tiny: str, changes: dict[str, Any], error: str) -> None:
+def test_refusals_name_the_reason(served_tiny: str, changes: dict[str, Any], error: str) -> None:
     answer = ask(served_tiny, **changes)
     assert answer.status_code == 422 and error in answer.json()["error"]
 
@@ -121,7 +121,7 @@ def served_tiny() -> Any:
         yield url
 
 
-def test_a_server_with_a_key_asks_for_it() -> None:
+def test_a_server_with_a_key_requires_it() -> None:
     with served(tiny(), api_key="k") as url:
         statuses = [httpx.get(f"{url}/health", headers=headers).status_code for headers in ({}, {"Authorization": "Bearer other"})]
         assert httpx.get(f"{url}/health", headers={"Authorization": "Bearer k"}).status_code == 200

@@ -1,4 +1,4 @@
-"""A causal model on a server: what it gives, and what happens when it is absent, slow, or dies."""
+"""A causal model on a vLLM server: completions, new weights, and a server that is absent, slow, or dies."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ def test_the_command_of_the_docs_starts_a_server_as_the_tests_do():
 
 
 def read_flags(words: list[str]) -> dict[str, str]:
-    """By the name of each flag, its value; empty for one without."""
+    """The value of each flag by its name; empty for a flag without a value."""
     return {word: "" if following.startswith("--") else following for word, following in pairwise([*words, "--"]) if word.startswith("--")}
 
 
-def test_an_absent_server_is_waited_for_no_longer_than_its_patience(monkeypatch):
+def test_waiting_for_an_absent_server_ends_with_patience(monkeypatch):
     clock = [0.0]
 
     def sleep(seconds: float) -> None:
@@ -72,7 +72,7 @@ def test_an_absent_server_is_waited_for_no_longer_than_its_patience(monkeypatch)
     assert 0.6 < clock[0] <= 0.6 + 2 * 0.5  # it asks every half second
 
 
-def test_a_silent_server_is_an_error_in_time():
+def test_a_silent_server_is_an_error_after_the_timeout():
     def sleep(path, body):
         time.sleep(1.5)
         return echo(path, body)
@@ -89,12 +89,12 @@ def test_completions_come_back_in_the_order_of_their_prompts():
         return echo(path, body)
 
     with serving(slow_first) as url:
-        made = RemoteLM(url, TOKENIZER).generate([[4], [5], [6, 7]])
-    assert made.tokens == [[4], [5], [7]] and made.log_probs == [[-0.5]] * 3 and made.prompts == [[4], [5], [6, 7]]
+        generation = RemoteLM(url, TOKENIZER).generate([[4], [5], [6, 7]])
+    assert generation.tokens == [[4], [5], [7]] and generation.log_probs == [[-0.5]] * 3 and generation.prompts == [[4], [5], [6, 7]]
 
 
 @pytest.mark.parametrize(("ends", "asked"), [(None, [2]), ([2, 5], [2, 5]), ([], [])])
-def test_a_server_is_told_which_tokens_end_a_text(ends, asked):
+def test_a_server_gets_the_end_tokens(ends, asked):
     bodies = []
 
     def note(path, body):
@@ -103,13 +103,13 @@ def test_a_server_is_told_which_tokens_end_a_text(ends, asked):
 
     with serving(note) as url:
         lm = RemoteLM(url, TOKENIZER, eos_token_ids=ends)
-        made = lm.generate([[4], [5]])
+        generation = lm.generate([[4], [5]])
         lm.generate([[4]], SamplerConfig(stop_at_eos=False))
     assert [(body["stop_token_ids"], body["ignore_eos"]) for body in bodies] == [(asked, False)] * 2 + [(None, True)]
-    assert made.tokens == [[4], [5]] and made.texts[1] == ("" if 5 in asked else TOKENIZER.decode([5]))
+    assert generation.tokens == [[4], [5]] and generation.texts[1] == ("" if 5 in asked else TOKENIZER.decode([5]))
 
 
-def test_a_server_that_comes_back_loses_nothing():
+def test_a_restarted_server_loses_no_completion():
     failed: set[tuple[int, ...]] = set()
 
     def stumble(path, body):
@@ -122,7 +122,7 @@ def test_a_server_that_comes_back_loses_nothing():
         assert RemoteLM(url, TOKENIZER, patience=5).generate([[4], [5]]).tokens == [[4], [5]]
 
 
-def test_what_was_done_before_it_died_is_kept():
+def test_completions_before_a_crash_are_kept():
     def partly(path, body):
         return echo(path, body) if body["prompt"] != [6] else (503, {})
 
@@ -133,7 +133,7 @@ def test_what_was_done_before_it_died_is_kept():
     assert caught.value.completed == {0: ([4], [-0.5]), 1: ([5], [-0.5])}
 
 
-def test_requests_are_refused_in_words():
+def test_refusals_name_the_reason():
     with serving(lambda path, body: (400, {"message": "too long"})) as url:
         lm = RemoteLM(url, TOKENIZER)
         with pytest.raises(GenerationError, match=r"/v1/completions is refused \(400\).*too long"):
@@ -148,12 +148,12 @@ def test_requests_are_refused_in_words():
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"choices": []}, {"choices": [{}]}, {"choices": [{"token_ids": 3}]}, "text"])
-def test_an_answer_of_another_kind_is_an_error(answer):
+def test_an_unexpected_answer_is_an_error(answer):
     with serving(lambda path, body: (200, answer)) as url, pytest.raises(RemoteError, match="the answer lacks a field"):
         RemoteLM(url, TOKENIZER).generate([[4]])
 
 
-def test_a_completion_that_was_called_off_is_none():
+def test_an_aborted_completion_is_an_error():
     def abort(path, body):
         return 200, {"choices": [echo(path, body)[1]["choices"][0] | {"finish_reason": "abort"}]}
 
@@ -161,7 +161,7 @@ def test_a_completion_that_was_called_off_is_none():
         RemoteLM(url, TOKENIZER).generate([[4]])
 
 
-def test_an_answer_that_does_not_end_is_an_error_in_time():
+def test_an_endless_answer_is_an_error_after_the_timeout():
     def drip(client: socket.socket) -> None:
         with client:
             client.recv(4096)
@@ -179,7 +179,7 @@ def test_an_answer_that_does_not_end_is_an_error_in_time():
 
 
 @pytest.mark.parametrize("status", [302, 400, 429, 500])
-def test_what_was_done_before_a_refusal_is_kept(status):
+def test_completions_before_a_refusal_are_kept(status):
     with serving(lambda path, body: echo(path, body) if body["prompt"] != [6] else (status, {})) as url:
         lm = RemoteLM(url, TOKENIZER, patience=0.6)
         with pytest.raises(RemoteError, match="2 of 3 completions are done") as caught:
@@ -200,7 +200,7 @@ def test_a_refused_prompt_stops_the_others():
 
 
 def test_patience_begins_with_the_first_failure():
-    """Not with the request, whose answer may have been long in coming."""
+    """Not with the request, whose answer may have taken long."""
     failed = []
 
     def die(path, body):
@@ -296,7 +296,7 @@ def test_vllm_serves_new_weights(vllm, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_a_vllm_that_dies_in_the_middle_and_comes_back_loses_nothing(vllm):
+def test_a_vllm_that_restarts_loses_no_completion(vllm):
     model, config = str(vllm.model), SamplerConfig(max_new_tokens=200, stop_at_eos=False, batch_size=4)
     prompts = ["Once upon a time", "The dog", "Lily and her mom went to the", "A"] * 4
     expected = unmask.generate(unmask.load(model), prompts, config)
@@ -314,7 +314,7 @@ def test_a_vllm_that_dies_in_the_middle_and_comes_back_loses_nothing(vllm):
 @pytest.mark.slow
 @pytest.mark.vllm
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes a GPU for the server and one for the model")
-def test_vllm_takes_weights_over_nccl(vllm, tmp_path):
+def test_vllm_gets_weights_over_nccl(vllm, tmp_path):
     write_model(tmp_path, seed=1)
     new = unmask.load(str(tmp_path))
     config = SamplerConfig(max_new_tokens=12)
@@ -325,6 +325,6 @@ def test_vllm_takes_weights_over_nccl(vllm, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_weights_over_nccl_want_a_gpu():
+def test_weights_over_nccl_need_a_gpu():
     with serving(echo) as url, pytest.raises(GenerationError, match=r"NCCL needs a GPU on either side\. Give a folder"):
         RemoteLM(url, TOKENIZER).update_weights(torch.nn.Linear(2, 2))

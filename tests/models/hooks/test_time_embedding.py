@@ -54,7 +54,7 @@ def test_at_first_it_changes_nothing_then_all_that_hides_something(name):
     changed = (awake(lm).logits(ids, hidden_BT=hidden) != before).any(-1)
     assert changed[0].all() and not changed[1].any()
     assert torch.equal(lm.logits(ids, hidden_BT=torch.zeros_like(hidden)), before)
-    with pytest.raises(ModelError, match="hidden_BT: the model reads blocks in work differently"):
+    with pytest.raises(ModelError, match="hidden_BT: the model reads the current block differently"):
         lm.logits(ids)
     assert torch.equal(lm.as_causal().logits(ids, hidden_BT=hidden), plain.as_causal().logits(ids))
 

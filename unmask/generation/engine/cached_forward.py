@@ -1,5 +1,7 @@
 """Forward passes over cached keys: exact ones of causal and block-causal models, lossy ones of bidirectional models.
 
+The queries of a pass are `[clean tokens | current block | draft 1 | draft 2 | ...]`, each part as wide as the longest sequence needs.
+
 Shapes: B sequences of a pass, Q queries, K keys, N hidden positions, G drafts, W positions of a block, V vocabulary.
 """
 
@@ -7,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +18,15 @@ from torch.nn import functional as F
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.models.attention import AttentionMask, Layout
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
+
+
+class Extent(NamedTuple):
+    """What a pass computes of a sequence: the clean positions from `read` to `base`, the block from there to `stop`, and its drafts."""
+
+    read: int
+    base: int
+    stop: int
+    num_drafts: int
 
 
 @dataclass
@@ -27,7 +39,7 @@ class Queries:
         copy_BQ: 0 for clean tokens, 1 for the current block, 2 and more for its drafts.
         column_BQ: the cache column of the query's key and value.
         end_BQ: a query attends to the columns before this one,
-        own_BQ2: and to a range of columns, of its own draft.
+        draft_BQ2: and to this range of columns, of its own draft; None: there are no drafts.
         ids_BQ, hidden_BQ: token ids, and whether they are hidden.
     """
 
@@ -36,9 +48,9 @@ class Queries:
     copy_BQ: Tensor
     column_BQ: Tensor
     end_BQ: Tensor
-    own_BQ2: Tensor
     ids_BQ: Tensor
     hidden_BQ: Tensor
+    draft_BQ2: Tensor | None = None
 
 
 def cached_pass(
@@ -50,48 +62,41 @@ def cached_pass(
     before the block again, since that predicts the first token of the block.
     """
     shift, device = int(lm.logit_shift), member_N.device
-    base = [entry.base(lm) for entry in entries]
-    read = [min(entry.clean, max(first - shift, 0)) for entry, first in zip(entries, base, strict=True)]
-    stop = [first if lm.autoregressive else entry.end(lm) for entry, first in zip(entries, base, strict=True)]
-    clean = max(first - start for first, start in zip(base, read, strict=True))
-    work = max(last - first for first, last in zip(base, stop, strict=True))
-    drafted = [len(entry.draft.ids_GW) if entry.draft else 0 for entry in entries]
-    base_B1, read_B1, stop_B1, drafted_B1 = torch.tensor(list(zip(base, read, stop, drafted, strict=True)), device=device)[
-        :, :, None
-    ].unbind(1)
-    copies = 1 + max(drafted)
-    offset_Q = torch.cat([torch.arange(-clean, 0, device=device), torch.arange(work, device=device).repeat(copies)])
-    ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(work), (clean, 0))
-    at_BQ = base_B1 + offset_Q
-    real_BQ = (at_BQ >= read_B1) & (at_BQ < stop_B1) & (ahead_Q <= drafted_B1)
-    queries = _queries(lm, slots, entries, at_BQ, real_BQ, base_B1, stop_B1)
-    for member, entry in enumerate(entries):
-        for ahead in range(drafted[member]):
-            assert entry.draft is not None
-            first = clean + (1 + ahead) * work + entry.start - base[member]
-            at = (member, slice(first, first + entry.stop - entry.start))
-            queries.ids_BQ[at], queries.hidden_BQ[at] = entry.draft.ids_GW[ahead], entry.draft.hidden_GW[ahead]
-    if copies > 1:
+    extents = [_extent(lm, entry) for entry in entries]
+    clean = max(extent.base - extent.read for extent in extents)
+    width = max(extent.stop - extent.base for extent in extents)
+    copies = 1 + max(extent.num_drafts for extent in extents)
+    read_B1, base_B1, stop_B1, drafts_B1 = torch.tensor(extents, device=device)[:, :, None].unbind(1)
+    offset_Q = torch.cat([torch.arange(-clean, 0, device=device), torch.arange(width, device=device).repeat(copies)])  # from the base
+    ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(width), (clean, 0))
+    position_BQ = base_B1 + offset_Q
+    real_BQ = (position_BQ >= read_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
+    queries = _queries(lm, slots, entries, position_BQ, real_BQ, base_B1, stop_B1)
+    for member, (entry, extent) in enumerate(zip(entries, extents, strict=True)):
+        if entry.draft is not None:
+            block = slice(entry.start - extent.base, entry.stop - extent.base)
+            for values_BQ, draft_GW in ((queries.ids_BQ, entry.draft.ids_GW), (queries.hidden_BQ, entry.draft.hidden_GW)):
+                values_BQ[member, clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
+    if copies > 1:  # a draft has columns behind the block, and attends to these and to the clean tokens
+        draft_BQ = real_BQ & (ahead_Q > 0)
+        first_BQ = stop_B1 + (ahead_Q - 1) * width
         queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
-        own_BQ = stop_B1 + (ahead_Q - 1) * work
-        apart_BQ = real_BQ & (ahead_Q > 0)
-        queries.column_BQ = torch.where(apart_BQ, own_BQ + offset_Q, queries.column_BQ)
-        queries.end_BQ = torch.where(apart_BQ, base_B1, queries.end_BQ)
-        queries.own_BQ2 = torch.stack([own_BQ, own_BQ + (stop_B1 - base_B1)], -1) * apart_BQ[..., None]
-    first_N = base_B1[member_N, 0]
-    column_N = clean + ahead_N * work + position_N - first_N - shift
-    column_N = torch.where(position_N - first_N < shift, clean - 1, column_N)
-    width = max(last + number * work for last, number in zip(stop, drafted, strict=True))
-    return _run(lm, slots, entries, queries, width, member_N * at_BQ.shape[1] + column_N)
+        queries.column_BQ = torch.where(draft_BQ, first_BQ + offset_Q, queries.column_BQ)
+        queries.end_BQ = torch.where(draft_BQ, base_B1, queries.end_BQ)
+        queries.draft_BQ2 = torch.stack([first_BQ, first_BQ + stop_B1 - base_B1], -1).where(draft_BQ[..., None], 0)
+    offset_N = position_N - base_B1[member_N, 0]
+    query_N = torch.where(offset_N < shift, clean - 1, clean + ahead_N * width + offset_N - shift)
+    columns = max(extent.stop + extent.num_drafts * width for extent in extents)
+    return _run(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
 
 def commit(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
     """Compute the keys and values of the clean tokens before the current blocks."""
-    edges = [(entry.base(lm), entry.clean) for entry in entries]
-    base_B1, read_B1 = torch.tensor(edges, device=slots.ids_SC.device)[:, :, None].unbind(1)
-    at_BQ = read_B1 + torch.arange(max(base - read for base, read in edges), device=base_B1.device)
-    queries = _queries(lm, slots, entries, at_BQ, at_BQ < base_B1, base_B1, base_B1)
-    _run(lm, slots, entries, queries, max(base for base, _ in edges), base_B1.new_zeros(1))
+    spans = [(entry.clean, entry.base(lm)) for entry in entries]
+    start_B1, base_B1 = torch.tensor(spans, device=slots.ids_SC.device)[:, :, None].unbind(1)
+    position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
+    queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
+    _run(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1))
 
 
 def partial_pass(
@@ -99,58 +104,62 @@ def partial_pass(
 ) -> Tensor:
     """Lossy: some positions of a bidirectional model, over stale keys of the others (Wu et al. 2025, "Fast-dLLM")."""
     device, shift = member_N.device, int(lm.logit_shift)
-    spans = [(max(entry.read[0] - shift, 0), entry.read[1]) for entry in entries if entry.read is not None]
-    read_B1, stop_B1 = torch.tensor(spans, device=device)[:, :, None].unbind(1)
-    at_BQ = read_B1 + torch.arange(max(stop - read for read, stop in spans), device=device)
-    length_B1 = torch.tensor([[entry.length] for entry in entries], device=device)
-    queries = _queries(lm, slots, entries, at_BQ, at_BQ < stop_B1, length_B1, stop_B1)
-    width = max(entry.length for entry in entries)
-    return _run(lm, slots, entries, queries, width, member_N * at_BQ.shape[1] + position_N - read_B1[member_N, 0] - shift)
+    spans = [(max(entry.read[0] - shift, 0), entry.read[1], entry.length) for entry in entries if entry.read is not None]
+    start_B1, stop_B1, length_B1 = torch.tensor(spans, device=device)[:, :, None].unbind(1)
+    position_BQ = start_B1 + torch.arange(max(stop - start for start, stop, _ in spans), device=device)
+    queries = _queries(lm, slots, entries, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
+    index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0] - shift
+    return _run(lm, slots, entries, queries, max(entry.length for entry in entries), index_N)
+
+
+def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
+    base = entry.base(lm)
+    read = min(entry.clean, max(base - int(lm.logit_shift), 0))
+    return Extent(read, base, base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0)
 
 
 def _queries(
-    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], at_BQ: Tensor, real_BQ: Tensor, base_B1: Tensor, stop_B1: Tensor
+    lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], position_BQ: Tensor, real_BQ: Tensor, base_B1: Tensor, stop_B1: Tensor
 ) -> Queries:
     """Positions as queries. Those before `base` are clean and attend to clean tokens up to the end of their block (with a causal context
     up to themselves), the others to all before `stop`; in a bidirectional model all attend to all."""
     assert slots.cache is not None
-    slot_B1 = torch.tensor([[entry.slot] for entry in entries], device=at_BQ.device)
-    position_BQ = torch.where(real_BQ, at_BQ, 0)
+    slot_B1 = torch.tensor([[entry.slot] for entry in entries], device=position_BQ.device)
+    position_BQ = torch.where(real_BQ, position_BQ, 0)
     if lm.attention == "bidirectional":
-        noisy_BQ, end_BQ = torch.zeros_like(real_BQ), base_B1.expand_as(at_BQ)
+        noisy_BQ, end_BQ = torch.zeros_like(real_BQ), base_B1.expand_as(position_BQ)
     else:
-        grid = lm.block_size or 1
-        noisy_BQ = real_BQ & (at_BQ >= base_B1)
-        own_end_BQ = position_BQ + 1 if lm.causal_context or grid == 1 else (position_BQ // grid + 1) * grid
-        end_BQ = torch.where(noisy_BQ, stop_B1, torch.minimum(own_end_BQ, base_B1)).clamp_min(1)  # padding attends to the first key
+        size = lm.block_size or 1
+        noisy_BQ = real_BQ & (position_BQ >= base_B1)
+        block_end_BQ = position_BQ + 1 if lm.causal_context or size == 1 else (position_BQ // size + 1) * size
+        end_BQ = torch.where(noisy_BQ, stop_B1, torch.minimum(block_end_BQ, base_B1)).clamp_min(1)  # padding attends to the first key
     return Queries(
         position_BQ=position_BQ,
         real_BQ=real_BQ,
         copy_BQ=noisy_BQ.long(),
         column_BQ=torch.where(real_BQ, position_BQ, slots.cache.shape[1]),
         end_BQ=end_BQ,
-        own_BQ2=end_BQ.new_zeros(1, 1, 2),
         ids_BQ=slots.ids_SC[slot_B1, position_BQ],
         hidden_BQ=real_BQ & slots.hidden_SC[slot_B1, position_BQ],
     )
 
 
-def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: Queries, width: int, index_N: Tensor) -> Tensor:
-    """One pass over the first `width` cached keys: logits at the queries `index_N`."""
+def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: Queries, columns: int, index_N: Tensor) -> Tensor:
+    """One pass over the first columns of the cache: logits at the queries `index_N`."""
     assert slots.cache is not None
-    members = [entry.slot for entry in entries]
+    slot_indices = [entry.slot for entry in entries]
     layout = Layout(queries.real_BQ.long(), queries.position_BQ, queries.copy_BQ)
-    share_BT = None
+    fraction_BQ = None  # of hidden tokens
     if lm.has_time_embedding and lm.attention == "bidirectional":
         length_B1 = torch.tensor([[entry.length] for entry in entries], device=index_N.device)
-        share_BT = (slots.hidden_SC[members].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
+        fraction_BQ = (slots.hidden_SC[slot_indices].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
     elif lm.has_time_embedding:
-        share_BT = lm.hidden_share(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
-    key_K = torch.arange(max(width, 1), device=index_N.device)
+        fraction_BQ = lm.hidden_share(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
+    key_K = torch.arange(max(columns, 1), device=index_N.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
-    if queries.own_BQ2.shape[1] > 1:
-        allowed_BQK |= (key_K >= queries.own_BQ2[:, :, :1]) & (key_K < queries.own_BQ2[:, :, 1:])
-    positions = (queries.position_BQ, key_K.expand(len(members), -1)) if lm.attention == "causal" else None
+    if queries.draft_BQ2 is not None:
+        allowed_BQK |= (key_K >= queries.draft_BQ2[:, :, :1]) & (key_K < queries.draft_BQ2[:, :, 1:])
+    positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
-    inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, share_BT, pruned=True)
-    return lm.forward(inputs, slots.cache.read(members, queries.column_BQ, len(key_K)))
+    inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
+    return lm.forward(inputs, slots.cache.read(slot_indices, queries.column_BQ, len(key_K)))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import compress
+from typing import TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,6 +26,8 @@ from unmask.generation.policies import guide
 from unmask.generation.requests import Request, block_start, check_settings
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
+
+Item = TypeVar("Item")
 
 
 class Engine:
@@ -53,7 +57,7 @@ class Engine:
         if self.exact_cache:
             self.slots.keep_keys()
         self.waiting: deque[SequenceState] = deque()
-        self.working: list[SequenceState] = []
+        self.running: list[SequenceState] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
         self.passes = 0
         self.prompt_tokens = self.prompt_tokens_shared = 0
@@ -88,9 +92,9 @@ class Engine:
 
     def cancel(self, ticket: int) -> bool:
         """Drop a request and free its slot; False if it is unknown or finished."""
-        for sequence in [*self.waiting, *self.working]:
+        for sequence in [*self.waiting, *self.running]:
             if sequence.ticket == ticket:
-                if sequence in self.working:
+                if sequence in self.running:
                     self._leave(sequence)
                 else:
                     self.waiting.remove(sequence)
@@ -99,7 +103,7 @@ class Engine:
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""
-        while self.waiting or self.working or self.finished:
+        while self.waiting or self.running or self.finished:
             if not self.finished:
                 self._step()
             while self.finished:
@@ -116,37 +120,35 @@ class Engine:
     def _step(self) -> None:
         with evaluating(self.lm):
             self._admit()
-            if self.working:
-                everyone, rows = list(self.working), self._predict()
-                self._draft(everyone, rows, self._reveal(everyone, rows))
+            if self.running:
+                sequences, rows = list(self.running), self._predict()
+                self._draft(sequences, rows, self._reveal(sequences, rows))
 
-    def _reveal(self, everyone: list[SequenceState], rows: Rows) -> dict[int, int]:
+    def _reveal(self, sequences: list[SequenceState], rows: Rows) -> dict[int, int]:
         """Take a step, and one more for every draft that proves right. Returns the number of drafts used for each sequence that stays in
-        its block."""
-        active, used = list(range(len(everyone))), [0] * len(everyone)
-        began = [sequence.block for sequence in everyone]
-        for ahead in range(1 + max(sequence.config.drafts for sequence in everyone)):
+        its block, by its index."""
+        active = list(range(len(sequences)))
+        used, blocks = dict.fromkeys(active, 0), [sequence.block for sequence in sequences]
+        for ahead in range(1 + max(sequence.config.drafts for sequence in sequences)):
             if ahead:
-                active = self._confirmed([i for i in active if everyone[i].block == began[i]], everyone, ahead)
+                active = self._confirmed([i for i in active if sequences[i].block == blocks[i]], sequences, ahead)
+                used |= dict.fromkeys(active, ahead)
             if not active:
                 break
-            for index in active:
-                used[index] = ahead
-            some = [everyone[i] for i in active]
-            reveal(self.slots, some, self._rows_of(rows, active, len(everyone), rows.ahead_N == ahead))
-            self._advance(some)
-        staying = [i for i, sequence in enumerate(everyone) if sequence in self.working and sequence.block == began[i]]
-        return {index: used[index] for index in staying}
+            members = [sequences[i] for i in active]
+            reveal(self.slots, members, self._rows_of(rows, active, len(sequences), rows.ahead_N == ahead))
+            self._advance(members)
+        return {i: number for i, number in used.items() if sequences[i].block == blocks[i]}
 
-    def _draft(self, everyone: list[SequenceState], rows: Rows, used: dict[int, int]) -> None:
+    def _draft(self, sequences: list[SequenceState], rows: Rows, used: dict[int, int]) -> None:
         """Draft the next states of sequences that stay in their block, from the predictions at the last known state."""
-        for sequence in everyone:
+        for sequence in sequences:
             sequence.draft = None
-        drafting = [index for index in used if everyone[index].config.drafts]
+        drafting = [i for i in used if sequences[i].config.drafts]
         if drafting:
-            used_B = torch.tensor([used.get(index, 0) for index in range(len(everyone))], device=rows.member_N.device)
-            own = self._rows_of(rows, drafting, len(everyone), rows.ahead_N == used_B[rows.member_N])
-            draft_ahead(self.slots, [everyone[i] for i in drafting], own)
+            used_B = torch.tensor([used.get(i, 0) for i in range(len(sequences))], device=rows.member_N.device)
+            latest = self._rows_of(rows, drafting, len(sequences), rows.ahead_N == used_B[rows.member_N])
+            draft_ahead(self.slots, [sequences[i] for i in drafting], latest)
 
     @staticmethod
     def _rows_of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
@@ -157,23 +159,21 @@ class Engine:
         number_B[members] = torch.arange(len(members), device=keep_N.device)
         return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
 
-    def _confirmed(self, candidates: list[int], everyone: list[SequenceState], ahead: int) -> list[int]:
+    def _confirmed(self, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
         """The candidates whose draft of this many steps ahead equals the state that was reached."""
-        same, asked = [], []
-        for index in candidates:
-            sequence, draft = everyone[index], everyone[index].draft
-            if draft is not None and len(draft.ids_GW) >= ahead:
-                at = (sequence.slots[0], slice(*sequence.span))
-                equal = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1])
-                same.append(equal.all())
-                asked.append(index)
-        return [index for index, true in zip(asked, torch.stack(same).tolist() if same else [], strict=True) if true]
+        drafts = {i: draft for i in candidates if (draft := sequences[i].draft) is not None and len(draft.ids_GW) >= ahead}
+        equal = []
+        for i, draft in drafts.items():
+            at = (sequences[i].slots[0], slice(*sequences[i].span))
+            same_W = (self.slots.ids_SC[at] == draft.ids_GW[ahead - 1]) & (self.slots.hidden_SC[at] == draft.hidden_GW[ahead - 1])
+            equal.append(same_W.all())
+        return select(drafts, equal)
 
     def _admit(self) -> None:
         """Start waiting requests in their order, as long as there is room."""
         entering: list[SequenceState] = []
-        members, columns = self.slots.count, max((sequence.num_columns for sequence in self.working), default=0)
-        while self.waiting and len(self.working) + len(entering) < self.batch_size:
+        members, columns = self.slots.count, max((sequence.num_columns for sequence in self.running), default=0)
+        while self.waiting and len(self.running) + len(entering) < self.batch_size:
             room = members + self.waiting[0].num_slots, max(columns, self.waiting[0].num_columns)
             if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
                 break
@@ -188,7 +188,7 @@ class Engine:
             self.slots.reserve(*(grown if fits else (members, columns)))
         for sequence in entering:
             sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
-            self.working.append(sequence)
+            self.running.append(sequence)
         if self.slots.cache is not None:
             self.slots.cache.clear([slot for sequence in entering for slot in sequence.slots])
         if self.exact_cache:
@@ -204,7 +204,7 @@ class Engine:
         known: dict[tuple[bool, tuple[int, ...]], int] = {}
         uncached: list[BatchEntry] = []
         copies: dict[tuple[int, int], list[int]] = {}
-        for sequence in self.working:
+        for sequence in self.running:
             base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # from there on tokens differ once revealed
             if base == 0 or (sequence not in entering and sequence.clean < base):
                 continue
@@ -214,7 +214,7 @@ class Engine:
                     uncached.append(BatchEntry(slot, base, base, base))
                 elif sequence in entering:
                     copies.setdefault((source, base), []).append(slot)
-        alone = any(sequence.config.deterministic for sequence in self.working)
+        alone = any(sequence.config.deterministic for sequence in self.running)
         for bucket in buckets([entry.start for entry in uncached], alone):
             commit(self.lm, self.slots, [uncached[index] for index in bucket])
             self.passes += 1
@@ -228,25 +228,25 @@ class Engine:
 
     def _predict(self) -> Rows:
         """Logits at every hidden position of the current blocks."""
-        guided = [sequence for sequence in self.working if sequence.num_slots == 2]
-        members = [(sequence, sequence.slots[0]) for sequence in self.working] + [(sequence, sequence.slots[1]) for sequence in guided]
+        guided = [sequence for sequence in self.running if sequence.num_slots == 2]
+        members = [(sequence, sequence.slots[0]) for sequence in self.running] + [(sequence, sequence.slots[1]) for sequence in guided]
         entries = [self._entry(sequence, slot) for sequence, slot in members]
-        rows = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.working))
+        rows = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.running))
         self.passes += 1
-        for sequence in self.working:
+        for sequence in self.running:
             sequence.num_forward_passes += 1
         if not guided:
             return rows
-        count, device = len(self.working), rows.member_N.device
+        count, device = len(self.running), rows.member_N.device
         blind = {sequence: count + number for number, sequence in enumerate(guided)}
-        blind_B = torch.tensor([blind.get(sequence, number) for number, sequence in enumerate(self.working)], device=device)
-        weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.working])
-        now_N = (rows.ahead_N == 0).nonzero().squeeze(1)
+        blind_B = torch.tensor([blind.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
+        weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.running])
+        current_N = (rows.ahead_N == 0).nonzero().squeeze(1)
         place_BC = torch.full((len(members), self.slots.ids_SC.shape[1]), -1, device=device)
-        place_BC[rows.member_N[now_N], rows.position_N[now_N]] = now_N
-        own = rows.where(rows.member_N < count)
-        blind_NV = rows.logits_NV[place_BC[blind_B[own.member_N], own.position_N]]
-        return own._replace(logits_NV=guide(own.logits_NV, blind_NV, weight_B[own.member_N][:, None]))
+        place_BC[rows.member_N[current_N], rows.position_N[current_N]] = current_N
+        guided_rows = rows.where(rows.member_N < count)
+        blind_NV = rows.logits_NV[place_BC[blind_B[guided_rows.member_N], guided_rows.position_N]]
+        return guided_rows._replace(logits_NV=guide(guided_rows.logits_NV, blind_NV, weight_B[guided_rows.member_N][:, None]))
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
@@ -260,42 +260,43 @@ class Engine:
     def _advance(self, sequences: list[SequenceState]) -> None:
         """Advance to the next step or block; finished sequences leave."""
         ended = self._ended(sequences)
-        for sequence, block_ended in zip(sequences, ended, strict=True):
-            first = sequence.span[0]
-            sequence.clean = max(sequence.clean, block_start(first, self.lm.block_size))
+        for sequence in sequences:
+            sequence.clean = max(sequence.clean, block_start(sequence.span[0], self.lm.block_size))
             sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
-            if block_ended:
+            if sequence in ended:
                 sequence.block, sequence.step, sequence.draft = sequence.block + 1, 0, None
-        stopped = self._stopped([sequence for sequence, block_ended in zip(sequences, ended, strict=True) if block_ended])
-        for sequence in [s for s in sequences if s in stopped or s.block == len(s.request.blocks)]:
-            trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
-            self.finished.append((sequence.ticket, trace))
-            self._leave(sequence)
+        stopped = self._stopped([sequence for sequence in sequences if sequence in ended])
+        for sequence in sequences:
+            if sequence in stopped or sequence.block == len(sequence.request.blocks):
+                trace = self.slots.trace(sequence.slots[0], sequence.request, sequence.num_forward_passes, sequence.config.trace)
+                self.finished.append((sequence.ticket, trace))
+                self._leave(sequence)
 
-    def _ended(self, sequences: list[SequenceState]) -> list[bool]:
-        """Whether the current block of each sequence has no hidden token left."""
-        ended = [sequence.step + 1 == len(sequence.counts) for sequence in sequences]
-        asking = [i for i, sequence in enumerate(sequences) if sequence.config.parallel or sequence.config.early_commit is not None]
-        left = [self.slots.hidden_SC[sequences[i].slots[0], slice(*sequences[i].span)].any() for i in asking]
-        for i, some in zip(asking, torch.stack(left).tolist() if left else [], strict=True):
-            ended[i] = not some
-        return ended
+    def _ended(self, sequences: list[SequenceState]) -> set[SequenceState]:
+        """The sequences whose current block has no hidden token left."""
+        adaptive = [sequence for sequence in sequences if sequence.config.parallel or sequence.config.early_commit is not None]
+        hidden = [self.slots.hidden_SC[sequence.slots[0], slice(*sequence.span)].any() for sequence in adaptive]
+        by_count = {sequence for sequence in sequences if sequence.step + 1 == len(sequence.counts)}
+        return by_count - set(adaptive) | set(adaptive) - set(select(adaptive, hidden))
 
     def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
-        """The sequences that have produced an end token."""
-        ends = self.lm.eos_token_ids
-        asking = [sequence for sequence in sequences if sequence.request.stops]
-        if not ends or not asking:
+        """The sequences that have produced an end token and stop at it."""
+        stopping = [sequence for sequence in sequences if sequence.request.stops and self.lm.eos_token_ids]
+        if not stopping:
             return set()
-        spans = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in asking]
-        end_E = torch.tensor(ends, device=self.slots.ids_SC.device)
-        found = [torch.isin(self.slots.ids_SC[span], end_E).any() for span in spans]
-        return {sequence for sequence, stops in zip(asking, torch.stack(found).tolist(), strict=True) if stops}
+        end_E = torch.tensor(self.lm.eos_token_ids, device=self.slots.ids_SC.device)
+        decoded = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in stopping]
+        return set(select(stopping, [torch.isin(self.slots.ids_SC[span], end_E).any() for span in decoded]))
 
     def _leave(self, sequence: SequenceState) -> None:
-        self.working.remove(sequence)
+        self.running.remove(sequence)
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
-            for other in self.working:
+            for other in self.running:
                 other.slots = [slot if own == moved else own for own in other.slots]
-        self.working.sort(key=lambda other: other.slots[0])  # adjacent slots are read without a copy
+        self.running.sort(key=lambda other: other.slots[0])  # adjacent slots are read without a copy
+
+
+def select(items: Iterable[Item], flags: Sequence[Tensor]) -> list[Item]:
+    """The items whose flag, a boolean tensor, is true: the host reads all flags at once."""
+    return list(compress(items, torch.stack(list(flags)).tolist())) if flags else []

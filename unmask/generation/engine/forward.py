@@ -52,23 +52,23 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
     member_N, position_N, ahead_N = slots.hidden_rows(entries)
     computed, twin = _distinct(slots, entries)
     parts: list[Tensor] = []
-    place_N = torch.empty_like(member_N)  # index of each row among the computed ones
+    source_N = torch.empty_like(member_N)  # index of each row among the computed ones
     count = 0
-    for members, run in _portions(lm, entries, computed, alone):
+    for members, run in _passes(lm, entries, computed, alone):
         number_B = torch.full((len(entries),), -1)
         number_B[members] = torch.arange(len(members))
         number_N = number_B.to(member_N.device)[member_N]
         index_J = (number_N >= 0).nonzero().squeeze(1)
         parts.append(run(lm, slots, [entries[member] for member in members], number_N[index_J], position_N[index_J], ahead_N[index_J]))
-        place_N[index_J] = torch.arange(count, count + len(index_J), device=member_N.device)
+        source_N[index_J] = torch.arange(count, count + len(index_J), device=member_N.device)
         count += len(index_J)
     if len(computed) < len(entries):  # such sequences have no drafts
-        place_BC = torch.empty(len(entries), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
-        place_BC[member_N, position_N] = place_N
-        place_N = place_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]
+        source_BC = torch.empty(len(entries), slots.ids_SC.shape[1], dtype=torch.long, device=member_N.device)
+        source_BC[member_N, position_N] = source_N
+        source_N = source_BC[torch.tensor(twin, device=member_N.device)[member_N], position_N]
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) > 1 or len(computed) < len(entries):
-        logits_NV = logits_NV[place_N]
+        logits_NV = logits_NV[source_N]
     return Rows(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries))
 
 
@@ -100,14 +100,12 @@ def full_pass(
     return lm.forward(replace(inputs, index_N=index_N, pruned=True))
 
 
-def _portions(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
+def _passes(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
     """The members of each pass, and its function."""
-    whole = [member for member in computed if entries[member].read is None]
-    part = [member for member in computed if entries[member].read is not None]
-    kinds: list[tuple[list[int], Pass]] = [(part, partial_pass), (whole, full_pass if lm.attention == "bidirectional" else cached_pass)]
-    for members, run in kinds:
-        lengths = [entries[member].num_queries(lm) for member in members]
-        for bucket in buckets(lengths, alone):
+    exact_pass = full_pass if lm.attention == "bidirectional" else cached_pass
+    for lossy, run in ((True, partial_pass), (False, exact_pass)):
+        members = [member for member in computed if (entries[member].read is not None) == lossy]
+        for bucket in buckets([entries[member].num_queries(lm) for member in members], alone):
             yield [members[index] for index in bucket], run
 
 
@@ -123,6 +121,6 @@ def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], l
             slot_B = torch.tensor([entries[member].slot for member in members], device=slots.ids_SC.device)
             state_BC = torch.where(slots.hidden_SC[slot_B], -1, slots.ids_SC[slot_B])
             first: dict[int, int] = {}
-            for member, kind in zip(members, state_BC.unique(dim=0, return_inverse=True)[1].tolist(), strict=True):
-                twin[member] = first.setdefault(kind, member)
+            for member, state in zip(members, state_BC.unique(dim=0, return_inverse=True)[1].tolist(), strict=True):
+                twin[member] = first.setdefault(state, member)
     return [member for member in range(len(entries)) if twin[member] == member], twin

@@ -17,6 +17,8 @@ from unmask.generation.output import Trace
 from unmask.generation.requests import Request, block_start
 from unmask.models.diffusion_lm import DiffusionLM
 
+TABLES = ("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC")
+
 
 class Draft(NamedTuple):
     """States of a block one, two, ... steps ahead.
@@ -90,13 +92,9 @@ class Slots:
         self.step_SC = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
 
-    @property
-    def _tables(self) -> list[str]:
-        return ["ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entropy_SC"]
-
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; rows in use stay."""
-        for name in self._tables:
+        for name in TABLES:
             old = getattr(self, name)
             new = old.new_full((slots, columns), self.mask_token_id if name == "ids_SC" else 0)
             width = min(columns, old.shape[1])
@@ -113,15 +111,16 @@ class Slots:
 
     def hidden_rows(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
         """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
-        slot_B, start_B, stop_B = torch.tensor([(w.slot, w.start, w.stop) for w in entries], device=self.ids_SC.device).unbind(1)
-        at_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
-        rows_BC = self.hidden_SC[slot_B] & (at_C >= start_B[:, None]) & (at_C < stop_B[:, None])
-        rows = [F.pad(rows_BC.nonzero(), (0, 1))]
+        blocks = [(entry.slot, entry.start, entry.stop) for entry in entries]
+        slot_B, start_B, stop_B = torch.tensor(blocks, device=self.ids_SC.device).unbind(1)
+        position_C = torch.arange(self.ids_SC.shape[1], device=slot_B.device)
+        hidden_BC = self.hidden_SC[slot_B] & (position_C >= start_B[:, None]) & (position_C < stop_B[:, None])
+        index = [F.pad(hidden_BC.nonzero(), (0, 1))]
         for member, entry in enumerate(entries):
             if entry.draft is not None:
                 ahead_J, column_J = entry.draft.hidden_GW.nonzero(as_tuple=True)
-                rows.append(torch.stack([torch.full_like(ahead_J, member), entry.start + column_J, 1 + ahead_J], 1))
-        member_N, position_N, ahead_N = torch.cat(rows).T.contiguous().unbind()
+                index.append(torch.stack([torch.full_like(ahead_J, member), entry.start + column_J, 1 + ahead_J], 1))
+        member_N, position_N, ahead_N = torch.cat(index).T.contiguous().unbind()
         return member_N, position_N, ahead_N
 
     def add(self, ids: list[int], hidden: list[bool]) -> int:
@@ -141,7 +140,7 @@ class Slots:
         """Free a slot: the last one in use moves there. Returns the old index of that one."""
         self.count -= 1
         if slot != self.count:
-            for name in self._tables:
+            for name in TABLES:
                 getattr(self, name)[slot] = getattr(self, name)[self.count]
             if self.cache is not None:
                 self.cache.copy(self.count, slot, self.cache.shape[1])

@@ -98,11 +98,11 @@ def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
 
 def decide_rows(slots: Slots, sequences: list[SequenceState], rows: Rows, ahead: int = 0) -> Decision:
     """The token that would be revealed at each row, by the settings of its sequence."""
-    facts = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
-    key_N, step_N, slot_N = torch.tensor(facts, device=rows.member_N.device)[rows.member_N].unbind(1)
+    of_sequences = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
+    key_N, step_N, slot_N = torch.tensor(of_sequences, device=rows.member_N.device)[rows.member_N].unbind(1)
     parts = []
-    for config, mine_B in _by_settings(sequences, key_N.device):
-        at = slice(None) if mine_B is None else mine_B[rows.member_N].nonzero().squeeze(1)
+    for config, uses_B in _by_settings(sequences, key_N.device):
+        at = slice(None) if uses_B is None else uses_B[rows.member_N].nonzero().squeeze(1)
         logits_NV = rows.logits_NV[at]
         present_NV = slots.present(slot_N[at], logits_NV.shape[1]) if config.repetition_penalty != 1 else None
         parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], rows.position_N[at], present_NV)))
@@ -118,15 +118,16 @@ def choose(sequences: list[SequenceState], rows: Rows, decision: Decision, ahead
     priority_BW[rows.member_N, column_N] = decision.priority_N
     fixed = [sequence.tokens_to_reveal(ahead) + sequence.num_remasked for sequence in sequences]
     count_B = torch.tensor(fixed, device=column_N.device)
-    for config, mine_B in _by_settings(sequences, column_N.device):
-        asked_B = torch.ones_like(count_B, dtype=torch.bool) if mine_B is None else mine_B
+    for config, uses_B in _by_settings(sequences, column_N.device):
+        if uses_B is None:
+            uses_B = torch.ones_like(count_B, dtype=torch.bool)
         if config.parallel:
-            count_B = torch.where(asked_B, how_many(priority_BW, config), count_B)
+            count_B = torch.where(uses_B, how_many(priority_BW, config), count_B)
         if config.early_commit is not None:
             assert decision.margin_N is not None
             margin_BW = torch.full(priority_BW.shape, torch.inf, device=column_N.device)
             margin_BW[rows.member_N, column_N] = decision.margin_N.float()
-            count_B = torch.where(asked_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
+            count_B = torch.where(uses_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
     row_C = first_by_priority(priority_BW, count_B)[rows.member_N, column_N].nonzero().squeeze(1)
     return row_C, column_N[row_C]
 
@@ -162,34 +163,31 @@ def draft_ahead(slots: Slots, sequences: list[SequenceState], rows: Rows) -> Non
 
 
 def _by_settings(sequences: list[SequenceState], device: torch.device) -> Iterator[tuple[SamplerConfig, Tensor | None]]:
-    """Each of the settings with the sequences [B] that have it; None: all."""
-    kinds = {id(sequence.config): sequence.config for sequence in sequences}
-    for kind, config in kinds.items():
-        mine = None if len(kinds) == 1 else torch.tensor([id(sequence.config) == kind for sequence in sequences], device=device)
-        yield config, mine
+    """Each distinct config, and a mask [B] of the sequences that use it; None: all do. The engine keeps equal configs as one object."""
+    configs = list({id(sequence.config): sequence.config for sequence in sequences}.values())
+    for config in configs:
+        uses = [sequence.config is config for sequence in sequences]
+        yield config, None if len(configs) == 1 else torch.tensor(uses, device=device)
 
 
 def _hide_again(slots: Slots, sequences: list[SequenceState], again: list[int]) -> None:
     """Hide the least probable tokens among those that earlier steps of the blocks revealed."""
-    spans, device = [sequence.span for sequence in sequences], slots.ids_SC.device
+    device = slots.ids_SC.device
     slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=device)[:, :, None].unbind(1)
-    at_BW = start_B1 + torch.arange(max(stop - start for start, stop in spans), device=device)
-    inside_BW, at_BW = at_BW < stop_B1, at_BW.clamp_max(slots.ids_SC.shape[1] - 1)
-    earlier_BW = inside_BW & (slots.step_SC[slot_B1, at_BW] >= 0)
-    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, at_BW].float(), -torch.inf)
+    position_BW = start_B1 + torch.arange(max(stop - start for start, stop in (s.span for s in sequences)), device=device)
+    inside_BW, position_BW = position_BW < stop_B1, position_BW.clamp_max(slots.ids_SC.shape[1] - 1)
+    earlier_BW = inside_BW & (slots.step_SC[slot_B1, position_BW] >= 0)
+    priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, position_BW].float(), -torch.inf)
     member_C, column_C = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
-    at = (slot_B1[member_C, 0], at_BW[member_C, column_C])
+    at = (slot_B1[member_C, 0], position_BW[member_C, column_C])
     slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
 
 
 def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:
-    """The decisions of groups of rows, in the order of all rows."""
-    merged = []
-    for values in zip(*(decision for _, decision in parts), strict=True):
-        present = [(at, value) for (at, _), value in zip(parts, values, strict=True) if value is not None]
-        whole = None
-        for at, value in present:
-            whole = value.new_zeros(count) if whole is None else whole
-            whole[at] = value
-        merged.append(whole)
-    return Decision(*merged)  # type: ignore[arg-type]
+    """The decisions of groups of rows, in the order of all rows; fields that a group lacks are 0 there."""
+    merged: dict[str, Tensor] = {}
+    for at, decision in parts:
+        for name, values_N in decision._asdict().items():
+            if values_N is not None:
+                merged.setdefault(name, values_N.new_zeros(count))[at] = values_N
+    return Decision(**merged)

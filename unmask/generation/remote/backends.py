@@ -143,9 +143,9 @@ class RemoteBackend:
         if self.config.sync == "lora":
             check_adapters(lm)
             return
-        kind = type(lm.model).__name__
         if not isinstance(lm.model, PreTrainedModel):
-            raise GenerationError(f"weights of a {kind} cannot be used without its base model", where="sync", remedy="Merge its adapters")
+            what = f"weights of a {type(lm.model).__name__} cannot be used without its base model"
+            raise GenerationError(what, where="sync", remedy="Merge its adapters")
 
     def send(self) -> None:
         """Make the server load the weights."""
@@ -177,11 +177,11 @@ class ServerBackend(RemoteBackend):
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         super().__init__(config, lm, folder)
-        url, kind = str(config.url), "`unmask serve`"
-        self.http = HttpClient(url, kind, timeout=config.timeout, patience=config.patience, api_key=self.api_key)
+        url, limits = str(config.url), {"timeout": config.timeout, "patience": config.patience}
+        self.http = HttpClient(url, "`unmask serve`", **limits, api_key=self.api_key)
         try:
-            there = self.http.read(self.http.call("GET", "/health"), lambda answer: dict(answer["model"]))
-            if differ := differences(there, model_facts(lm)):
+            facts = self.http.read(self.http.call("GET", "/health"), lambda answer: dict(answer["model"]))
+            if differ := differences(facts, model_facts(lm)):
                 remedy = "Start `unmask serve` with the trained model"
                 raise GenerationError(f"the server holds another model: {differ}", where=url, remedy=remedy)
         except GenerationError:
@@ -242,23 +242,23 @@ class VLLMBackend(RemoteBackend):
             raise
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
-        made = self._complete(prompts, config.model_copy(update={"trace": False}), keys)
+        generation = self._complete(prompts, config.model_copy(update={"trace": False}), keys)
         filters = (config.top_p < 1, config.top_k, config.repetition_penalty != 1, config.allowed_tokens, config.forbidden_tokens)
         plain = config.temperature in (0, 1) and not any(filters)
-        sampled: list[list[float]] | None = made.log_probs if self.processed or plain else None
+        sampled: list[list[float]] | None = generation.log_probs if self.processed or plain else None
         if config.temperature == 0:
-            sampled = [[0.0] * len(tokens) for tokens in made.tokens]
+            sampled = [[0.0] * len(tokens) for tokens in generation.tokens]
         if self.processed and not plain:
-            made = replace(made, log_probs=[[math.nan] * len(tokens) for tokens in made.tokens])
+            generation = replace(generation, log_probs=[[math.nan] * len(tokens) for tokens in generation.tokens])
         if not config.trace:
-            return made
+            return generation
         traces = []
-        for row, tokens in enumerate(made.tokens):
+        for row, tokens in enumerate(generation.tokens):
             rest = config.max_new_tokens - len(tokens)
-            canvas, steps = tokens + [self.lm.mask_token_id] * rest, made.steps[row] + [-1] * rest
+            canvas, steps = tokens + [self.lm.mask_token_id] * rest, generation.steps[row] + [-1] * rest
             drawn = sampled[row] + [0.0] * rest if sampled else []
-            traces.append(Trace(canvas, steps, made.log_probs[row] + [0.0] * rest, drawn, forward_passes=len(tokens)))
-        return replace(made, trace=traces)
+            traces.append(Trace(canvas, steps, generation.log_probs[row] + [0.0] * rest, drawn, forward_passes=len(tokens)))
+        return replace(generation, trace=traces)
 
     def send(self) -> None:
         if self.config.sync == "lora":
@@ -280,9 +280,9 @@ class VLLMBackend(RemoteBackend):
             self.remote.model = self.adapter
         for _ in range(TRIES):
             try:
-                made = self.remote.generate(prompts, config, keys)
+                generation = self.remote.generate(prompts, config, keys)
                 if self.version is None or self.config.sync == "lora" or self.remote.weight_version == self.version:
-                    return made
+                    return generation
             except RemoteError as error:
                 if self.version is None or error.status != UNKNOWN_MODEL:
                     raise

@@ -16,7 +16,7 @@ BUSY = {429, 500, 502, 503, 504}  # 500: a dead engine answers this until it res
 
 
 class RemoteError(GenerationError):
-    """The server failed for good, refused a request, or cannot be given its weights.
+    """The server stayed unavailable, refused a request, or cannot get its weights.
 
     Attributes:
         status: of the refusal; None: there was no answer.
@@ -78,7 +78,7 @@ class HttpClient:
                 return text
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
-        """A part of an answer; RemoteError if it is missing."""
+        """The part of an answer that `pick` returns. Raises RemoteError if it is missing."""
         try:
             return pick(answer)
         except (LookupError, TypeError, AttributeError, ValueError) as error:
@@ -93,14 +93,14 @@ class HttpClient:
         self._client.close()
 
     def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
-        """Status and text. The timeout bounds the whole exchange; httpx's own bounds each read."""
-        started, parts = time.monotonic(), []
+        """Status and text. The timeout bounds the whole exchange, while the one of httpx bounds each read."""
+        started, chunks = time.monotonic(), []
         with self._client.stream(method, path, **content) as response:
-            for part in response.iter_bytes():
-                parts.append(part)
+            for chunk in response.iter_bytes():
+                chunks.append(chunk)
                 if time.monotonic() - started > (self._client.timeout.read or math.inf):
                     raise httpx.ReadTimeout("the answer does not end")
-        return response.status_code, b"".join(parts).decode(errors="replace")
+        return response.status_code, b"".join(chunks).decode(errors="replace")
 
     def _wait(self, deadline: float | None, error: Exception) -> float:
         deadline = deadline or time.monotonic() + self.patience

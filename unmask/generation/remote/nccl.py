@@ -47,26 +47,20 @@ def check_nccl() -> None:
 
 
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
-    """A sender whose `send_weights()` sends the model's current weights.
+    """A sender whose `send_weights()` sends the model's current weights. Errors as of `check_nccl`.
 
     Args:
         model: its parameters have the names of the server's checkpoint.
         call: a request to the server.
         address: of this machine, as the server's workers reach it.
-
-    Raises:
-        GenerationError: no GPU, or vLLM is not installed here.
     """
     check_nccl()
     try:
         from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory
         from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
     except ImportError as error:
-        what, remedy = (
-            f"NCCL needs vLLM's sender ({error})",
-            "Install another vllm, or give a folder that the server can read instead",
-        )
-        raise GenerationError(what, where="update_weights", remedy=remedy) from error
+        remedy = "Install another vllm, or give a folder that the server can read instead"
+        raise GenerationError(f"NCCL needs vLLM's sender ({error})", where="update_weights", remedy=remedy) from error
     workers = call("GET", "/get_world_size")["world_size"]
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]

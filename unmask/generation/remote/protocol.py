@@ -39,7 +39,7 @@ class UpdateRequest(Config):
 
 
 def model_facts(lm: DiffusionLM) -> dict[str, Any]:
-    """The facts that a server's model shares with the trained one: all but the weights and their dtype. `settings` have the end tokens."""
+    """The facts that a server's model must share with the trained one: all but the weights and their dtype."""
     vocabulary = json.dumps(sorted(lm.tokenizer.get_vocab().items()))
     return {
         "model_type": lm.config.model_type,
@@ -50,9 +50,9 @@ def model_facts(lm: DiffusionLM) -> dict[str, Any]:
     }
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """A description of the differing facts of two models; empty: none differ."""
-    return ", ".join(f"{name} is {there.get(name)!r} and not {fact!r}" for name, fact in here.items() if there.get(name) != fact)
+def differences(facts: Mapping[str, Any], expected: Mapping[str, Any]) -> str:
+    """A description of the facts of a model that are not as expected; empty: all are."""
+    return ", ".join(f"{name} is {facts.get(name)!r} and not {fact!r}" for name, fact in expected.items() if facts.get(name) != fact)
 
 
 def dump_generation(generation: Generation) -> str:
@@ -61,10 +61,6 @@ def dump_generation(generation: Generation) -> str:
 
 
 def read_generation(fields: Mapping[str, Any]) -> Generation:
-    """The completions of a parsed `dump_generation`.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """The completions of a parsed `dump_generation`. Raises TypeError for other fields."""
     traces = fields["trace"]
     return Generation(**{**fields, "trace": None if traces is None else [Trace(**trace) for trace in traces]})

@@ -57,8 +57,8 @@ class RolloutServer:
             if request.version not in (None, self.version):
                 what = f"the weights are {self.version!r}, not {request.version!r}"
                 raise OtherWeightsError(what, where="version", remedy="Send them with /update_weights")
-            made = generate(self.lm, request.prompts, request.config, request.keys)
-        return dump_generation(made)
+            generation = generate(self.lm, request.prompts, request.config, request.keys)
+        return dump_generation(generation)
 
     def update_weights(self, request: UpdateRequest) -> None:
         """Load the weights of a folder.
@@ -70,15 +70,14 @@ class RolloutServer:
         if not Path(where).is_dir():
             raise ModelError("no such folder on the server", where=where, remedy="Use a folder that both sides can read")
         with self._lock:  # loading too, as it changes torch's default dtype for all threads
-            own = self.lm.model.state_dict()
             new = load(where, dtype=str(next(self.lm.model.parameters()).dtype).removeprefix("torch."))
             if differ := differences(model_facts(new), model_facts(self.lm)):
                 raise ModelError(f"another model: {differ}", where=where, remedy=remedy)
-            state = new.model.state_dict()
-            shapes, here = ({name: tuple(weight.shape) for name, weight in weights.items()} for weights in (state, own))
-            if differ := differences(shapes, here) or differences(here, shapes):
+            weights = new.model.state_dict()
+            shapes, expected = ({name: tuple(w.shape) for name, w in state.items()} for state in (weights, self.lm.model.state_dict()))
+            if differ := differences(shapes, expected) or differences(expected, shapes):
                 raise ModelError(f"another architecture: {differ}"[:300], where=where, remedy=remedy)
-            self.lm.model.load_state_dict(state)
+            self.lm.model.load_state_dict(weights)
             self.version = request.version
 
 
@@ -92,8 +91,8 @@ def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
 
     @app.middleware("http")
     async def check_key(request: Request, call_next: Any) -> Response:
-        given = request.headers.get("authorization", "")
-        if api_key is not None and not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+        header = request.headers.get("authorization", "")
+        if api_key is not None and not hmac.compare_digest(header.encode(), f"Bearer {api_key}".encode()):
             return JSONResponse({"error": "the API key is wrong or missing"}, 401)
         return await call_next(request)
 

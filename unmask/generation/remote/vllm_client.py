@@ -78,27 +78,24 @@ class RemoteLM:
             raise GenerationError("has no effect on a causal server", where=name, remedy="Leave it out")
         encoded = encode_all(self.tokenizer, prompts, "prompts")
         bodies = [self._body(ids, config, key) for ids, key in zip(encoded, checked_keys(encoded, keys), strict=True)]
-        done: dict[int, tuple[list[int], list[float]]] = {}
         pool = ThreadPoolExecutor(max(1, min(config.batch_size, len(bodies))))
-        waiting = {pool.submit(self._complete, body): index for index, body in enumerate(bodies)}
+        futures = [pool.submit(self._complete, body) for body in bodies]
         try:
-            try:
-                for future in as_completed(waiting):
-                    done[waiting[future]] = future.result()
-            finally:
-                pool.shutdown(cancel_futures=True)
+            for future in as_completed(futures):
+                future.result()  # raises the first error, whichever prompt it is of
         except RemoteError as error:
-            given = {i: f.result() for f, i in waiting.items() if f.done() and not f.cancelled() and not f.exception()}
-            error.completed = done | given
+            pool.shutdown(cancel_futures=True)
+            error.completed = {i: f.result() for i, f in enumerate(futures) if not f.cancelled() and not f.exception()}
             error.args = (f"{error}; {len(error.completed)} of {len(bodies)} completions are done",)
             raise
-        tokens = [done[index][0] for index in range(len(bodies))]
-        log_probs = [done[index][1] for index in range(len(bodies))]
+        finally:
+            pool.shutdown(cancel_futures=True)
+        tokens = [future.result()[0] for future in futures]
         return Generation(
-            prompts=[list(ids) for ids in encoded],
+            prompts=encoded,
             texts=[text_of(self.tokenizer, ids, self.eos_token_ids) for ids in tokens],
             tokens=tokens,
-            log_probs=log_probs,
+            log_probs=[future.result()[1] for future in futures],
             steps=[list(range(len(ids))) for ids in tokens],
             forward_passes=[len(ids) for ids in tokens],
         )

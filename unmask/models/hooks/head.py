@@ -1,6 +1,6 @@
-"""The output head at chosen rows: only the logits that are read are computed, and a loss never holds more than a chunk of them.
+"""The output head at selected rows: only needed logits are computed, and a loss holds at most a chunk of them.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N rows asked for.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from unmask.errors import ModelError
 
 LOGITS_AT_ONCE = 2**24
-"""Logits that a loss holds at once. Of more rows it makes chunks, and computes their logits again for the gradient."""
+"""Logits that a loss holds at once. More rows are divided into chunks, whose logits are recomputed for the gradient."""
 
 
 class RowSelector:
-    """Hooks of the output head that keep only the rows asked for, or give their targets' log-probabilities instead of logits.
+    """Hooks of the output head that keep only the selected rows, or replace logits by log-probabilities of targets.
 
-    They work inside any wrapper (DDP, PEFT, FSDP) and leave what a model does before its head alone. All copies of a head
-    share one selector: PEFT trains a deep copy of a head in `modules_to_save`.
+    They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head share one selector:
+    PEFT trains a deep copy of a head in `modules_to_save`.
 
     Attributes:
         index_N: the rows, flat indices into [B * T]; None: all.
-        target_N: set, their log-probabilities are computed chunk by chunk, and logits of the first row alone; or [N, K].
+        target_N: if set, their log-probabilities are computed chunk by chunk, and only the logits of the first row; or [N, K].
         log_prob_N: the result, of the shape of the targets.
-        hidden_ND: what the head has to read for them.
-        captured: a list collects the hidden states at the rows of every pass.
+        hidden_ND: the head's input for them.
+        captured: a list that collects the hidden states at the rows of every pass; None: not collected.
     """
 
     def __init__(self, config: PretrainedConfig) -> None:
@@ -49,14 +49,14 @@ class RowSelector:
         return self
 
     def clear(self) -> None:
-        """Forget the pass, so that its tensors can go."""
+        """Release the tensors of the pass."""
         self.index_N = self.target_N = self.log_prob_N = self.hidden_ND = self._first_V = None
 
     def check(self, first_V: Tensor) -> None:
-        """Once: that the model's own logits of the first row are those that the chunks were computed from.
+        """Check once that the model's logits of the first row equal those of the chunks.
 
         Raises:
-            ModelError: the model does something after its head that is not known here.
+            ModelError: the model changes the logits after its head in an unknown way.
         """
         own_V = None if self._checked or self._first_V is None else self._first_V.to(first_V.device)
         if own_V is not None and not torch.allclose(own_V.float(), first_V.float(), atol=1e-3):
@@ -66,7 +66,7 @@ class RowSelector:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> RowSelector:
-        """The selector of this model's head, made on first use."""
+        """The selector of this model's head; created on first use."""
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
@@ -112,7 +112,7 @@ class RowSelector:
 
 
 class AfterHead:
-    """What a model does with the logits of its head: a soft cap (Gemma 2) or a scale (Granite, Cohere)."""
+    """A model's changes of its head's logits: a soft cap (Gemma 2) or a scale (Granite, Cohere)."""
 
     def __init__(self, config: PretrainedConfig):
         self.cap = getattr(config, "final_logit_softcapping", None)
@@ -125,7 +125,7 @@ class AfterHead:
 
 
 def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the target ids: [N], or [N, K] at K ids a row."""
+    """log softmax(logits / temperature) at the target ids: [N], or [N, K] at K ids per row."""
     if temperature != 1.0:
         logits_NV = logits_NV / temperature
     target_NK = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
@@ -133,7 +133,7 @@ def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.
 
 
 class _LogSoftmaxAt(torch.autograd.Function):
-    """Its gradient is made in place, in one copy of the logits: autograd's own takes three."""
+    """Cross-entropy whose gradient is computed in place, in one copy of the logits: autograd needs three."""
 
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_NK: Tensor) -> Tensor:

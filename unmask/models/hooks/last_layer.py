@@ -1,6 +1,6 @@
-"""The last layer at chosen rows: of all others only its keys and values are read, so their queries, outputs and MLP need not be computed.
+"""The last layer at selected rows: the other rows need keys and values only, so that their queries, outputs and MLP are skipped.
 
-Shapes: B batch, T tokens, D width of a module's input or output, N rows asked for.
+Shapes: B batch, T tokens, D width of a module's input or output, N selected rows.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 class LastLayer:
-    """Hooks of those modules of the last layer that treat every row by itself: they see the rows asked for, and give zeros elsewhere.
+    """Hooks of the last layer's row-wise modules: they compute the selected rows, and return zeros elsewhere.
 
-    A module that is not known by name computes all rows, which costs time and changes nothing. All copies of a model share them.
+    A module of unknown name computes all rows, which costs time and changes nothing. All copies of a model share the hooks.
 
     Attributes:
         index_N: the rows, flat indices into [B * T]; None: all.
@@ -34,7 +34,7 @@ class LastLayer:
 
     @classmethod
     def of(cls, model: nn.Module) -> LastLayer:
-        """The hooks of this model, made on first use."""
+        """The hooks of this model; created on first use."""
         rows = cls()
         attention = attention_modules(model)
         if not attention:

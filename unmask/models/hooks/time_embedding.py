@@ -1,8 +1,8 @@
 """An embedding of the noise level, added to the token embeddings (the time conditioning of DiT, Peebles and Xie 2023).
 
-What is embedded is the share of hidden tokens in a token's group (its document, or its attention block): what time t is to
-training, and known as well in generation and scoring. Groups without hidden tokens get nothing added, so that clean text is
-read as the causal model reads it.
+Embedded is the fraction of hidden tokens in a token's group (its document, or its attention block): the time t of training,
+which is known in generation too. Nothing is added to groups without hidden tokens, so that clean text is read as the causal
+model reads it.
 
 Shapes: B batch, T tokens, D hidden width, F frequencies.
 """
@@ -26,11 +26,11 @@ NAME = "unmask_time"
 
 
 class Share:
-    """The share of hidden tokens [B, T] of the running pass, seen by all copies of a module.
+    """The fraction of hidden tokens [B, T] in the current pass, shared by all copies of a module.
 
     Attributes:
         value_BT: None: nothing is hidden.
-        in_every_pass: whether the module is called where nothing is hidden, too; it then adds zeros.
+        in_every_pass: whether the module is called even if nothing is hidden, to add zeros.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Share:
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoids of the share of hidden tokens, through an MLP whose last layer starts at zero: at first it changes nothing.
+    """Sinusoids of the fraction of hidden tokens, through an MLP whose last layer starts at zero: at first it changes nothing.
 
     It is a forward hook of the model's input embeddings and a module of the model, trained and saved with it.
     """
@@ -72,13 +72,13 @@ class TimeEmbedding(nn.Module):
 
 
 def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
-    """The model's time embedding, made on first use."""
+    """The model's time embedding; created on first use."""
     existing = getattr(model, NAME, None)
     if existing is not None:
         return existing
     table = model.get_input_embeddings()
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # it begins as the same function everywhere
+        torch.default_generator.manual_seed(0)  # the same initial function everywhere
         time = TimeEmbedding(table.weight.shape[1], Share()).to(table.weight)
     setattr(model, NAME, time)
     table.register_forward_hook(time.add)
@@ -86,10 +86,10 @@ def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
 
 
 def load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str | None = None) -> None:
-    """Add the time embedding that was saved with a model: stock classes leave its weights out.
+    """Add the time embedding that was saved with a model, which stock classes do not load.
 
     Raises:
-        ModelError: the weights do not hold it.
+        ModelError: the weights lack it.
     """
     time = add_time_embedding(model)
     found: dict[str, Tensor] = {}

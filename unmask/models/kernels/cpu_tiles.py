@@ -1,4 +1,4 @@
-"""Attention on a CPU: of a sparse mask only the tiles are computed in which anything is visible.
+"""Sparse attention on a CPU: only the tiles of the mask with visible entries are computed.
 
 Shapes: B batch, R rows of a mask (1 where all rows of a batch share it), O rows of a batch that share a mask (B or 1), H heads, Q queries,
 K keys, D head width, T tokens, S side of a tile, I and J tiles of queries and of keys, G tiles of queries that see the same number N of
@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LEAST_QUERIES = 129  # shorter rows are a tile or two
-NARROW = 16  # heads of fewer dimensions take SDPA longer: with 8 of them 1.3 times as long as with 16, of which 8 are 0
+NARROW = 16  # SDPA is slower for narrower heads: with 8 dimensions 1.3 times as slow as with 16, of which 8 are 0
 
 
 class Grain(NamedTuple):
-    """How finely masks are cut: the finer, the less is computed for nothing, in more and smaller calls.
+    """How finely masks are divided: smaller tiles waste less, in more and smaller calls.
 
     Attributes:
         side: of a tile.
-        worth: the share of the whole from which one call is faster.
+        worth: the visible fraction above which one dense call is faster.
     """
 
     side: int
@@ -36,7 +36,7 @@ COARSE = Grain(64, 0.6)  # for others; measured with 64
 
 @dataclass(frozen=True)
 class Group:
-    """Tiles of queries that see equally many tiles of keys, anywhere in the batch: one call of SDPA."""
+    """Tiles of queries with equally many tiles of keys, anywhere in the batch: one call of SDPA."""
 
     query_G: Tensor
     key_GN: Tensor
@@ -50,8 +50,8 @@ class Tiles:
     Attributes:
         rows: of the mask.
         side: of a tile.
-        groups: all tiles in which anything is visible.
-        place_I: where each tile of queries comes among those of the groups.
+        groups: all tiles with visible entries.
+        place_I: the index of each tile of queries among those of the groups.
     """
 
     rows: int
@@ -60,14 +60,14 @@ class Tiles:
     place_I: Tensor
 
 
-@torch.inference_mode(False)  # masks are kept, and a later training step saves these indices for its gradient
+@torch.inference_mode(False)  # masks are cached, and a later training step saves these indices for its gradient
 def visible(allowed_RQK: Tensor, grain: Grain) -> Tiles | None:
     """The tiles of a boolean mask [R, 1, Q, K]; None where it is nearly full, short, or on a GPU (which has kernels for sparse masks)."""
     rows, _, queries, keys = allowed_RQK.shape
     if allowed_RQK.device.type != "cpu" or type(allowed_RQK) is not Tensor or queries < LEAST_QUERIES:
         return None
     size = grain.side
-    at_Q = torch.arange(queries + -queries % size).clamp_max(queries - 1)  # padding sees what the last query sees
+    at_Q = torch.arange(queries + -queries % size).clamp_max(queries - 1)  # padding has the mask of the last query
     tile_RIJSS = F.pad(allowed_RQK[:, 0, at_Q], (0, -keys % size)).unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
     seen_RIJ = tile_RIJSS.any(4).any(3)
     if seen_RIJ.sum() * size**2 > grain.worth * rows * queries * keys:
@@ -87,7 +87,7 @@ def visible(allowed_RQK: Tensor, grain: Grain) -> Tiles | None:
 def attend(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Tiles, *, scale: float | None, **options: Any) -> Tensor:
     """SDPA [B, H, Q, D] of the tiles, with its options."""
     rows, _, queries, width = query_BHQD.shape
-    scale = width**-0.5 if scale is None else scale  # of the heads as they are, before they are padded
+    scale = width**-0.5 if scale is None else scale  # of the heads before padding
     outer = rows // mask.rows
     query_OISHD, key_OJSHD, value_OJSHD = (_cut(x_BHTD, mask.side, outer) for x_BHTD in (query_BHQD, key_BHKD, value_BHKD))
     parts = []
@@ -104,8 +104,8 @@ def attend(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Tiles
 
 
 def _cut(x_BHTD: Tensor, size: int, outer: int) -> Tensor:
-    """In tiles [O, tiles, S, H, D], those of rows with masks of their own one after another; the layout in which transformers holds heads
-    needs no copy."""
+    """Divide into tiles [O, tiles, S, H, D], those of rows with separate masks one after another. Needs no copy for the layout of heads
+    in transformers."""
     x_BTHD = x_BHTD.transpose(1, 2)
     padding = (0, max(0, NARROW - x_BTHD.shape[-1]), 0, 0, 0, -x_BTHD.shape[1] % size)
     x_BTHD = F.pad(x_BTHD, padding) if any(padding) else x_BTHD

@@ -1,8 +1,8 @@
-"""FlashAttention 2 (Dao 2023, as torch brings it): documents in which every token sees all others, or all before it. A GPU in 16 bits.
+"""FlashAttention 2 (Dao 2023, torch's build) on a GPU in 16 bits: documents whose tokens attend to all others, or to all before them.
 
-Padding is left out and documents are laid end to end, so that nothing is computed of what a mask would hide.
+Padding is removed and documents are concatenated, so that nothing masked is computed.
 
-Shapes: B batch, T tokens, N tokens that are no padding, S documents, H heads, D head width.
+Shapes: B batch, T tokens, N tokens without padding, S documents, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch.nn.attention.varlen import varlen_attn
 
 
 class Documents(NamedTuple):
-    """Where the documents of a batch lie.
+    """The positions of a batch's documents.
 
     Attributes:
-        index_N: flat indices into [B * T] of the tokens that are no padding.
-        bounds_S1: where each document begins among these, and the end of the last.
+        index_N: flat indices into [B * T] of the tokens without padding.
+        bounds_S1: the start of each document among these, and the end of the last.
         longest: tokens of the longest.
-        causal: whether tokens see only what stands before them.
+        causal: whether tokens attend only to those before them.
     """
 
     index_N: Tensor
@@ -41,13 +41,13 @@ def documents(document_BT: Tensor, *, causal: bool) -> Documents:
 
 
 def usable(query_BHTD: Tensor) -> bool:
-    """Whether the kernel serves these queries."""
+    """Whether the kernel supports these queries."""
     width = query_BHTD.shape[3]
     return query_BHTD.is_cuda and _dtype(query_BHTD) in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
 
 
 def _dtype(query_BHTD: Tensor) -> torch.dtype:
-    """What is computed in: rotary embeddings are in 32 bits where all else is autocast."""
+    """The dtype of the computation: under autocast rotary embeddings stay in 32 bits."""
     kind = query_BHTD.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTD.dtype
 

@@ -1,4 +1,4 @@
-"""FlexAttention on a GPU: of a sparse mask only the tiles are computed in which anything is visible.
+"""FlexAttention on a GPU: only the tiles of a sparse mask with visible entries are computed.
 
 Shapes: B batch, Q queries, K keys, H heads, D head width.
 """
@@ -17,13 +17,13 @@ LEAST_QUERIES = 256  # shorter rows are a tile or two
 
 
 def usable(query_BHQD: Tensor) -> bool:
-    """Whether FlexAttention serves these queries: on a CPU it has no backward pass; its kernels want widths that are powers of 2."""
+    """Whether FlexAttention supports these queries: on a CPU it has no backward pass; its kernels need widths that are powers of 2."""
     queries, width = query_BHQD.shape[2:]
     return query_BHQD.is_cuda and queries >= LEAST_QUERIES and width >= 16 and width & (width - 1) == 0
 
 
 def block_mask(allowed_BQK: Tensor) -> BlockMask:
-    """A boolean mask [B or 1, 1, Q, K], and the tiles of 128 x 128 that it leaves something in."""
+    """A boolean mask [B or 1, 1, Q, K], and its non-empty tiles of 128 x 128."""
     rows, _, queries, keys = allowed_BQK.shape
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def attend(
 
     Args:
         scaling: of the scores; None: one over the root of D.
-        softcap: scores are capped smoothly to plus or minus this.
+        softcap: smooth bound of the scores' magnitude.
     """
     cap = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
     grouped = query_BHQD.shape[1] != key_BHKD.shape[1]
