@@ -1,16 +1,22 @@
 """Every block of README and docs: Python is run, commands are run or planned with small models, YAML is read as a config.
 
-A block that cannot be run here says why in a comment before it, `<!-- not run: reason -->`; it is still parsed.
+A block that cannot be run here says why in a comment before it, `<!-- not run: reason -->`. It is still parsed, and the configs of its
+commands are constructed.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
+import functools
+import importlib
 import itertools
 import json
 import re
 import shlex
 import shutil
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +30,7 @@ from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import CHAT_TEMPLATE
 from unmask.cli.entry import app
 from unmask.commands.run import training_arguments
+from unmask.config.cli_options import spread_configs
 from unmask.config.layers import read_layers
 from unmask.config.run import resolve
 from unmask.config.yaml import parse_yaml
@@ -35,7 +42,7 @@ from unmask.tasks import Task, get_task
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 FENCE = re.compile(r"(<!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
-LANGUAGES = {"bash", "python", "yaml", "json", "text", "ocaml"}
+LANGUAGES = {"bash", "python", "yaml", "text"}  # text: output, trees and diagrams, which nothing runs
 TRAINING = ("pretrain", "convert", "sft", "dpo", "grpo")
 PARSED = ("serve", "export", "migrate")  # they run until stopped, or need a released model or the files of another project
 HERE = ["training.use_cpu=true", "training.torch_compile=false", "training.max_steps=2"]
@@ -144,6 +151,24 @@ def test_commands_can_be_given(block, here, monkeypatch):
         give_words(words, run=block.not_run is None)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "unmask sft --modle MODEL",
+        "unmask sft --model MODEL --output out training.learning_rat=1",
+        "unmask convert --recipe block --model MODEL --output out training.learning_rat=1",
+        "unmask export MODEL --layuot hf --output out",
+        "unmask serve MODEL --mask-token 3 --block-size nothing",
+        "python -m benchmarks.grpo --recipes full",
+        "make nothing",
+        "ls",
+    ],
+)
+def test_a_mistake_in_a_command_is_noticed(line, here):
+    with pytest.raises((AssertionError, SystemExit)):
+        give_words(shlex.split(line), run=True)
+
+
 def give_words(words: list[str], *, run: bool) -> None:
     """Run a command, or check that it can be given."""
     name = Path(words[0]).name
@@ -171,33 +196,65 @@ def give_module(words: list[str]) -> None:
     if module == "unmask":
         give(arguments, run=False)
     elif module.startswith("benchmarks"):
-        assert (REPOSITORY / f"{module.replace('.', '/')}.py").exists()
-        source = "".join(path.read_text(encoding="utf-8") for path in (REPOSITORY / "benchmarks").glob("*.py"))
-        assert all(word.strip("-").replace("-", "_") in source for word in arguments if word.startswith("--"))
+        parse_benchmark(module, arguments)
     else:
         assert module == "vllm.entrypoints.openai.api_server"  # tests/generation/remote/test_vllm_client.py reads its flags
 
 
+def parse_benchmark(module: str, arguments: list[str]) -> None:
+    """Give the arguments to the benchmark's own parser, and stop there."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def stop_when_parsed(parser: argparse.ArgumentParser) -> None:
+        parse(parser)
+        raise SystemExit(0)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        patch.setattr(argparse.ArgumentParser, "parse_args", stop_when_parsed)
+        patch.setattr(sys, "argv", [module, *arguments])
+        importlib.import_module(module).main()
+    assert stopped.value.code == 0, (module, arguments)
+
+
 def give(words: list[str], *, run: bool) -> None:
-    """Run a command on small models; those that train are planned, those with recipes are constructed by tests/commands/test_recipes.py."""
+    """Run a command on small models. Training verbs are rehearsed (`--dry-run`).
+
+    Where that needs a GPU, the hub or hours, the configs are constructed: training verbs print theirs, other verbs do nothing with them.
+    tests/commands/test_recipes.py makes a trainer of every command with recipes.
+    """
     verb, hub = words[0], any(re.fullmatch(r"[A-Z]\w+/\S+", word) for word in words)
-    if (
-        not run
-        or verb in PARSED
-        or hub
-        or "--recipe" in words
-        or "--measure-variance" in words
-        or "--device-map" in words
-        or "cuda" in words
-    ):
-        group = typer.main.get_command(app)
-        group.commands[verb].make_context(verb, [*words[1:]])  # type: ignore[attr-defined]
-        return
-    words = [re.sub(r"^\d{2,}$", "4", word) if before == "--rows" else word for before, word in zip(["", *words], words, strict=False)]
+    run &= verb not in PARSED and not hub and not {"--recipe", "--measure-variance", "--device-map", "cuda"} & set(words)
+    group = app if run or verb in TRAINING or verb == "sandbox" else verbs_that_do_nothing()
+    words = [re.sub(r"^\d{2,}$", "4", word) if before == "--rows" else word for before, word in itertools.pairwise(["", *words])]
     if verb in TRAINING:
-        words += ["--dry-run", *HERE]
-    result = CliRunner().invoke(app, words)
+        words += ["--dry-run" if run else "--print-config", *HERE]
+    elif not run and verb == "sandbox":
+        words += ["--help"]
+    result = CliRunner().invoke(group, words)
     assert result.exit_code == 0, (result.output, result.exception)
+    if verb == "migrate" and "--output" in words:
+        Path(words[words.index("--output") + 1]).write_text("model: {path: MODEL}\noutput_dir: out\n")  # read by the next command
+
+
+@functools.cache
+def verbs_that_do_nothing() -> typer.Typer:
+    """The verbs that do not train, with their options: they construct their configs, and no more."""
+    verbs = typer.Typer()
+    for command in app.registered_commands:
+        body = command.callback
+        if command.name not in TRAINING and body is not None:
+            original = getattr(body, "__wrapped__", None)
+            nothing = spread_configs(doing_nothing(original)) if original else doing_nothing(body)
+            verbs.command(body.__name__, context_settings=command.context_settings)(nothing)
+    return verbs
+
+
+def doing_nothing(command: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(command)
+    def nothing(**_: Any) -> None:
+        pass
+
+    return nothing
 
 
 PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
