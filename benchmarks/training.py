@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
-from unmask.data.rows import Collator, documents_apart, make_row
+from unmask.data.rows import Collator, make_row, separate_documents
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, Views, all_masked_views, random_views
@@ -80,7 +80,7 @@ class Step:
         return random_views(groups, Draw(0, batch["sample_id"], self.steps), NOISE)
 
     def summed(self, batch: dict[str, Any], views: Views) -> Tensor:
-        documents_BT = documents_apart(batch) if self.kept else batch["documents"]
+        documents_BT = separate_documents(batch) if self.kept else batch["documents"]
         return weighted_cross_entropy(view_log_probs(self.lm, batch["input_ids"], documents_BT, views), views)
 
     def loss(self) -> Tensor:

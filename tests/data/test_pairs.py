@@ -18,7 +18,7 @@ from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.data.chat import encode_prompt, render_pair
 from unmask.data.formats import SPEAKERS, UNPAIRED
-from unmask.data.pairs import Room, pack, pair_rows, preference_rows
+from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
 from unmask.data.rows import Collator, Row
 from unmask.diffusion.log_probs import view_log_probs
@@ -49,13 +49,13 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def made(rows: Sequence[Any], room: Room | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER, **more: Any) -> list[Row]:
-    return pair_rows(tokenizer, rows, room or Room(40), DataReport("train_dataset", skip=skip), **more)
+def made(rows: Sequence[Any], limits: RowLimits | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER, **more: Any) -> list[Row]:
+    return pair_rows(tokenizer, rows, limits or RowLimits(40), DataReport("train_dataset", skip=skip), **more)
 
 
 @given(pairs, st.none() | st.integers(10, 14), blocks)
 def test_the_completion_and_the_eos_tokens_after_it_are_learnt(pairs, canvas_length, block_size):
-    rows = made(pairs, Room(40, canvas_length, block_size))
+    rows = made(pairs, RowLimits(40, canvas_length, block_size))
     for index, (row, pair) in enumerate(zip(rows, pairs, strict=True)):
         prompt, completion = ids_of(pair["prompt"])[:-1], ids_of(pair["completion"])[1:]
         whole = len(prompt + completion)
@@ -72,7 +72,7 @@ def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more
     """The sampler of a block-causal model fills the block that has the EOS, up to the number of new tokens."""
     lm = tiny_lm("llama", "block_causal", block_size)
     prompt, completion = "".join("abcdefghijkl"[ord(c) % 12] for c in prompt), "".join("abcdefghijkl"[ord(c) % 12] for c in completion)
-    [row] = made([{"prompt": prompt, "completion": completion}], Room(64, None, block_size), tokenizer=lm.tokenizer)
+    [row] = made([{"prompt": prompt, "completion": completion}], RowLimits(64, None, block_size), tokenizer=lm.tokenizer)
     at = len(encode_prompt(lm.tokenizer, prompt)) + len(completion)
     assert row["input_ids"].index(EOS) == at
     [request] = make_requests(lm, [prompt], SamplerConfig(max_new_tokens=len(completion) + block_size + more))
@@ -82,11 +82,11 @@ def test_a_row_ends_where_the_sampler_stops(prompt, completion, block_size, more
 
 @given(words, words, st.integers(2, 25), blocks, st.booleans(), st.booleans())
 def test_a_truncated_text_has_no_end_token(prompt, completion, max_length, block_size, truncate_prompt, truncate_completion):
-    room = Room(max_length, None, block_size, truncate_prompt, truncate_completion)
+    limits = RowLimits(max_length, None, block_size, truncate_prompt, truncate_completion)
     report = DataReport("train_dataset", skip=True)
     asked, answer = ids_of(prompt)[:-1], ids_of(completion)[1:]
     try:
-        [row] = pair_rows(TOKENIZER, [{"prompt": prompt, "completion": completion}], room, report)
+        [row] = pair_rows(TOKENIZER, [{"prompt": prompt, "completion": completion}], limits, report)
     except DataError:
         assert report.dropped == {"too long": [0]} and len(asked + answer) > max_length
         assert not (truncate_prompt and max_length - len(answer) >= 2)  # the beginning of sequence and a token
@@ -113,7 +113,9 @@ def test_only_whole_answers_of_a_truncated_conversation_are_learnt(texts, max_le
     messages = [turn("user" if index % 2 == 0 else "assistant", text) for index, text in enumerate(texts)]
     report = DataReport("train_dataset", skip=True)
     try:
-        [row] = pair_rows(CHAT, [{"messages": messages}], Room(max_length, None, block_size, truncate_prompt=True), report, learn="all")
+        [row] = pair_rows(
+            CHAT, [{"messages": messages}], RowLimits(max_length, None, block_size, truncate_prompt=True), report, learn="all"
+        )
     except DataError:
         assert report.dropped == {"too long": [0]}
         return
@@ -158,7 +160,7 @@ def test_a_bad_row_is_an_error_or_is_skipped_and_counted(reason):
     with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
         made([GOOD, bad, GOOD], tokenizer=MASKED)
     report = DataReport("train_dataset", skip=True)
-    rows = pair_rows(MASKED, [GOOD, bad, GOOD, bad], Room(40), report)
+    rows = pair_rows(MASKED, [GOOD, bad, GOOD, bad], RowLimits(40), report)
     assert rows == made([GOOD, GOOD], tokenizer=MASKED) and rows.report is report
     assert (report.read, report.kept, report.dropped) == (4, 2, {reason: [1, 3]})
     if reason not in ("of another layout", "a column is missing", "malformed JSON"):
@@ -178,19 +180,19 @@ def test_errors_that_concern_every_row_are_never_skipped():
 
 def test_a_canvas_must_hold_the_completion():
     with pytest.raises(DataError, match=r"row 1: 6 completion tokens, but canvas_length is 5\. Raise canvas_length"):
-        made([GOOD, {"prompt": "a", "completion": "abcde"}], Room(40, 5))
+        made([GOOD, {"prompt": "a", "completion": "abcde"}], RowLimits(40, 5))
     with pytest.raises(DataError, match=r"row 0: 13 tokens, but a row holds 12"):
-        made([GOOD], Room(12, 10))
-    assert len(made([GOOD], Room(13, 10))) == 1
-    [row] = made([GOOD], Room(12, 10, truncate_prompt=True))
+        made([GOOD], RowLimits(12, 10))
+    assert len(made([GOOD], RowLimits(13, 10))) == 1
+    [row] = made([GOOD], RowLimits(12, 10, truncate_prompt=True))
     assert row["input_ids"] == [BOS, *ids_of("bcd")[1:], *[EOS] * 7]
 
 
 @given(st.lists(st.tuples(words, words), min_size=1, max_size=30), st.none() | st.integers(10, 12), blocks)
 def test_packed_rows_hold_every_row_once_and_waste_little(texts, canvas_length, block_size):
-    room = Room(30, canvas_length, block_size)
+    limits = RowLimits(30, canvas_length, block_size)
     examples = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
-    apart, together = made(examples, room), made(examples, room, packed=True)
+    apart, together = made(examples, limits), made(examples, limits, packed=True)
     found = []
     for number, row in enumerate(together):
         assert row["sample_id"] == number and len(row["input_ids"]) <= 30
@@ -214,7 +216,7 @@ def test_packing_takes_the_best_fit():
 )
 def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size, shift):
     lm = tiny_lm("llama", attention, block_size, shift=shift)
-    room = Room(64, None, block_size or 1)
+    limits = RowLimits(64, None, block_size or 1)
     examples = [{"prompt": "abc", "completion": "defgh"}, {"prompt": "l", "completion": "ij"}, {"prompt": "kk", "completion": "a"}]
 
     def scores(rows: Sequence[Row]) -> list[torch.Tensor]:
@@ -225,8 +227,8 @@ def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size
             score_BMT = view_log_probs(lm, batch["input_ids"], batch["documents"], Views(maskable_B1T, maskable_B1T, maskable_B1T.float()))
         return [score_T[maskable_T] for score_T, maskable_T in zip(score_BMT[:, 0], batch["maskable"], strict=True)]
 
-    apart = made(examples, room, tokenizer=lm.tokenizer)
-    together = made(examples, room, tokenizer=lm.tokenizer, packed=True)
+    apart = made(examples, limits, tokenizer=lm.tokenizer)
+    together = made(examples, limits, tokenizer=lm.tokenizer, packed=True)
     assert len(together) == 1
     longest_first = sorted(apart, key=lambda row: -len(row["input_ids"]))
     torch.testing.assert_close(torch.cat(scores(longest_first)), torch.cat(scores(together)), rtol=0, atol=1e-12)
@@ -235,16 +237,16 @@ def test_packed_examples_have_the_log_probs_of_single_ones(attention, block_size
 # Preferences
 
 
-def preferred(rows: Sequence[Any], room: Room | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER) -> Any:
-    return preference_rows(tokenizer, rows, room or Room(40), DataReport("train_dataset", skip=skip))
+def preferred(rows: Sequence[Any], limits: RowLimits | None = None, *, skip: bool = False, tokenizer: Any = TOKENIZER) -> Any:
+    return preference_rows(tokenizer, rows, limits or RowLimits(40), DataReport("train_dataset", skip=skip))
 
 
 @given(st.lists(st.tuples(words, words, words).filter(lambda texts: texts[1] != texts[2]), min_size=1, max_size=4), blocks)
 def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, block_size):
-    room = Room(40, None, block_size)
-    rows = preferred([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts], room)
+    limits = RowLimits(40, None, block_size)
+    rows = preferred([{"prompt": p, "chosen": c, "rejected": r} for p, c, r in texts], limits)
     for side, column in (("chosen", 1), ("rejected", 2)):
-        alone = made([{"prompt": text[0], "completion": text[column]} for text in texts], room)
+        alone = made([{"prompt": text[0], "completion": text[column]} for text in texts], limits)
         for row, other in zip(rows, alone, strict=True):
             assert row[side] == other
 
@@ -252,7 +254,7 @@ def test_the_two_sides_of_a_preference_are_rows_with_the_same_prompt(texts, bloc
 @given(words, words, words, st.integers(4, 20))
 def test_both_responses_keep_the_same_end_of_a_truncated_prompt(prompt, chosen, rejected, max_length):
     try:
-        [row] = preferred([{"prompt": prompt, "chosen": chosen, "rejected": rejected}], Room(max_length, truncate_prompt=True))
+        [row] = preferred([{"prompt": prompt, "chosen": chosen, "rejected": rejected}], RowLimits(max_length, truncate_prompt=True))
     except DataError as error:
         assert error.reason == ("chosen equals rejected" if chosen == rejected else "too long")
         assert chosen == rejected or 2 + 1 + max(len(chosen), len(rejected)) > max_length  # BOS, a token, and EOS
@@ -296,7 +298,7 @@ def test_a_bad_preference_is_an_error_or_is_skipped_and_counted(reason, bad, mes
 
 
 def test_each_response_has_its_own_length():
-    rows = preferred([{"prompt": "a", "chosen": "bcd", "rejected": "e"}], Room(40, None, 4))[0]
+    rows = preferred([{"prompt": "a", "chosen": "bcd", "rejected": "e"}], RowLimits(40, None, 4))[0]
     assert len(rows["chosen"]["input_ids"]) == 8 and len(rows["rejected"]["input_ids"]) == 4
 
 
@@ -308,7 +310,7 @@ def test_the_shared_preferences_are_all_read():
     tokenizer = character_tokenizer("".join(sorted({*"".join(texts), *string.printable})))
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     tokenizer.chat_template = TEMPLATES["simple"]
-    rows = preferred(source, Room(20_000), tokenizer=tokenizer)
+    rows = preferred(source, RowLimits(20_000), tokenizer=tokenizer)
     assert len(rows) == rows.report.kept == 300
     for row, example in zip(rows, source, strict=True):
         spoken = "".join(
@@ -318,8 +320,8 @@ def test_the_shared_preferences_are_all_read():
             assert tokenizer.decode(row[side]["input_ids"]) == f"<s>{spoken}assistant:\n{example[side]['value']}</s>"
             assert sum(row[side]["maskable"]) == len(example[side]["value"]) + 1
     lengths = [len(row["chosen"]["input_ids"]) for row in rows]
-    short = preferred(source, Room(1024), skip=True, tokenizer=tokenizer)
-    cut = preferred(source, Room(1024, truncate_prompt=True), skip=True, tokenizer=tokenizer)
+    short = preferred(source, RowLimits(1024), skip=True, tokenizer=tokenizer)
+    cut = preferred(source, RowLimits(1024, truncate_prompt=True), skip=True, tokenizer=tokenizer)
     assert 0 < len(short) < len(cut) < 300 and cut.report.truncated["prompt"] == len(cut) - len(short)
     for found in (short, cut):
         assert found.report.kept + len(found.report.dropped["too long"]) == found.report.read == 300

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
-from unmask.data.rows import Collator, column, documents_apart, iter_text_rows, pad_rows
+from unmask.data.rows import Collator, column, iter_text_rows, pad_rows, separate_documents
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
@@ -157,6 +157,6 @@ def test_batches_mark_rows_that_are_all_one_document_without_padding(texts, max_
     for size in (1, 2, len(rows)):
         batch = Collator(PAD)(rows[:size])
         assert batch["one_document"] is bool((batch["documents"] == 1).all())
-        apart_BT = documents_apart(batch)
+        apart_BT = separate_documents(batch)
         assert apart_BT is None if batch["one_document"] else apart_BT is batch["documents"]
         assert "one_document" not in Collator(PAD, marking=False)(rows[:size])

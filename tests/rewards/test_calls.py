@@ -11,7 +11,7 @@ import time
 import pytest
 
 from unmask.errors import TrainingError
-from unmask.rewards.calls import EventLoop, LateError, answers, in_thread, limited
+from unmask.rewards.calls import EventLoop, LateError, in_thread, limited, reward_values
 
 FOUR = {"completions": ["a", "b", "c", "d"], "state": "all", "numbers": [1, 2, 3, 4]}
 
@@ -25,7 +25,7 @@ def stop(loop):
 
 
 def asked(function, *, seconds=60.0, alone=True):
-    return answers(lambda arguments, seconds: function(**arguments), FOUR, seconds, name="f", alone=alone)
+    return reward_values(lambda arguments, seconds: function(**arguments), FOUR, seconds, name="f", alone=alone)
 
 
 def test_what_is_late_is_given_up_on_and_what_raises_raises():

@@ -12,7 +12,7 @@ import pytest
 
 from unmask.errors import ConfigError
 from unmask.rewards.calls import LateError
-from unmask.rewards.http import HttpJudge
+from unmask.rewards.http import HttpReward
 
 
 class Judge(BaseHTTPRequestHandler):
@@ -39,7 +39,7 @@ class Judge(BaseHTTPRequestHandler):
 def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscored():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    judge = HttpJudge(f"http://127.0.0.1:{server.server_port}/judge")
+    judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge")
     try:
         assert judge(["p0", "p1", "p2"], ["ab", "x", ""], answer=["0", "1", "2"]) == [2.0, None, None]
     finally:
@@ -52,7 +52,7 @@ def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscore
 @pytest.mark.parametrize("url", ["http://[::1", "http://host:abc/", "http://", "https:///path"])
 def test_an_address_that_is_none_is_told_before_training(url):
     with pytest.raises(ConfigError, match="http"):
-        HttpJudge(url)
+        HttpReward(url)
 
 
 class Slow(BaseHTTPRequestHandler):
@@ -80,7 +80,7 @@ def test_answers_that_came_in_time_are_kept():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     server.handle_error = lambda *_: None
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    judge = HttpJudge(f"http://127.0.0.1:{server.server_port}/judge")
+    judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge")
     try:
         found = judge.ask({"prompts": ["p"] * 5, "completions": [*"axyzb"], "trainer_state": object(), "log_extra": print}, 0.7)
         assert not Slow.end.is_set()  # it did not wait for the answer that does not end

@@ -7,7 +7,7 @@ import torch
 
 import unmask
 from tests.training.tiny_runs import CHAT_TEMPLATE, PAIRS, batch, make, tiny
-from unmask.data.rows import documents_apart
+from unmask.data.rows import separate_documents
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError, DataError
 from unmask.models.ends import set_chat_template
@@ -79,7 +79,7 @@ def test_with_aggregation_by_sequence_each_answer_counts_alike_however_the_batch
     assert torch.equal(pooled.hidden_BMT, shares.hidden_BMT)
     answers = []
     with torch.no_grad():
-        log_prob_BMT = view_log_probs(lm, rows["input_ids"], documents_apart(rows), pooled)
+        log_prob_BMT = view_log_probs(lm, rows["input_ids"], separate_documents(rows), pooled)
     for row, documents_T in enumerate(rows["documents"]):
         for document in range(1, int(documents_T.max()) + 1):
             own_T = learnt_BT[row] & (documents_T == document)

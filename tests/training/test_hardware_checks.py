@@ -93,8 +93,8 @@ def full(*_: Any, **__: Any) -> None:
 # A model that is split over devices
 
 
-def subject(attention: str = "causal", *, split: bool = False) -> hardware_checks.Subject:
-    return hardware_checks.Subject(attention, torch.float32, adapters=False, quantised=False, split=split)
+def subject(attention: str = "causal", *, split: bool = False) -> hardware_checks.TrainedModel:
+    return hardware_checks.TrainedModel(attention, torch.float32, adapters=False, quantised=False, split=split)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from unmask.cli import app
 from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.preference.config import WIDEST_EXACT, DPOConfig, exact_width
+from unmask.preference.config import MAX_EXACT_BLOCK, DPOConfig, exact_block_size
 from unmask.preference.trainer import DPOTrainer
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer
@@ -96,7 +96,7 @@ def make(verb: str, folder: Path, lm: DiffusionLM | None = None, rows: Any = Non
     if verb in ("dpo", "kto"):
         loss = {"loss_type": "kto"} if verb == "kto" else {}
         lm = lm or tiny()
-        exact = more.get("bound") != "elbo" and exact_width(lm) <= WIDEST_EXACT
+        exact = more.get("bound") != "elbo" and exact_block_size(lm) <= MAX_EXACT_BLOCK
         few = {} if exact else {"samples": 2}
         return DPOTrainer(lm, DPOConfig(**settings(folder, max_length=32, **few) | loss | more), rows or PREFERENCES, **taken)
     reward = more.pop("reward", share_of_a)

@@ -11,7 +11,7 @@ from unmask.config.run import RunConfig
 from unmask.errors import ConfigError
 from unmask.models.load import DTYPES, pattern_settings, read_config
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import Subject, check_switches
+from unmask.training.hardware_checks import TrainedModel, check_hardware_settings
 from unmask.training.optimizers import check_rounding
 
 
@@ -35,8 +35,8 @@ def check_together(config: RunConfig, args: TrainingConfig) -> None:
         quantised, split = config.model.quantization is not None, config.model.device_map is not None
         matters = args.flash_attention and not config.model.from_scratch  # else the model's config need not be read
         for attention in args.patterns() or [pattern()["attention"] if matters else "causal"]:
-            subject = Subject(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
-            check_switches(args, subject)
+            subject = TrainedModel(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
+            check_hardware_settings(args, subject)
             check_rounding(args, subject)
         args.check_model(pattern, config)
 

@@ -22,7 +22,7 @@ from unmask.diffusion.views import Draw, Views, elbo_views, exact_count_views, r
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
-from unmask.preference.config import WIDEST_EXACT, exact_width
+from unmask.preference.config import MAX_EXACT_BLOCK, exact_block_size
 from unmask.preference.losses import margins
 from unmask.preference.trainer import MEASURED_PAIRS, DPOTrainer, PreferenceBatch
 
@@ -130,7 +130,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
     with short_trainer(verb, measured, args, 1, rehearsed=None) as trainer:
         lm = trainer.lm
         found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=REDRAWS)
-        if (width := exact_width(lm)) <= WIDEST_EXACT:
+        if (width := exact_block_size(lm)) <= MAX_EXACT_BLOCK:
             found["exact"] = {int(2**width) - 1: 0.0}
         return {"pairs": len(trainer.train_dataset), "redraws": REDRAWS, "margin": margin, "variance": found}
 

@@ -27,7 +27,7 @@ from unmask.rl.completion_log import SAMPLES_NAME
 from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import bound_memory, naming_memory, sharded_by
+from unmask.training.hardware_checks import bound_memory, naming_full_memory, sharded_by
 from unmask.training.run_log import LOG_NAME
 
 DATA_REPORT = "data_report.json"
@@ -89,7 +89,7 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     if isinstance(resume, str):
         check_last(Path(resume), output)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display as progress, progress.phase(verb) as phase, naming_memory(config.hardware):
+    with display as progress, progress.phase(verb) as phase, naming_full_memory(config.hardware):
         trainer = make_trainer(verb, config, args, progress=phase)
         task, held_out = held_out_problems(config)
         if task and held_out:

@@ -19,9 +19,9 @@ from transformers.utils import CONFIG_NAME
 from unmask.config.run import SamplerConfig
 from unmask.convert.distillation import learn
 from unmask.convert.stages import ROW, ConversionStage, freezing, only_mask_row, stage_ends
-from unmask.data.pairs import Room, pair_rows
+from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
-from unmask.data.rows import Row, documents_apart
+from unmask.data.rows import Row, separate_documents
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.rng import Stream, uniform
@@ -35,9 +35,9 @@ from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
 from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.config import row_length, total_steps
-from unmask.training.hardware_checks import is_split, with_own_state
+from unmask.training.hardware_checks import is_split, with_fresh_accelerator_state
 from unmask.training.run_log import Progress, RunLog
-from unmask.training.text_config import corpus_rows, rows_from
+from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
 from unmask.training.trainer import Batch, DiffusionTrainer
 
@@ -110,7 +110,7 @@ class StageTrainer(DiffusionTrainer):
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
     def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
-        lesson = learn(lm, teacher, batch["input_ids"], documents_apart(batch), views, top_k=self.args.teacher_top_k)
+        lesson = learn(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
         weight_N, count = views.weight_BMT[views.target_BMT], float(views.target_BMT.sum())
         for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
@@ -306,7 +306,7 @@ class ConvertTrainer:
     def _run(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
         steps = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
-        args = with_own_state(self.args)
+        args = with_fresh_accelerator_state(self.args)
         args.output_dir = str(self._folder(number))
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
@@ -315,7 +315,7 @@ class ConvertTrainer:
         rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
-        rows, done = rows_from(self.train_rows, args, first), (first, steps)
+        rows, done = rows_from_step(self.train_rows, args, first), (first, steps)
         log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)
         if not (resume is True and trainer.restore()):
@@ -332,8 +332,8 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
-        room = Room(row_length(lm, args), args.canvas_length, lm.block_size or 1)
-        return pair_rows(lm.tokenizer, dataset, room, DataReport(where), ends=lm.eos_token_ids)
+        limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1)
+        return pair_rows(lm.tokenizer, dataset, limits, DataReport(where), ends=lm.eos_token_ids)
     return corpus_rows(lm, args, dataset, where)
 
 

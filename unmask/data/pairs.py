@@ -29,7 +29,7 @@ Examples = Iterable[Mapping[str, Any] | DataError]
 
 
 @dataclass(frozen=True)
-class Room:
+class RowLimits:
     """The limits of a row and how it is filled.
 
     Attributes:
@@ -78,7 +78,7 @@ class Room:
 def pair_rows(
     tokenizer: PreTrainedTokenizerBase,
     examples: Examples,
-    room: Room,
+    limits: RowLimits,
     report: DataReport,
     *,
     ends: Ends = (),
@@ -90,7 +90,7 @@ def pair_rows(
 
     Args:
         examples: rows in one of the formats.
-        room: the limits of a row.
+        limits: the limits of a row.
         report: counts rows, and skips bad ones or raises their errors.
         ends: the model's end tokens; empty: only the tokenizer's EOS.
         formats: `SUPERVISED` or `UNPAIRED`.
@@ -107,27 +107,27 @@ def pair_rows(
             prompt, completion, learnt = _render(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.record_lengths(prompt=len(prompt), completion=len(completion))
-            kept, [answer] = room.fit(tokenizer, prompt, completion)
+            kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
-            row = _row(tokenizer, kept, answer, room, len(rows), cut=cut, learnt=_last(learnt, len(kept)))
+            row = _row(tokenizer, kept, answer, limits, len(rows), cut=cut, learnt=_last(learnt, len(kept)))
             if "label" in converted:
                 row["label"] = converted["label"]
             rows.append(row)
             report.record_cuts(prompt=len(kept) < len(prompt), completion=cut)
     if not packed:
         return report.attach(rows)
-    packs = report.attach(pack(rows, room.max_length))
+    packs = report.attach(pack(rows, limits.max_length))
     report.packed = len(packs)
     return packs
 
 
 def preference_rows(
-    tokenizer: PreTrainedTokenizerBase, examples: Examples, room: Room, report: DataReport, *, ends: Ends = ()
+    tokenizer: PreTrainedTokenizerBase, examples: Examples, limits: RowLimits, report: DataReport, *, ends: Ends = ()
 ) -> Rows[dict[str, Any]]:
     """Pairs of token rows, `chosen` and `rejected`.
 
     Args:
-        tokenizer, room, report, ends: as in `pair_rows`; responses are never truncated.
+        tokenizer, limits, report, ends: as in `pair_rows`; responses are never truncated.
         examples: rows in a format of `PREFERENCES`.
 
     Raises:
@@ -142,8 +142,8 @@ def preference_rows(
                 raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL_RESPONSES)
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])
             report.record_lengths(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
-            kept, answers = room.fit(tokenizer, prompt, chosen, rejected)
-            rows = [_row(tokenizer, kept, side, room, len(pairs), cut=False, learnt=[False] * len(kept)) for side in answers]
+            kept, answers = limits.fit(tokenizer, prompt, chosen, rejected)
+            rows = [_row(tokenizer, kept, side, limits, len(pairs), cut=False, learnt=[False] * len(kept)) for side in answers]
             pairs.append({"chosen": rows[0], "rejected": rows[1]})
             report.record_cuts(prompt=len(kept) < len(prompt))
     return report.attach(pairs)
@@ -188,10 +188,17 @@ def _last(learnt: Sequence[bool], count: int) -> list[bool]:
 
 
 def _row(
-    tokenizer: PreTrainedTokenizerBase, prompt: Ids, completion: Ids, room: Room, sample_id: int, *, cut: bool, learnt: Sequence[bool]
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Ids,
+    completion: Ids,
+    limits: RowLimits,
+    sample_id: int,
+    *,
+    cut: bool,
+    learnt: Sequence[bool],
 ) -> Row:
     """A row with its filling (none after a cut). `learnt` says which tokens of the prompt are learnt; the first token never is."""
-    filling = 0 if cut else room.filling(len(prompt), len(completion))
+    filling = 0 if cut else limits.filling(len(prompt), len(completion))
     ids = [*prompt, *completion, *[tokenizer.eos_token_id] * filling]
     maskable = [*learnt, *[True] * (len(completion) + filling)]
     return make_row(ids, [1] * len(ids), [False, *maskable[1:]], sample_id)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from unmask.console import show_table
 from unmask.data.chat import EQUAL_RESPONSES
-from unmask.data.rows import naming
+from unmask.data.rows import prepending_place
 from unmask.errors import DataError
 
 NAMED = 10
@@ -25,7 +25,7 @@ class Rows(list[RowType]):
     report: DataReport
 
 
-def shown(rows: Any, wanted: bool) -> Any:
+def print_report(rows: Any, wanted: bool) -> Any:
     """Prints the report of the rows, if they have one and it is wanted. Returns the rows."""
     if wanted and isinstance(rows, Rows):
         rows.report.show()
@@ -62,7 +62,7 @@ class DataReport:
         """Counts the row that is tokenised inside. Its error (one with a `reason`) is counted and suppressed if bad rows are skipped."""
         self.read += 1
         try:
-            with naming(f"{self.where}, row {index}"):
+            with prepending_place(f"{self.where}, row {index}"):
                 yield
             self.numbers.append(index)
         except DataError as error:
@@ -93,7 +93,7 @@ class DataReport:
         if not rows:
             reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
             raise DataError(
-                f"no row is left ({reasons})", where=self.where, remedy="Fix the data; with bad_rows: error each error is shown"
+                f"no row is left ({reasons})", where=self.where, remedy="Fix the data; with bad_rows: error each error is print_report"
             )
         reported = Rows(rows)
         reported.report = self

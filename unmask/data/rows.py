@@ -85,7 +85,7 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
 
 
 @contextmanager
-def naming(where: str) -> Iterator[None]:
+def prepending_place(where: str) -> Iterator[None]:
     """Prepends `where`, the place of a row, to the place of errors raised inside."""
     try:
         yield
@@ -140,7 +140,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: st
                 raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
         encoded = tokenizer([text for _, text in chunk], add_special_tokens=False)["input_ids"]
         for (index, _), ids in zip(chunk, encoded, strict=True):
-            with naming(f"{where}, row {index}"):
+            with prepending_place(f"{where}, row {index}"):
                 refuse_mask(tokenizer, ids)
             yield ids
 
@@ -186,6 +186,6 @@ class Collator:
         return batch | {"sample_id": torch.tensor([row["sample_id"] for row in rows])}
 
 
-def documents_apart(batch: Mapping[str, Any]) -> Tensor | None:
+def separate_documents(batch: Mapping[str, Any]) -> Tensor | None:
     """The documents [B, T] of a batch; None if every row is one document without padding, so that a cached attention mask serves."""
     return None if batch.get("one_document") else batch["documents"]

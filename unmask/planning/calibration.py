@@ -135,7 +135,7 @@ def calibrate(blueprint: Blueprint, network: Network, work: Workload) -> float:
     few = dataclasses.replace(network, layers=DEEPER, linears=linears, experts=experts)
     if network.vocabulary * network.hidden * (1 if network.tied else 2) + few.linear_weights + few.expert_weights > CALIBRATION_PARAMETERS:
         return flops(network, work) / matmul_rate(network)
-    small = dataclasses.replace(work, passes=1, scorings=0)
+    small = dataclasses.replace(work, passes=1, forward_only_passes=0)
     while small.batch > 1 and flops(few, small) > CALIBRATION_FLOPS:
         small = dataclasses.replace(small, batch=small.batch // 2)
     steps = [Step(build_model(blueprint, small, layers=layers), small) for layers in (SHALLOW, DEEPER)]

@@ -107,9 +107,9 @@ class Workload:
         host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and run the update there.
         accumulate: gradients of earlier micro-batches occupy memory during the forward pass.
         teacher: every device also holds a frozen copy of the model, which reads the clean tokens.
-        reference: every device also holds a frozen copy of the model; `scorings` includes its passes.
+        reference: every device also holds a frozen copy of the model; `forward_only_passes` includes its passes.
         passes: forward and backward passes of a step, whose gradients add up.
-        scorings: forward passes of a step without a backward pass, each as large as one of `passes`.
+        forward_only_passes: forward passes of a step without a backward pass, each as large as one of `passes`.
     """
 
     sequence_length: int
@@ -130,7 +130,7 @@ class Workload:
     reference: bool = False
     documents: int = 1
     passes: int = 1
-    scorings: int = 0
+    forward_only_passes: int = 0
 
     def describe(self) -> str:
         """The workload in words."""
@@ -155,7 +155,7 @@ class Workload:
     @property
     def rounds(self) -> float:
         """FLOPs of a step, relative to one forward and backward pass."""
-        return self.passes + self.scorings * 2 / self.flops_per_weight
+        return self.passes + self.forward_only_passes * 2 / self.flops_per_weight
 
     @property
     def flops_per_weight(self) -> int:

@@ -16,12 +16,12 @@ from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.preference.losses import LossType
 from unmask.training.config import Conflict, rows_per_step, steps_per_epoch
-from unmask.training.config_fields import beside, setting
+from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.pair_config import PairConfig
 
 Bound = Literal["elbo", "exact"]
 ReferenceMode = Literal["stored", "frozen", "adapter"]
-WIDEST_EXACT = 4
+MAX_EXACT_BLOCK = 4
 """Largest attention block, in tokens, whose likelihood is exact by default. It takes 15 passes; each further token doubles them."""
 PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|hinge|kto"
 """The losses of pairs, and the losses that compare the policy with a reference."""
@@ -108,7 +108,7 @@ class DPOConfig(PairConfig):
     def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         model = pattern()
         autoregressive = model["attention"] == "causal" and model["logit_shift"] is not False
-        with beside("model.path"):
+        with naming_setting_too("model.path"):
             self.exact(SimpleNamespace(attention=model["attention"], block_size=model["block_size"], autoregressive=autoregressive))
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
@@ -121,7 +121,7 @@ class DPOConfig(PairConfig):
         block = blueprint.pattern("block_causal")["block_size"] if work.attention == "block_causal" else None
         if work.attention == "causal":
             views = 1
-        elif block and (self.bound == "exact" or (self.bound is None and block <= WIDEST_EXACT)):
+        elif block and (self.bound == "exact" or (self.bound is None and block <= MAX_EXACT_BLOCK)):
             views = 2**block - 1
         else:
             views = self.samples
@@ -129,9 +129,9 @@ class DPOConfig(PairConfig):
         rows, copies = all_passes[0]
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
         count = len(all_passes)
-        scorings = (count if count > 1 else 0) + (count if compared else 0)
+        forward_only_passes = (count if count > 1 else 0) + (count if compared else 0)
         if not paired:
-            scorings += 2 * count if compared else count
+            forward_only_passes += 2 * count if compared else count
         return replace(
             work,
             batch=min(work.batch, rows.stop),
@@ -140,7 +140,7 @@ class DPOConfig(PairConfig):
             documents=2 if paired else 1,
             reference=compared and self.reference == "frozen",
             passes=count,
-            scorings=scorings,
+            forward_only_passes=forward_only_passes,
         )
 
     @property
@@ -159,11 +159,11 @@ class DPOConfig(PairConfig):
         Raises:
             ConfigError: it would need too many passes, or a setting of the ELBO would have no effect.
         """
-        width = exact_width(lm)
-        exact = self.bound == "exact" or (self.bound is None and width <= WIDEST_EXACT)
-        if exact and width > WIDEST_EXACT:
+        width = exact_block_size(lm)
+        exact = self.bound == "exact" or (self.bound is None and width <= MAX_EXACT_BLOCK)
+        if exact and width > MAX_EXACT_BLOCK:
             what = f"{lm.attention} attention{f' with blocks of {width} tokens' if lm.block_size else ''} would need 2**tokens passes"
-            remedy = f"Use elbo; exact is for causal models and blocks of at most {WIDEST_EXACT} tokens"
+            remedy = f"Use elbo; exact is for causal models and blocks of at most {MAX_EXACT_BLOCK} tokens"
             raise ConfigError(what, where="bound", remedy=remedy)
         if self.bound == "elbo" and lm.autoregressive:
             raise ConfigError("the likelihood of a causal model is exact in one pass", where="bound", remedy="Leave it out")
@@ -174,6 +174,6 @@ class DPOConfig(PairConfig):
         return exact
 
 
-def exact_width(lm: Pattern) -> float:
+def exact_block_size(lm: Pattern) -> float:
     """The block size in tokens; the exact likelihood takes 2**width - 1 passes. 1 for a causal model, infinite for a bidirectional one."""
     return 1 if lm.attention == "causal" else lm.block_size or math.inf

@@ -21,7 +21,7 @@ from unmask.config.run import SamplerConfig
 from unmask.data.formats import UNPAIRED
 from unmask.data.pairs import joined, pair_rows, preference_rows
 from unmask.data.report import Rows
-from unmask.data.rows import Collator, Row, documents_apart
+from unmask.data.rows import Collator, Row, separate_documents
 from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
@@ -36,7 +36,7 @@ from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, R
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
 from unmask.training.config import TrainingConfig, canvas, total_steps
 from unmask.training.distributed import failing_together
-from unmask.training.pair_config import room
+from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.trainer import Batch, DiffusionTrainer
@@ -122,7 +122,7 @@ class DPOTrainer(DiffusionTrainer):
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:
-        fits, report = room(lm, args), args.data_report(where)
+        fits, report = limits(lm, args), args.data_report(where)
         if args.loss_type != "kto":
             pairs = preference_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids)
             return report.attach([joined([pair["chosen"], pair["rejected"]], number) for number, pair in enumerate(pairs)])
@@ -158,7 +158,7 @@ class DPOTrainer(DiffusionTrainer):
         return batch.views
 
     def tokens_of(self, batch: PreferenceBatch) -> tuple[Tensor, Tensor | None]:
-        return batch.rows["input_ids"], documents_apart(batch.rows)
+        return batch.rows["input_ids"], separate_documents(batch.rows)
 
     def _response_masks(self, rows: Batch) -> list[Tensor]:
         """Which tokens [B, T] belong to the first response of each row, and to the second."""

@@ -14,7 +14,7 @@ from unmask.generation.requests import make_requests
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
-from unmask.rewards.workers import load_function, told
+from unmask.rewards.workers import describe_error, load_function
 
 Judge = Callable[[list[str], list[str], list[str]], Sequence[float]]
 """Called with prompts, completions and the chosen responses; returns for each completion 1 if it wins, 0.5 for a draw, 0 if it loses."""
@@ -56,7 +56,7 @@ def wins(judge: Judge, lm: DiffusionLM, pairs: Sequence[Row], sampler: SamplerCo
         values: Any = judge(prompts, completions, chosen)
         values = [float(value) for value in values]
     except (Exception, SystemExit) as error:  # user code
-        raise TrainingError(f"raised {told(error)}", where="judge", remedy="Fix it, or leave it out") from error
+        raise TrainingError(f"raised {describe_error(error)}", where="judge", remedy="Fix it, or leave it out") from error
     if len(values) != len(completions) or not all(0 <= value <= 1 for value in values):
         what = f"returned {values!r:.80} for {len(completions)} completions"
         raise TrainingError(what, where="judge", remedy="Return 1, 0.5 or 0 for each completion")

@@ -86,7 +86,7 @@ async def awaited(awaitable: Awaitable[T]) -> T:
 EVENT_LOOP = EventLoop()
 
 
-def answers(call: Call, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
+def reward_values(call: Call, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
     """The value of a function for each completion, or the exception in its place.
 
     Args:

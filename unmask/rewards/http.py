@@ -19,7 +19,7 @@ LATE = LateError("no answer in time")
 NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
-class HttpJudge:
+class HttpReward:
     """A reward function that asks a server.
 
     Each completion is a POST of `{"prompt": ..., "completion": ..., <dataset columns>}`, which is answered by `{"reward": number or

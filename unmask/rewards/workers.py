@@ -49,7 +49,7 @@ def load_function(target: str) -> Callable[..., Any]:
     """The function that `package.module:function` or `path/to/file.py:function` names.
 
     Raises:
-        ConfigError: there is no such module, file or function; what a module raises as it is imported is told.
+        ConfigError: there is no such module, file or function, or importing it fails.
     """
     source, _, name = target.rpartition(":")
     try:
@@ -69,7 +69,7 @@ def load_function(target: str) -> Callable[..., Any]:
         raise ConfigError(what, where=target, remedy="Give package.module:function or path/to/file.py:function") from error
 
 
-def told(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """What an exception is and says, also of one that cannot be printed."""
     return "".join(format_exception_only(error)).strip()
 
@@ -185,7 +185,7 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
         except TrainingError as error:
             pipe.send((True, error))
         except Exception as error:  # user code, and what it returns may not be picklable
-            pipe.send((True, f"raised {told(error)}"))
+            pipe.send((True, f"raised {describe_error(error)}"))
         faulthandler.cancel_dump_traceback_later()
 
 

@@ -18,8 +18,8 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
-from unmask.training.config import FOLLOWS_A_METRIC, Conflict, TrainingConfig
-from unmask.training.config_fields import beside, check_settings, setting
+from unmask.training.config import METRIC_SCHEDULERS, Conflict, TrainingConfig
+from unmask.training.config_fields import check_settings, naming_setting_too, setting
 from unmask.training.hardware_checks import sharded_by
 
 LOG_RATIO_CLAMP = 20.0
@@ -37,7 +37,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
-    max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, beside the model's context", low=2)
+    max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, naming_setting_too the model's context", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
     method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
@@ -151,7 +151,7 @@ class GRPOConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
-        if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in FOLLOWS_A_METRIC):
+        if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULERS):
             args.metric_for_best_model = "reward"  # transformers would use the loss, which evaluations lack
         super().__post_init__()
         method = get_method(self.method)
@@ -252,7 +252,7 @@ class GRPOConfig(TrainingConfig):
                 what = f"vllm decodes a causal model token by token, and ignores {name}"
                 remedy = f"Leave {name} out ({OF_CAUSAL_MODELS}), or sample a diffusion model with rollout.backend local or server"
                 raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
-            with beside("rollout.backend"):
+            with naming_setting_too("rollout.backend"):
                 self.refuse_of_causal()
             if self.rollouts.sync == "nccl" and self.use_cpu:
                 what = "NCCL needs a GPU on either side"
@@ -296,7 +296,7 @@ class GRPOConfig(TrainingConfig):
                 remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (f" ({OF_CAUSAL_MODELS})" if causal else "")
                 raise ConfigError(what, where=f"{key} and model.path", remedy=remedy)
         if causal and read["logit_shift"] is not False:
-            with beside("model.path"):
+            with naming_setting_too("model.path"):
                 self.refuse_of_causal()
         elif self.rollouts.backend == "vllm":
             what = f"vllm decodes token by token, and this model is {read['attention']}{' without logit shift' if causal else ''}"

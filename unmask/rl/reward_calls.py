@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from unmask.errors import ConfigError, DataError, TrainingError
-from unmask.rewards.calls import EVENT_LOOP, Arguments, answers, check_signature, in_thread, limited, part
+from unmask.rewards.calls import EVENT_LOOP, Arguments, check_signature, in_thread, limited, part, reward_values
 from unmask.rewards.logged import Log
-from unmask.rewards.workers import Worker, told
+from unmask.rewards.workers import Worker, describe_error
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward
 
@@ -43,7 +43,7 @@ class WorkerReward:
             start.result()
 
     def ask(self, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
-        """As `answers`, in parallel. Workers get the attributes of the trainer's state; what they log is logged here, None for
+        """As `reward_values`, in parallel. Workers get the attributes of the trainer's state; what they log is logged here, None for
         completions without an answer.
 
         Raises:
@@ -59,7 +59,7 @@ class WorkerReward:
             logs.append(Log())
             call = functools.partial(self._call, worker, name, logs[-1])
             chunk = part(sent, slice(start, start + size))
-            calls.append(in_thread(functools.partial(answers, call, chunk, seconds, name=name, alone=alone)))
+            calls.append(in_thread(functools.partial(reward_values, call, chunk, seconds, name=name, alone=alone)))
         chunks = [call.result() for call in calls]
         columns = [log.columns(len(chunk)) for log, chunk in zip(logs, chunks, strict=True)]
         for column in dict.fromkeys(column for each in columns for column in each):
@@ -92,20 +92,20 @@ class LocalReward:
         self.threaded = True
 
     def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
-        """As `answers`.
+        """As `reward_values`.
 
         Raises:
             TrainingError: the function does not accept these arguments, or its task cannot verify any completion.
         """
         check_signature(self.function, arguments, self.name)
-        return answers(self._call, arguments, seconds, name=self.name, alone=alone)
+        return reward_values(self._call, arguments, seconds, name=self.name, alone=alone)
 
     def _call(self, arguments: Arguments, seconds: float) -> Any:
         end = time.monotonic() + seconds
         try:
             values = self._values(arguments, seconds)
         except self.fatal as error:
-            raise TrainingError(f"raised {told(error)}", where=f"reward function {self.name}") from error
+            raise TrainingError(f"raised {describe_error(error)}", where=f"reward function {self.name}") from error
         return EVENT_LOOP.run(values, end - time.monotonic()) if inspect.isawaitable(values) else values
 
     def _values(self, arguments: Arguments, seconds: float) -> Any:

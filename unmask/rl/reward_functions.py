@@ -22,10 +22,10 @@ from torch import Tensor
 from unmask.data.chat import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.rewards.calls import Arguments, LateError, in_thread, shown
-from unmask.rewards.http import HttpJudge
+from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
 from unmask.rewards.verdict import Verdict
-from unmask.rewards.workers import WorkerError, load_function, told
+from unmask.rewards.workers import WorkerError, describe_error, load_function
 from unmask.rl.config import GRPOConfig
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel
@@ -59,7 +59,7 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
         remedy = "Give a function, or the name of one: a task, package.module:function, ..."
         raise ConfigError(f"{shown(named)} is no reward function", where="reward_funcs", remedy=remedy)
     if named.startswith(("http://", "https://")):
-        return [HttpJudge(named)]
+        return [HttpReward(named)]
     if named.startswith("model:"):
         return [RewardModel(named.removeprefix("model:"))]
     if ":" in named:
@@ -230,7 +230,7 @@ class Rewards:
         return torch.where(unscored_B, torch.nan, (value_BF.nan_to_num() * weight_F).sum(1))
 
     def _call_of(self, function: RewardFunction | WorkerReward, name: str) -> Call:
-        if isinstance(function, HttpJudge):
+        if isinstance(function, HttpReward):
             return function.ask
         alone = self.errors == "unscored"
         if isinstance(function, WorkerReward):
@@ -243,7 +243,7 @@ class Rewards:
         parallel = {
             index: in_thread(calls[index])
             for index, function in enumerate(self.functions)
-            if isinstance(function, WorkerReward | HttpJudge) or is_async(function)
+            if isinstance(function, WorkerReward | HttpReward) or is_async(function)
         }
         serial = {index: call() for index, call in enumerate(calls) if index not in parallel}
         return [parallel[index].result() if index in parallel else serial[index] for index in range(len(calls))]
@@ -259,7 +259,7 @@ class Rewards:
         if isinstance(answer, LateError):
             return Failure("timeout", f"gave no answer within {self.seconds:g} seconds", "Give it more, or let it answer sooner")
         if isinstance(answer, BaseException):
-            what = answer.what if isinstance(answer, WorkerError) else f"raised {told(answer)}"
+            what = answer.what if isinstance(answer, WorkerError) else f"raised {describe_error(answer)}"
             return Failure("raised", what, "Mend it, or return None")
         is_number = isinstance(answer, numbers.Real)
         if is_number and abs(answer) <= self.largest:  # not NaN

@@ -20,7 +20,7 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
-from unmask.training.pair_config import PairConfig, room
+from unmask.training.pair_config import PairConfig, limits
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 
@@ -62,7 +62,7 @@ class SFTTrainer(DiffusionTrainer):
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: SFTConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[Row]:
-        fits = room(lm, args, truncate_completion=args.truncate_completion)
+        fits = limits(lm, args, truncate_completion=args.truncate_completion)
         report = args.data_report(where)
         return pair_rows(lm.tokenizer, dataset, fits, report, ends=lm.eos_token_ids, learn=args.learn, packed=args.packing)
 

@@ -21,7 +21,7 @@ def differences(a: str, b: str) -> int:
     return sum(x != y for x, y in zip(a, b, strict=True))
 
 
-def published_share(completion: str, row: Mapping[str, Any]) -> float:
+def published_fraction(completion: str, row: Mapping[str, Any]) -> float:
     """The share of the empty cells that agree with the solution: of the digits in the last answer tags, as many as there are cells."""
     puzzle, solution = row["puzzle"], row["solution"]
     answers = tagged_answers(completion)
@@ -42,7 +42,7 @@ class GridPuzzle(Puzzle):
     """Beyond this, a unique solution is too rare to be found."""
     fields = ("Puzzle", "Solution")
     columns = ("puzzle", "solution")
-    published = MappingProxyType({"sudoku": published_share})
+    published = MappingProxyType({"sudoku": published_fraction})
 
     def __init__(self, min_empty: int, max_empty: int):
         if not 1 <= min_empty <= max_empty <= self.most_empty:

@@ -8,7 +8,7 @@ from itertools import islice
 from types import MappingProxyType
 
 from unmask.tasks.base import Row, Split, split_of
-from unmask.tasks.grids import GridPuzzle, published_share
+from unmask.tasks.grids import GridPuzzle, published_fraction
 
 CELLS = 81
 DIGITS = "123456789"
@@ -71,7 +71,7 @@ class Sudoku9(GridPuzzle):
     name = "sudoku9"
     digits = DIGITS
     most_empty = 50
-    published = MappingProxyType({"sudoku9": published_share})
+    published = MappingProxyType({"sudoku9": published_fraction})
     alphabet = "0123456789="
     max_completion = CELLS + 1
     instructions = (

@@ -48,7 +48,7 @@ class Part(NamedTuple):
     """Its settings, by column of a table."""
 
 
-FOLLOWS_A_METRIC = ("reduce_lr_on_plateau", "greedy")
+METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
 """Schedules of the learning rate that read the metric of the best model."""
 
 
@@ -119,7 +119,7 @@ class TrainingConfig(TrainingArguments):
             if getattr(args, name):
                 raise ConfigError("a bound on the likelihood has no smoothing and no noise", where=name, remedy="Leave it out")
         super().__post_init__()
-        if args.lr_scheduler_type in FOLLOWS_A_METRIC:  # transformers leaves them at "min", whichever metric it is
+        if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
         set_backends(args)
         check_optimizer(args)

@@ -89,7 +89,7 @@ def _described(needed: str) -> str:
 
 
 @contextmanager
-def beside(key: str) -> Iterator[None]:
+def naming_setting_too(key: str) -> Iterator[None]:
     """Inside, ConfigErrors also name this setting."""
     try:
         yield

@@ -94,7 +94,7 @@ def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def naming_memory(hardware: HardwareConfig | None) -> Iterator[None]:
+def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
     """Inside, an error of the device's allocator says what to do.
 
     Raises:
@@ -128,7 +128,7 @@ def set_backends(args: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Subject:
+class TrainedModel:
     """The facts of a model that the checks read: of one in memory, or by the settings of one to be loaded."""
 
     attention: str
@@ -141,12 +141,12 @@ class Subject:
     """Whether its layers are on several devices."""
 
     @classmethod
-    def of(cls, lm: DiffusionLM, *, adapters: bool) -> Subject:
+    def of(cls, lm: DiffusionLM, *, adapters: bool) -> TrainedModel:
         """The facts of a model in memory, whose adapters may still have to be added."""
         return cls(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
 
 
-def check_switches(args: Any, subject: Subject) -> None:
+def check_hardware_settings(args: Any, subject: TrainedModel) -> None:
     """Refuse settings without effect on this model, or with a wrong one. `where` of an error joins the keys of both settings by " and ".
 
     Raises:
@@ -160,7 +160,7 @@ def check_switches(args: Any, subject: Subject) -> None:
     check_flash_attention(args, subject)
 
 
-def check_flash_attention(args: Any, subject: Subject) -> None:
+def check_flash_attention(args: Any, subject: TrainedModel) -> None:
     """Refuse FlashAttention 2 where it cannot be used.
 
     Raises:
@@ -186,7 +186,7 @@ def sharded_by(args: Any) -> str | None:
     return "deepspeed" if (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3 else None
 
 
-def check_sharding(args: Any, subject: Subject) -> None:
+def check_sharding(args: Any, subject: TrainedModel) -> None:
     """Refuse FSDP that would shard nothing, and models that could not be saved whole.
 
     Raises:
@@ -206,7 +206,7 @@ def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> No
     lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
 
 
-def with_own_state(args: Any) -> Any:
+def with_fresh_accelerator_state(args: Any) -> Any:
     """A copy of training arguments for one of several runs in a process: accelerate would refuse, or reuse, the first run's DeepSpeed
     state."""
     own = copy.copy(args)
@@ -223,7 +223,7 @@ def is_split(lm: DiffusionLM) -> bool:
     return len(set((getattr(lm.model, "hf_device_map", None) or {}).values())) > 1
 
 
-def check_split(args: Any, subject: Subject) -> None:
+def check_split(args: Any, subject: TrainedModel) -> None:
     """Refuse settings that a model split over devices does not support, and several devices for one that is not split.
 
     Raises:

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from unmask.errors import ConfigError, first_line
-from unmask.training.hardware_checks import Subject, require
+from unmask.training.hardware_checks import TrainedModel, require
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
@@ -46,7 +46,7 @@ def check_optimizer(args: TrainingArguments) -> None:
 
 
 @contextmanager
-def naming_missing() -> Iterator[None]:
+def naming_missing_library() -> Iterator[None]:
     """Inside, an error about an optimizer's library names the setting.
 
     Raises:
@@ -58,7 +58,7 @@ def naming_missing() -> Iterator[None]:
         raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
 
 
-def check_rounding(args: Any, subject: Subject) -> None:
+def check_rounding(args: Any, subject: TrainedModel) -> None:
     """Refuse stochastic rounding where it has no effect.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from unmask.data.pairs import Room
+from unmask.data.pairs import RowLimits
 from unmask.data.report import DataReport
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig, canvas, row_length
@@ -40,9 +40,9 @@ class PairConfig(TrainingConfig):
         return DataReport(where, skip=self.bad_rows == "skip")
 
 
-def room(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = False) -> Room:
+def limits(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = False) -> RowLimits:
     """The size limits of a row for this model."""
-    return Room(
+    return RowLimits(
         max_length=row_length(lm, args),
         canvas_length=canvas(lm, args),
         block_size=lm.block_size or 1,

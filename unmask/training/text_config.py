@@ -61,6 +61,6 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
     return rows
 
 
-def rows_from(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:
+def rows_from_step(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:
     """The rows of a stage that begins at this optimizer step of a run: a stream continues at its position."""
     return rows.skip(step * rows_per_step(args)) if isinstance(rows, StreamedRows) else rows

@@ -17,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, Trai
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import TrainOutput
 
-from unmask.data.report import DataReport, Rows, shown
-from unmask.data.rows import Collator, check_dataset, documents_apart
+from unmask.data.report import DataReport, Rows, print_report
+from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError
@@ -33,7 +33,7 @@ from unmask.training.distributed import lockstep, visits, without_repeats
 from unmask.training.hardware_checks import compile_in_place
 from unmask.training.memory import memory_metrics
 from unmask.training.model_history import chosen_settings, stage_entry
-from unmask.training.optimizers import keep_on_host, naming_missing
+from unmask.training.optimizers import keep_on_host, naming_missing_library
 from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, check_finite, read_sums, write_sums
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import direct
@@ -125,7 +125,7 @@ class DiffusionTrainer(Trainer):
         if dataset is None:
             return None
         check_dataset(dataset, where, streams=cls.streams)
-        return shown(cls.make_rows(lm, args, dataset, where), args.should_save)
+        return print_report(cls.make_rows(lm, args, dataset, where), args.should_save)
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
         """The views of this batch: the tokens to hide, the tokens to predict, and the weight of each."""
@@ -141,7 +141,7 @@ class DiffusionTrainer(Trainer):
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and causal views."""
-        log_prob_BMT = view_log_probs(lm, batch["input_ids"], documents_apart(batch), views, chunk=self.args.score_chunk)
+        log_prob_BMT = view_log_probs(lm, batch["input_ids"], separate_documents(batch), views, chunk=self.args.score_chunk)
         noised = views.count - views.causal
         for name, selected in (("cross_entropy", slice(noised)), ("lm_cross_entropy", slice(noised, None))):
             count = views.target_BMT[:, selected].sum()
@@ -293,7 +293,7 @@ class DiffusionTrainer(Trainer):
 
     def create_optimizer(self, *arguments: Any) -> Any:
         new = self.optimizer is None
-        with naming_missing():
+        with naming_missing_library():
             super().create_optimizer(*arguments)
         if new and self.args.optimizer_offload:
             keep_on_host(self.optimizer)

@@ -7,7 +7,7 @@ from typing import Any
 
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.hardware_checks import Subject, check_switches
+from unmask.training.hardware_checks import TrainedModel, check_hardware_settings
 from unmask.training.optimizers import check_rounding
 
 
@@ -27,6 +27,6 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
         if trainer_arguments.get(name) is not None:
             what = "is never called: a row has no logits of its own, because they depend on which tokens are hidden"
             raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
-    subject = Subject.of(lm, adapters=adapters)
-    check_switches(args, subject)
+    subject = TrainedModel.of(lm, adapters=adapters)
+    check_hardware_settings(args, subject)
     check_rounding(args, subject)
