@@ -16,7 +16,7 @@ from unmask.training.optimizers import check_rounding
 
 
 def check_together(config: RunConfig, args: TrainingConfig) -> None:
-    """Refuse what the settings, and the model's config, show not to work: what its trainer would refuse once the model is there.
+    """Refuse before the model is loaded what its trainer would refuse afterwards, judging by the settings and the model's config.
 
     Raises:
         ConfigError: `where` holds the keys of both settings, joined by " and ".

@@ -1,4 +1,4 @@
-"""A run before it is paid for: what it will take by formula, and two steps of every stage, really made."""
+"""A dry run: the estimated cost of a run, and two measured steps of every stage."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
     """Make two steps of every stage, in a folder that is removed again.
 
     Returns:
-        A line of a table per stage: what it trains, its share of the steps, and what a step was predicted to take and took.
+        A table line per stage: what it trains, its fraction of the steps, and the predicted and measured time of a step.
 
     Raises:
         UnmaskError: all that the run itself would raise before its third step.
@@ -64,7 +64,7 @@ def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
 
 @contextlib.contextmanager
 def short_trainer(verb: str, config: RunConfig, args: TrainingConfig, steps: int, **rest: Any) -> Iterator[Any]:
-    """The run's trainer, set to make so many steps of every stage in a folder that is removed again; `rest` goes to it."""
+    """The run's trainer, with `steps` steps of every stage in a temporary folder; `rest` is passed to it."""
     with tempfile.TemporaryDirectory() as folder:
         shortened = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
         made = training_arguments(verb, shortened)

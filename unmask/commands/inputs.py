@@ -1,4 +1,4 @@
-"""The inputs of a training verb: task, rows and model, read from what the config names."""
+"""The inputs of a training verb: task, rows and model, as the config names them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--mode` sets: groups of options for the hardware at hand, from `unmask/recipes/modes`."""
+"""The settings of `--mode`: groups of options for this hardware, from `unmask/recipes/modes`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from unmask.config.layers import MODES, Layer, Layers, read_settings
 
 
 def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
-    """The layers, of which the first so many are recipes, as they are meant: a recipe for another method of reinforcement learning does
-    not speak for the one that is asked for, and a mode stands behind the recipes."""
+    """The layers, of which the first `recipes` are recipes, adapted: recipes for another RL method leave out the settings in which methods
+    differ, and a mode comes behind the recipes."""
     stage, chosen = VERBS[verb].config, layers.merged().get("training", {})
     ours = [Layer(name, values | {"training": stage.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]]
     layers = Layers([*ours, *layers[recipes:]])

@@ -23,18 +23,18 @@ class Variable(NamedTuple):
     read: Callable[[str], Settings]
     """A text that means nothing: ValueError or KeyError."""
     wanted: str
-    """What the text should be."""
+    """The expected form of the text."""
 
 
 def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
-    """The settings of each variable that is set and not empty; a line on stderr tells how it is read.
+    """The settings of each variable that is set and not empty; a line on stderr says how it is read.
 
     Raises:
         ConfigError: a value that means nothing.
     """
     variables = OLDER | (OLDER_OF_GRPO if verb == "grpo" else {})
     texts = {name: text for name in variables if (text := environ.get(name, "").strip())}
-    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # then there is no server, wherever it would be
+    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # then there is no server, whatever its address
         texts.pop("VLLM_SERVER_HOST", None)
     layers = []
     for name, text in texts.items():

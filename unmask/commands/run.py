@@ -1,4 +1,4 @@
-"""One training verb from its config: load, read the data, train, save, evaluate. What the command line calls."""
+"""Run a training verb from its config: load, read the data, train, save, evaluate. The command line calls it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
 
 
 def data_name(data: DataConfig) -> str | None:
-    """What a model card calls the data: names on the hub, or files' names without the folders of this machine."""
+    """The name of the data in a model card: names on the hub, or file names without their folders."""
     sources = [data.train or data.task] if not isinstance(data.train, list) else [source.path for source in data.train]
     return ", ".join(Path(source).name if Path(source).exists() else source for source in sources if source) or None
 
@@ -76,10 +76,10 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     Args:
         verb: pretrain, convert, sft, dpo or grpo.
         config: the run.
-        resume: go on from the last whole checkpoint (True), or from this one.
+        resume: continue from the last complete checkpoint (True), or from this one.
 
     Raises:
-        UnmaskError: whatever in the config, model or data a user can mend; nothing is written before all three are loaded.
+        UnmaskError: a fault in the config, model or data; nothing is written before all three are loaded.
     """
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
@@ -104,7 +104,7 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         trainer.save_model(str(output / TRAINED_MODEL))
         if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # of a conversion every stage ends with one
             trainer.evaluate()
-            trainer.save_model(str(output / TRAINED_MODEL))  # its card tells of it
+            trainer.save_model(str(output / TRAINED_MODEL))  # for its card
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:

@@ -26,7 +26,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Verb:
-    """What differs between the training verbs."""
+    """The differences between the training verbs."""
 
     trainer: Callable[..., Any]
     config: type[TrainingConfig]
@@ -34,7 +34,7 @@ class Verb:
     canvas: str | None = None
     """The setting that a task's longest completion is the default of."""
     arguments: Callable[[RunConfig, Task | None], dict[str, Any]] = lambda config, task: {}
-    """What the trainer is given besides model, settings and rows."""
+    """Further arguments of the trainer, besides model, settings and rows."""
 
 
 def as_text(task: Task, rows: list[Row], data: DataConfig) -> Rows:
@@ -44,7 +44,7 @@ def as_text(task: Task, rows: list[Row], data: DataConfig) -> Rows:
 
 
 def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> Rows:
-    """Prompts and completions, in the style asked for."""
+    """Prompts and completions, in the given style."""
     return pose(task, rows, data.style)
 
 

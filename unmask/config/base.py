@@ -1,4 +1,4 @@
-"""The base of every config: typed, frozen, strict. What is refused is a `ConfigError` that names the key and the remedy."""
+"""The base of every config: typed, frozen, strict. An invalid value raises a `ConfigError` that names the key and the remedy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
-    """The keys that an error's location follows through the input (it also holds names of union members), and the value there."""
+    """The keys of an error's location that are in the input (a location also has names of union members), and the value there."""
     path = []
     for part in loc:
         inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
@@ -74,7 +74,7 @@ def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """An annotation and all that it is made of."""
+    """An annotation and its nested arguments."""
     yield annotation
     for inner in typing.get_args(annotation):
         yield from _kinds(inner)

@@ -1,4 +1,4 @@
-"""Where settings come from: recipes, YAML files, `UNMASK_*` variables, the command line. Later ones win; each value knows its source."""
+"""The sources of settings: recipes, YAML files, `UNMASK_*` variables, the command line. Later ones win; each value has its source."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from unmask.errors import ConfigError, did_you_mean
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODES = RECIPES / "modes"
-"""Of `--mode`: settings by what they hold for."""
+"""The sections of `--mode` files, by the case that they apply to."""
 PREFIX = "UNMASK_"
 ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
 """Set to 1, it lets programs that models write run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
 API_KEY = "UNMASK_API_KEY"
-"""What `unmask serve` asks of its clients, and what rollouts give to servers; not a setting, so that it is not recorded."""
+"""The key that `unmask serve` requires and rollouts send; not a setting, so that it is not recorded."""
 NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED, API_KEY}  # the command line's tracebacks, the tests' data
 
 
@@ -48,7 +48,7 @@ class Layers(tuple[Layer, ...]):
         return ", ".join(dict.fromkeys(source for source, _ in found)) if isinstance(found[-1][1], dict) else found[-1][0]
 
     def value_of(self, key: str) -> Any:
-        """What a dotted key is set to; None if nobody sets it."""
+        """The value of a dotted key; None if no source sets it."""
         return next(iter(_look_up(self.merged(), key)), None)
 
     @contextmanager
@@ -81,7 +81,7 @@ def read_layers(
         config_files: YAML files.
         older: variables of other names.
         environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
-        flags: values by dotted key, as they are; None where a flag was not given.
+        flags: values by dotted key, already parsed; None for a flag that was not given.
         overrides: `dotted.key=value`, the value written in YAML.
 
     Raises:
@@ -113,7 +113,7 @@ def read_layers(
 
 
 def recipe_names() -> list[str]:
-    """All recipes that come with Unmask."""
+    """The names of all recipes of Unmask."""
     return sorted(_recipes())
 
 
@@ -125,7 +125,7 @@ def recipe_path(name: str) -> Path:
     """The file of a recipe.
 
     Raises:
-        ConfigError: there is none of that name; names the nearest.
+        ConfigError: the name is unknown; names the nearest.
     """
     recipes = _recipes()
     if name not in recipes:
@@ -137,13 +137,13 @@ def read_recipe(name: str) -> dict[str, Any]:
     """The settings of a recipe.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the name is unknown.
     """
     return read_settings(recipe_path(name))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What a YAML file sets.
+    """The settings of a YAML file.
 
     Raises:
         ConfigError: it is missing or malformed.
@@ -179,14 +179,14 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """The mapping in which the value stands under these keys, each within the one before."""
+    """The value nested under these keys, the first outermost."""
     for key in reversed(keys):
         value = {key: value}
     return value
 
 
 def _look_up(values: Any, key: str) -> list[Any]:
-    """The value of a dotted key in a list, or an empty list; what is inside a list comes from wherever the list does."""
+    """The value of a dotted key in a list, or an empty list; the items of a list have the list's source."""
     for part in key.split("."):
         if isinstance(values, list):
             break

@@ -1,4 +1,4 @@
-"""Where the completions of reinforcement learning come from."""
+"""Settings of the backends that sample for reinforcement learning."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ class RolloutConfig(Config):
     model: str | None = None
     """The model's name at a vLLM server; unset: the only one there."""
     sync: Literal["disk", "lora", "nccl"] = "disk"
-    """How a vLLM server is given weights: all of them through a folder, adapters alone through a folder, or all of them from GPU to GPU."""
+    """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU to GPU."""
     folder: str | None = None
     """Where weights for the server are written, by a path that is the same on its side; unset: rollout_weights in the output folder."""
     sync_steps: int = Field(default=1, ge=1)
-    """vllm: weights are sent before every so many rollouts; above 1, completions are of older ones, which `importance_cap` corrects for.
-    A run that is resumed sends them at once, and goes on otherwise than one that was not stopped."""
+    """vllm: rollouts between two transfers of weights. Above 1, completions are of older weights, which `importance_cap` corrects for. A
+    resumed run transfers them at once, and then differs from an uninterrupted one."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds to wait for an answer: of `unmask serve` a whole rollout, of vLLM one completion."""
     patience: float = Field(default=30.0, ge=0)
     """Seconds to wait for a server that takes no requests, at the start or after it died."""
     api_key: str | None = None
-    """What the server asks for; unset: the variable UNMASK_API_KEY, which is not recorded with the settings."""
+    """The server's API key; unset: the variable UNMASK_API_KEY, which is not recorded with the settings."""
 
     def model_post_init(self, _: object) -> None:
         for name, field in type(self).model_fields.items():

@@ -86,7 +86,7 @@ class SamplerConfig(Config):
     batch_size: int = Field(default=64, ge=1)
     """Sequences processed at once; the results do not depend on it."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
-    """The most tokens processed at once, with each sequence padded to the longest; bounds the memory. Unset: batch_size alone."""
+    """Bound of the tokens in a batch, with each sequence padded to the longest; bounds the memory. Unset: only batch_size bounds it."""
     deterministic: bool = False
     """Whether to compute every sequence separately, so that batching cannot change the last bits of a result; slow."""
     trace: bool = False
@@ -128,6 +128,6 @@ class SamplerConfig(Config):
 
     @property
     def lossy(self) -> str | None:
-        """What makes the tokens other than those of the exact sampler; None: nothing."""
+        """The setting that makes tokens differ from the exact sampler's; None: none."""
         names = [f"{self.cache} cache"] if self.cache != "exact" else []
         return " and ".join(names + (["early commit"] if self.early_commit is not None else [])) or None

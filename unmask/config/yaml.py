@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
                     None, None, f"the key {key!r} is not a text; write it in quotes", key_node.start_mark
                 )
             if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here twice; keep one", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} occurs twice; keep one", key_node.start_mark)
             seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -61,7 +61,7 @@ def parse_yaml(text: str, where: str) -> Any:
     """The value that `text` writes.
 
     Raises:
-        ConfigError: it is not YAML, or a key stands twice; names `where` (a file, a variable) and the line.
+        ConfigError: it is not YAML, or a key occurs twice; names `where` (a file, a variable) and the line.
     """
     try:
         return yaml.load(text, _Loader)
