@@ -52,7 +52,7 @@ def test_shots_are_the_first_rows_and_are_not_problems(tmp_path):
 def test_a_task_generates_problems_or_reads_one_source():
     sudoku = get_task("sudoku")
     assert read_problems(sudoku, None, 3, split="test", seed=1) == sudoku.generate("test", 3, 1)
-    with pytest.raises(ConfigError, match="gsm8k makes no problems of its own"):
+    with pytest.raises(ConfigError, match="gsm8k generates no problems"):
         read_problems(TASK, None, 3, split="test")
     with pytest.raises(ConfigError, match="a task reads one source"):
         read_problems(TASK, [DataSource(path="a")], 3, split="test")

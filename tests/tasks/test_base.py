@@ -148,7 +148,7 @@ def test_shapings_have_names():
         get_rewards("multiple_choice/published")
     with pytest.raises(ConfigError, match=r"no shaping 'partal'.*'partial'"):
         get_rewards("sudoku/partal")
-    with pytest.raises(ConfigError, match="gsm8k makes no problems of its own"):
+    with pytest.raises(ConfigError, match="gsm8k generates no problems"):
         as_puzzle(get_task("gsm8k"))
 
 
@@ -207,7 +207,7 @@ def test_a_task_of_one_s_own_is_one_small_class(monkeypatch):
     with pytest.raises(DataError, match=r"row 1: no column 'word'"):
         list(task.rows([("row 1", {"words": "b"})]))
     assert len(task.generate("train", 2, 0)) == 2
-    with pytest.raises(ConfigError, match="3 different problems asked for, 2 found"):
+    with pytest.raises(ConfigError, match="3 different problems requested, 2 found"):
         task.generate("train", 3, 0)
 
 

@@ -78,7 +78,7 @@ CONVERTER: Table = {
         "model_type", "hidden_size", "num_layers", "num_attention_heads", "vocab_size", "intermediate_size", why="read from the model"
     ),
     **dropped("mask_token_id", why="found in the tokenizer, or added to it"),
-    "num_timesteps": Rule(timesteps, "the model is told the time, as there; but not with adapters, which cannot train that"),
+    "num_timesteps": Rule(timesteps, "the model has a time embedding, as there; not with adapters, which cannot train it"),
     "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
     "use_bidirectional_attention": to("training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"),
     **dict.fromkeys(EPOCHS, STAGE),
@@ -90,7 +90,7 @@ CONVERTER: Table = {
     "num_epochs": to("training.num_train_epochs"),
     "use_8bit_adam": EIGHT_BIT,
     "dataset_name": Rule(data, "a data set with configurations is NAME:CONFIGURATION"),
-    **dict.fromkeys(("dataset_config", "dataset_config_name"), Rule(data, "stands behind the name, with a colon")),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), Rule(data, "follows the name, after a colon")),
     "max_seq_length": to("training.max_length"),
     "max_train_samples": to("data.max_rows"),
     "max_eval_samples": to("data.eval_rows"),
@@ -98,7 +98,7 @@ CONVERTER: Table = {
     "cache_dir": drop("downloads go where HF_HOME says; training.token_cache=FOLDER keeps tokens"),
     "use_wandb": to("training.report_to", lambda value: "wandb" if truth(value) else "none"),
     **dropped("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
-    "experiment_name": Rule(output, "runs are told apart by their folder"),
+    "experiment_name": Rule(output, "runs have different folders"),
     "eval_steps": to("training.eval_steps", why="acts with training.eval_strategy=steps and data.eval"),
     # hardware
     "device": to("model.device", str),

@@ -93,7 +93,7 @@ TEXT: Table = {
     "right_shift_logits": switch("training.logit_shift"),
     "block_size": Rule(lambda value, old: {"training.attention": "block_causal", "training.block_size": value}),
     **dropped("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are laid end to end"),
-    "random_length_ratio": drop("rows are as long as they are"),
+    "random_length_ratio": drop("rows keep their length"),
 }
 GRPO_FLAGS: Table = {
     **TRL_GRPO,

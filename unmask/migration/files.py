@@ -15,7 +15,7 @@ from unmask.errors import ConfigError
 
 MAPPINGS = (".yaml", ".yml", ".json")
 VARIABLE = re.compile(r"(DIFFU|GRPO|VLLM|LORA)_\w+")
-"""Names of variables that are settings; others only stand for a text in the script."""
+"""Names of variables that are settings; others are only substituted in the script."""
 ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<text>.*)", re.DOTALL)
 USED = re.compile(r"\$(?:(?P<plain>\w+)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
 NO_TRAINING = re.compile(r"(chat|sample|eval|generate|convert|download|merge|preprocess|test|plot|api_server)\w*\.(py|sh)$")
@@ -30,7 +30,7 @@ class Command(NamedTuple):
     program: str
     """The script that trains: `sft.py`, `trl grpo`."""
     words: list[str]
-    """What stands between them, other than flags."""
+    """The words between them, other than flags."""
     flags: dict[str, Any]
     launcher: dict[str, Any]
     """Flags of what starts the program (accelerate, sbatch)."""
@@ -73,7 +73,7 @@ def _from_script(text: str, path: Path) -> OldFile:
     variables, commands, notes = _read_script(text)
     if len(commands) > 1:
         names = ", ".join(command.program for command in commands)
-        raise ConfigError(f"starts {len(commands)} trainings ({names})", where=str(path), remedy="Put each into a file of its own.")
+        raise ConfigError(f"starts {len(commands)} trainings ({names})", where=str(path), remedy="Put each into a separate file.")
     values: dict[str, Any] = {name: text for name, text in variables.items() if VARIABLE.fullmatch(name)}
     if not commands:
         return OldFile(values, None, tuple(notes))
@@ -102,7 +102,7 @@ def _from_script(text: str, path: Path) -> OldFile:
 
 
 def _read_script(text: str) -> tuple[dict[str, str], list[Command], list[tuple[str, Any, str]]]:
-    """Variables as they are at the end, the trainings, and flags that belong to no command."""
+    """The final values of variables, the training commands, and flags of no command."""
     variables: dict[str, str] = {}
     commands: list[Command] = []
     notes: list[tuple[str, Any, str]] = []

@@ -30,7 +30,7 @@ class Format(NamedTuple):
     marks: frozenset[str]
     """Keys, or `key=value`, of which it takes one to be of this format."""
     defaults: Callable[[Old, str | None], Settings]
-    """What it sets by itself where ours is another, by our dotted key; of the old values and the script."""
+    """Its defaults where ours differ, by our dotted key; computed from the old values and the script."""
     program: str = r"(?!)"
     """Names of its scripts, as a regular expression."""
 

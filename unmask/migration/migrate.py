@@ -27,7 +27,7 @@ class Change(NamedTuple):
     """What became of an old key."""
 
     old: str
-    """The key; empty for what the old trainer sets by itself."""
+    """The key; empty for a default of the old trainer."""
     value: Any
     what: str
     """kept, renamed, changed, added or dropped."""
@@ -53,7 +53,7 @@ class Migration(NamedTuple):
         return dump_yaml(self.config)
 
     def table(self) -> list[tuple[str, str, str, str]]:
-        """Rows of key, what became of it, settings, reason; those that stay as they are are left out, unless there is more to say."""
+        """Rows of key, outcome, settings and reason; unchanged ones are left out unless they have a reason."""
         return [
             (f"{change.old} = {change.value}" if change.old else "", change.what, change.new, change.why)
             for change in self.changes
@@ -66,7 +66,7 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
 
     Args:
         paths: files; where two say different things the later one wins.
-        form: the name of their format; None: it is recognised by its keys. A file of accelerate may stand beside any.
+        form: the name of their format; None: it is recognised by its keys. A file of accelerate may accompany any.
 
     Raises:
         ConfigError: a file cannot be read, its format is unknown or ambiguous, or a value means nothing.
@@ -126,7 +126,7 @@ def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Set
 
 def _change(key: str, value: Any, found: Settings, rule: Rule) -> Change:
     if not found:
-        return Change(key, value, "dropped", "", rule.why or "is so by itself")
+        return Change(key, value, "dropped", "", rule.why or "is the default")
     new = ", ".join(name if part == value else f"{name} = {part}" for name, part in found.items())
     if list(found.values()) != [value]:
         return Change(key, value, "changed", new, rule.why)

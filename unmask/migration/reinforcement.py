@@ -64,7 +64,7 @@ def reference(beta: float) -> Table:
 
 
 def masked_rate(value: Any, old: Old) -> Settings:
-    """The range of an adaptive mask rate, told by two keys."""
+    """The range of an adaptive mask rate, from two keys."""
     ends = [old.get(f"masking.{end}_p_mask") for end in ("initial", "final")]
     if old.get("masking.strategy_type") != "adaptive" or None in ends:
         raise DroppedError("only adaptive masking has a rate that moves, from one end to another")
@@ -121,7 +121,7 @@ GRPO: Table = {
     "log_completions": Rule(log_completions, "how often, in steps"),
     **dropped("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation", why=WHOLE_DISTRIBUTION),
     **dropped("max_prompt_length", why="prompts are not cut; training.max_length bounds a prompt with its completion"),
-    **dropped("ds3_gather_for_generation", why="shards are gathered as they are needed"),
+    **dropped("ds3_gather_for_generation", why="shards are gathered when needed"),
     **dropped("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
 }
 """What all of them share."""
@@ -171,7 +171,7 @@ IMPROVED: Table = {
     "save_performance_stats": drop("they are in the logs"),
     "_metadata": drop("a manifest is written with every run"),
 }
-"""Of ImprovedDiffuGRPOConfig, whose keys stand in sections."""
+"""Rules of ImprovedDiffuGRPOConfig, whose keys are in sections."""
 
 DIFFU_VARIABLES: Table = {
     **{name: variable(known) for name, known in OLDER.items()},
@@ -217,7 +217,7 @@ D1: Table = {
     "block_length": to("training.block_size"),
     "diffusion_steps": to("training.steps"),
     "generation_batch_size": to("training.rollout_batch_size"),
-    "random_masking": drop("every update draws masks of its own"),
+    "random_masking": drop("every update draws new masks"),
     **dropped(
         *["use_vllm", "vllm_device", "vllm_gpu_memory_utilization", "vllm_dtype", "vllm_max_model_len", "vllm_enable_prefix_caching"],
         *["vllm_guided_decoding_regex"],

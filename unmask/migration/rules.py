@@ -96,7 +96,7 @@ def first_of(value: Any) -> Any:
 
 
 def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
-    """Adapters: `names` tells the old key of r, alpha, dropout and target_modules. They count where the switch is on; None: always."""
+    """Adapters: `names` has the old keys of r, alpha, dropout and target_modules. They apply if the switch is on; None: always."""
 
     def on(old: Old) -> bool:
         return switch_key is None or truth(old.get(switch_key, False))
@@ -118,7 +118,7 @@ def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
                 return {"lora": None}
             return {} if given else {"lora.r": 16, "lora.alpha": 32}
 
-        table[switch_key] = Rule(turn, "adapters are a section of their own")
+        table[switch_key] = Rule(turn, "adapters have a separate section")
     return table
 
 

@@ -39,7 +39,7 @@ def served(value: Any, old: Old) -> Settings:
     if not truth(old.get("use_vllm", False)):
         raise DroppedError("use_vllm is off: the trained model samples")
     if old.get("vllm_mode", "server") != "server":
-        raise DroppedError("vLLM is a server of its own here: start `vllm serve`, and set training.rollout")
+        raise DroppedError("vLLM is a separate server here: start `vllm serve`, and set training.rollout")
     url = old.get("vllm_server_base_url") or f"http://{old.get('vllm_server_host', '0.0.0.0')}:{old.get('vllm_server_port', 8000)}"
     settings = {"training.rollout.backend": "vllm", "training.rollout.url": url}
     return settings | ({"training.rollout.timeout": old["vllm_server_timeout"]} if old.get("vllm_server_timeout") else {})
@@ -77,10 +77,10 @@ def unbiased(value: Any, old: Old) -> Settings:
 
 SERVED = Rule(served, "a server has an address")
 DATASET: Table = {
-    "dataset_name": Rule(lambda value, old: named_data(old), "the configuration stands behind a colon"),
-    "dataset_config": Rule(lambda value, old: named_data(old), "stands behind the name, with a colon"),
+    "dataset_name": Rule(lambda value, old: named_data(old), "the configuration follows a colon"),
+    "dataset_config": Rule(lambda value, old: named_data(old), "follows the name, after a colon"),
     "dataset_train_split": to("data.split"),
-    "dataset_test_split": Rule(lambda value, old: held_out(old), "held-out rows are a source of their own"),
+    "dataset_test_split": Rule(lambda value, old: held_out(old), "held-out rows are a separate source"),
     "eval_strategy": Rule(lambda value, old: {"training.eval_strategy": value} | (held_out(old) if old.get("dataset_name") else {})),
     "dataset_streaming": switch("data.streaming"),
     "dataset_text_field": to("data.text_column"),
@@ -127,7 +127,7 @@ TRL_GRPO: Table = {
         Rule(correction, "tokens count by the ratio of trainer to server"),
     ),
     "reward_funcs": Rule(rewards, "paths have a colon before the function"),
-    "reward_model_name_or_path": Rule(rewards, "reward models stand among the rewards"),
+    "reward_model_name_or_path": Rule(rewards, "reward models are listed among the rewards"),
     "num_completions_to_print": to("training.log_completions_rows"),
     **dropped("generation_batch_size", "steps_per_generation", why="a rollout is learnt from at once; rollout_batch_size bounds memory"),
     **dropped(

@@ -1,4 +1,4 @@
-"""Published shaping: what a completion earns for its form, whatever it says (d1, Zhao et al. 2025).
+"""Published shaping: rewards for the format of a completion, independent of its content (d1, Zhao et al. 2025).
 
 Values are those of the published functions; their regular expressions, which take quadratic time on some texts, are scans here.
 """
@@ -19,12 +19,12 @@ def published_answer(text: str) -> str:
 
 
 def tagged_answers(text: str) -> list[str]:
-    """What stands in answer tags, each without the space around it: the published puzzles take the last one."""
+    """The contents of answer tags, stripped of spaces: the published puzzles use the last one."""
     return [answer.strip() for answer in between(text, OPEN, CLOSE)]
 
 
 def xml_count(text: str) -> float:
-    """An eighth for each of four tags that stands once and on a line of its own, less a thousandth per character after the last."""
+    """An eighth for each of four tags that occurs once and on a separate line, less a thousandth per character after the last."""
     count = 0.125 * (text.count(f"{REASONING}\n") == 1) + 0.125 * (text.count(f"\n{REASONED}\n") == 1)
     if text.count(f"\n{OPEN}\n") == 1:
         count += 0.125 - 0.001 * len(text.rpartition(f"\n{CLOSE}\n")[2])
@@ -39,7 +39,7 @@ def soft_format(text: str) -> float:
 
 
 def strict_format(text: str) -> float:
-    """A half for the four tags, each on a line of its own, and nothing else around them."""
+    """A half for the four tags, each on a separate line, and nothing else around them."""
     lines = (f"{REASONING}\n", f"\n{REASONED}\n", f"{OPEN}\n", f"\n{CLOSE}\n")
     # As published: its `$` also allows one more newline, and the last tag may come again.
     return 0.5 * (text.endswith(lines[-1]) or text.endswith(lines[-1] + "\n")) * _reasoned(text, *lines, spaced=False)

@@ -1,4 +1,4 @@
-"""What reward functions log beside their values: in the process of the training, and in processes of their own."""
+"""The logs of reward functions, in the training process and in worker processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Log:
             self.metrics[name].extend(numbers)
 
     def columns(self, count: int) -> dict[str, list[Any]]:
-        """Those with a value for each of so many completions: the last values, as a function that raised logged twice."""
+        """The columns with a value for each of `count` completions: the last values, since a function that raised logged twice."""
         return {column: values[-count:] for column, values in list(self.extras.items()) if len(values) >= count}
 
 

@@ -14,7 +14,7 @@ BOX = "\\boxed{"
 
 
 def between(text: str, opening: str, closing: str) -> list[str]:
-    """What stands between each opening mark and the next closing one, in order."""
+    """The text between each opening mark and the next closing one, in order."""
     return list(_between(text, opening, closing)) if len(text) <= MAX_TEXT else []
 
 

@@ -177,7 +177,7 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
             timeout, args, kwargs = pipe.recv()
         except EOFError:
             return
-        # Ends this process, whatever it is busy with, where the one that would have killed it is no more.
+        # Ends this process, even in the middle of a call, when its parent has died.
         faulthandler.dump_traceback_later(timeout + GRACE_SECONDS, exit=True)
         try:
             value = function(*args, **kwargs)

@@ -27,7 +27,7 @@ class Group:
         limits = {"memory": ("memory.limit_in_bytes", memory), "pids": ("pids.max", processes)}
         if (ROOT / "cgroup.controllers").exists():
             own = _own("")
-            (own / "cgroup.subtree_control").write_text("+memory +pids")  # refused where it has processes of its own
+            (own / "cgroup.subtree_control").write_text("+memory +pids")  # refused if it has processes
             folder = own / name
             self.folders = [folder]
             settings = [(folder / "memory.max", memory), (folder / "memory.swap.max", 0), (folder / "pids.max", processes)]

@@ -31,7 +31,7 @@ FIRST_UID, UIDS = 60_000, 5_000
 INSIDE, WORKER, FILTER = "/sandbox", "worker.pyc", "filter.bpf"
 PREFIX, LOCK = "unmask-sandbox-", "lock"
 DISK = 64 << 20
-"""Bytes of a sandbox's /tmp, which lies in memory."""
+"""Bytes of a sandbox's /tmp, which is in memory."""
 ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TMPDIR": "/tmp"}
 
 
@@ -160,7 +160,7 @@ def _new_folder() -> Path:
 
 
 def _find_python(host: Host) -> tuple[str, str]:
-    """An interpreter that runs in a sandbox: that of this process, else the system's; without one, what stands in the way."""
+    """An interpreter that runs in a sandbox: that of this process, else the system's; without one, the reason."""
     if not shutil.which("bwrap"):
         return sys.executable, "there is no bwrap (apt-get install bubblewrap)"
     problem = ""

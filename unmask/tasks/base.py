@@ -98,7 +98,7 @@ class Task(abc.ABC):
         return [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records, each with where it stands. DataError if a record is malformed or lacks one of `fields`."""
+        """The rows of records, each with its place in errors. DataError if a record is malformed or lacks one of `fields`."""
         for where, record in records:
             require_names(record, self.fields, where)
             yield self.row(record, where)
@@ -192,7 +192,7 @@ class Puzzle(Task):
             if row := self.draw(split, rng):
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
-            what = f"{count} different problems asked for, {len(rows)} found"
+            what = f"{count} different problems requested, {len(rows)} found"
             raise ConfigError(what, where=f"{self.name}, {split}", remedy="Ask for fewer, or widen the task's range.")
         return list(rows.values())
 
@@ -218,7 +218,7 @@ def as_puzzle(task: Task) -> Puzzle:
     """The task as a `Puzzle`. ConfigError if it does not generate problems."""
     if not isinstance(task, Puzzle):
         raise ConfigError(
-            f"{task.name} makes no problems of its own", where="task", remedy="Give a file of them, or a data set on the hub."
+            f"{task.name} generates no problems", where="task", remedy="Give a file of them, or a data set on the hub."
         )
     return task
 

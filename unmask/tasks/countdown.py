@@ -75,7 +75,7 @@ def _applied(left: Term, right: Term) -> Iterator[Term]:
         if symbol == "/" and not right.value:
             continue
         first = f"({left.text})" if left.precedence < precedence else left.text
-        # a-(b+c) and a/(b*c) need theirs; a+(b-c) and a*(b/c) mean the same without.
+        # a-(b+c) and a/(b*c) need their parentheses; a+(b-c) and a*(b/c) do not.
         binds_weaker = right.precedence < precedence or (right.precedence == precedence and symbol in "-/")
         second = f"({right.text})" if binds_weaker else right.text
         yield Term(function(left.value, right.value), first + symbol + second, precedence)

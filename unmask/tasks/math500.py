@@ -15,7 +15,7 @@ from unmask.tasks.base import Component, Row, Task
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
-    """2 for an answer in the last box, wherever that stands, that is equivalent to the reference."""
+    """2 for an answer in the last box, anywhere in the text, that is equivalent to the reference."""
     found = boxed(completion)
     verdict = equivalent(found, row["answer"]) if found is not None else MALFORMED
     return None if verdict.value is None else 2.0 * verdict.solved
@@ -25,7 +25,7 @@ SHAPING: dict[str, Component] = {"boxed_in_answer": lambda text, row: boxed_in_a
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The last box within the answer tags (or the text, without tags); without a box, what stands in the tags."""
+    r"""The last box within the answer tags (or the text, without tags); without a box, the content of the tags."""
     text = answer_of(completion)
     found = boxed(text) if text is not None else None
     if found is not None or text is None or BOX in text or OPEN not in completion:
@@ -59,7 +59,7 @@ class Math500(Task):
         }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        r"""The last box within the answer tags (or the text, without tags); without a box, what stands in the tags."""
+        r"""The last box within the answer tags (or the text, without tags); without a box, the content of the tags."""
         return self.verify_all([completion], [row])[0]
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:

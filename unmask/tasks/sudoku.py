@@ -41,7 +41,7 @@ _ALL_GRIDS = (1 << len(GRIDS)) - 1
 _GRIDS_WITH = {
     (cell, digit): sum(1 << index for index, grid in enumerate(GRIDS) if grid[cell] == digit) for cell in range(CELLS) for digit in DIGITS
 }
-"""Bit i of `_GRIDS_WITH[cell, digit]` tells whether grid i has that digit there."""
+"""Bit i of `_GRIDS_WITH[cell, digit]` is set if grid i has that digit there."""
 
 
 def is_valid_grid(text: str) -> bool:

@@ -25,7 +25,7 @@ class MultipleChoice(Task):
 
     Records have the question (`query`, `question` or `ctx`), a list of choices (`choices`, `endings` or `options`), and the number of
     the right one, from 0, or its letter (`gold`, `label`, `answerKey`, `answer` or `correct_option`): PIQA, ARC, HellaSwag, LogiQA and
-    the like. A passage that the question is about (`context`, or `text` as in LogiQA 2) stands before it.
+    the like. A passage that the question is about (`context`, or `text` as in LogiQA 2) precedes it.
     """
 
     name = "multiple_choice"
