@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-machines test-slow test-vllm test-all check format clean
+.PHONY: help demo test test-machines test-slow test-nightly test-vllm test-all check format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
@@ -23,8 +23,14 @@ test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
 test-slow: $(INSTALLED)  ## the slow tests only
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone'
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone and not nightly'
 	$(BIN)/python -m pytest -m alone
+
+NIGHTLY := .nightly-passed
+test-nightly: $(INSTALLED)  ## the tests that take many minutes; says when they last passed here
+	@echo "last passed on this machine: $$(cat $(NIGHTLY) 2> /dev/null || echo never)"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m nightly
+	@echo "$$(date -u '+%Y-%m-%d %H:%M UTC'), commit $$(git rev-parse --short HEAD)" | tee $(NIGHTLY)
 
 # Tests of equal bits, as other machines run them: with older instructions, and on two threads.
 EQUAL_BITS := tests/generation/engine tests/generation/remote tests/models/test_alignment.py tests/rl/test_rollout_collector.py tests/training/test_trainer.py
@@ -43,7 +49,7 @@ $(VLLM)/.installed: Makefile constraints.txt
 test-vllm: $(INSTALLED) $(VLLM)/.installed  ## against a real vLLM server (Python 3.11, x86-64)
 	UNMASK_VLLM_PYTHON=$(CURDIR)/$(VLLM)/bin/python $(BIN)/python -m pytest -m vllm
 
-test-all: test test-machines test-slow test-vllm  ## every test
+test-all: test test-machines test-slow test-nightly test-vllm  ## every test
 
 check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff check

@@ -36,6 +36,15 @@ def test_files_of_ours_that_pages_name_are_there(page):
     assert not missing
 
 
+def test_names_that_pages_give_with_a_file_are_in_it():
+    """`file.py`: `Class.method` in the table of contributing.md."""
+    pairs = re.findall(r"`(unmask/[\w/]+\.py)`: `([\w.]+)`", (REPOSITORY / "docs/contributing.md").read_text(encoding="utf-8"))
+    assert len(pairs) > 8
+    for path, name in pairs:
+        source = (REPOSITORY / path).read_text(encoding="utf-8")
+        assert all(re.search(rf"^\s*(def|class) {part}\b", source, re.M) for part in name.split(".")), f"{path} has no {name}"
+
+
 def test_the_figure_shows_the_masks_of_today():
     drawn = runpy.run_path(str(REPOSITORY / "scripts" / "attention_figure.py"))["figure"]()
     assert drawn == (REPOSITORY / "docs" / "attention.svg").read_text(encoding="utf-8"), "run scripts/attention_figure.py"

@@ -269,19 +269,19 @@ VLLM = ("training.rollout.backend=vllm", "training.rollout.url=http://nowhere.in
         ),
         (
             *("sft", ["lora", "bfloat16"], CAUSAL, ()),
-            "training.optim_args (recipe bfloat16) and lora (recipe lora): bf16_stochastic_round, but no weight",
+            "training.optim_args (recipe bfloat16) and lora (recipe lora): bf16_stochastic_round, but no trained weight",
         ),
         (
             *("sft", ["bfloat16"], CAUSAL, ("model.dtype=float32",)),
-            "training.optim_args (recipe bfloat16) and model.dtype (command line): bf16_stochastic_round, but no weight",
+            "training.optim_args (recipe bfloat16) and model.dtype (command line): bf16_stochastic_round, but no trained weight",
         ),
         (
             *("sft", ["offload", "a40-48gb-x3"], CAUSAL, ()),
-            "training.optimizer_offload (recipe offload) and training.fsdp (recipe a40-48gb-x3): the shards have an offload",
+            "training.optimizer_offload (recipe offload) and training.fsdp (recipe a40-48gb-x3): sharding has its own offload",
         ),
         (
             *("sft", ["offload", "rtx3090-24gb"], CAUSAL, ()),
-            "training.optimizer_offload (recipe offload) and training.optim (recipe rtx3090-24gb): adamw_8bit does not keep",
+            "training.optimizer_offload (recipe offload) and training.optim (recipe rtx3090-24gb): adamw_8bit cannot keep",
         ),
         (
             *("convert", ["block", "lora"], CAUSAL, ("training.time_embedding=true",)),

@@ -1,4 +1,4 @@
-"""A thousand seeds of every pattern and policy: the tokens of the naive sampler at any batch size, and the drawn distribution."""
+"""Many seeds of every pattern and policy: the tokens of the naive sampler at any batch size, and the drawn distribution."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from unmask.generation import naive, sampler
 from unmask.generation.policies import keep_likely
 from unmask.generation.requests import make_requests
 
-SEEDS = 1000
+MANY, SOME = pytest.param(1000, marks=pytest.mark.nightly), 100
+"""Seeds: a thousand take half an hour in all."""
 PATTERNS = [("bidirectional", None), ("block_causal", 4), ("causal", None)]
 POLICIES = {
     "confidence": {},
@@ -35,38 +36,40 @@ PROMPTS = [[4, 5, 6], [7], [8, 9, 4, 5, 6], [5, 5]]
 WIDTH = 8
 
 
-def prompts_and_keys() -> tuple[list[list[int]], list[int]]:
-    return [PROMPTS[seed % len(PROMPTS)] for seed in range(SEEDS)], list(range(SEEDS))
+def prompts_and_keys(seeds: int) -> tuple[list[list[int]], list[int]]:
+    return [PROMPTS[seed % len(PROMPTS)] for seed in range(seeds)], list(range(seeds))
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", [SOME, MANY])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
-def test_a_thousand_seeds(attention, block_size, policy):
+def test_the_engine_gives_the_tokens_of_the_naive_sampler(attention, block_size, policy, seeds):
     lm = tiny("phi", attention, block_size)
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=0.8, batch_size=64, **POLICIES[policy])
-    prompts, keys = prompts_and_keys()
+    prompts, keys = prompts_and_keys(seeds)
     expected = naive.generate(lm, prompts, config, keys)
     for batch_size in (64, 1):
         generation = sampler.generate(lm, prompts, config.model_copy(update={"batch_size": batch_size}), keys)
         assert generation.tokens == expected.tokens and generation.steps == expected.steps
-    assert len({tuple(tokens) for tokens in generation.tokens}) > SEEDS / 4
+    assert len({tuple(tokens) for tokens in generation.tokens}) > seeds / 4
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", [SOME, MANY])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("attention, block_size", PATTERNS)
-def test_in_float32_sequences_differ_at_near_ties_only(attention, block_size, temperature, capsys):
+def test_in_float32_sequences_differ_at_near_ties_only(attention, block_size, temperature, seeds, capsys):
     exact = tiny("phi", attention, block_size, eos_bias=-9.0)
     lm = exact.bind(copy.deepcopy(exact.model).float())
     config = SamplerConfig(max_new_tokens=WIDTH, temperature=temperature, trace=True)
-    prompts, keys = prompts_and_keys()
+    prompts, keys = prompts_and_keys(seeds)
     generation, expected = (generate(lm, prompts, config, keys) for generate in (sampler.generate, naive.generate))
-    parted = [index for index in range(SEEDS) if generation.tokens[index] != expected.tokens[index]]
+    parted = [index for index in range(seeds) if generation.tokens[index] != expected.tokens[index]]
     for index in parted:
         assert tie(lm, prompts[index], keys[index], config, generation.trace[index], expected.trace[index]) < 1e-5
     with capsys.disabled():
-        print(f"\n{attention}, temperature {temperature}: {len(parted)} of {SEEDS} sequences part at a near-tie")
+        print(f"\n{attention}, temperature {temperature}: {len(parted)} of {seeds} sequences part at a near-tie")
 
 
 def tie(lm, prompt, key, config, one, other) -> float:

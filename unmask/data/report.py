@@ -93,7 +93,7 @@ class DataReport:
         if not rows:
             reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
             raise DataError(
-                f"no row is left ({reasons})", where=self.where, remedy="Fix the data; with bad_rows: error each error is print_report"
+                f"no row is left ({reasons})", where=self.where, remedy="Fix the data; with bad_rows: error each error is shown"
             )
         reported = Rows(rows)
         reported.report = self

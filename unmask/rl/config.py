@@ -37,7 +37,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
-    max_length: int = setting(2**20, "Tokens of a prompt with its completion at most, naming_setting_too the model's context", low=2)
+    max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion, besides the model's context", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
     method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
@@ -275,7 +275,7 @@ class GRPOConfig(TrainingConfig):
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
         shards, lora = sharded_by(self), run.lora is not None
-        whole = "train without FSDP and ZeRO 3 (a40-48gb-x3-ddp replicates them)"
+        whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
         what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
         yield Conflict(f"rollout.backend and {shards}", self.rollouts.backend != "local" and shards and not lora, what, remedy)
         what, remedy = "a reference cannot follow sharded weights", f"Leave reference_sync_steps out, or {whole}"

@@ -116,7 +116,7 @@ class Failure(NamedTuple):
 
 
 class Rewards:
-    """The weighted sum of reward functions.
+    """The weighted sum of reward functions. `RolloutCollector.answer` calls it; `LocalReward` and `WorkerReward` call the functions.
 
     A function is called as TRL calls it, `f(prompts=..., completions=..., completion_ids=..., <dataset columns>=..., trainer_state=...,
     log_extra=..., log_metric=...)`, must accept `**kwargs`, and returns, or is a coroutine that returns, a float or None for each

@@ -96,7 +96,7 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
         TrainingError: the views are refused; names `where` they were planned.
     """
     batch, length = rollout.ids_BT.shape
-    remedy = "Return Views of hidden and scored (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
+    remedy = "Return Views of hidden tokens, targets (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
     if not isinstance(views, Views):
         raise TrainingError(f"{type(views).__name__} is no plan of views", where=where, remedy=remedy)
     tensors = (views.hidden_BMT, views.target_BMT, views.weight_BMT)

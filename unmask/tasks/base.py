@@ -62,7 +62,7 @@ def split_of(group: str) -> Split:
 
 
 class Task(abc.ABC):
-    """A family of problems with a verifier. Subclasses that set `name` are found by `get_task`."""
+    """A family of problems with a verifier. Subclasses that set `name` are found by `get_task`, once imported (`tasks/__init__.py`)."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
@@ -217,9 +217,7 @@ def get_task(name: str) -> Task:
 def as_puzzle(task: Task) -> Puzzle:
     """The task as a `Puzzle`. ConfigError if it does not generate problems."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(
-            f"{task.name} generates no problems", where="task", remedy="Give a file of them, or a data set on the hub."
-        )
+        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of them, or a data set on the hub.")
     return task
 
 

@@ -1,4 +1,9 @@
-"""Choosing the checkpoint that a run resumes from, and checking that it is complete."""
+"""Choosing the checkpoint that a run resumes from, and checking that it is complete.
+
+`DiffusionTrainer.save_model` and transformers write a checkpoint `output_dir/checkpoint-N`: trained weights or adapters, config with
+history, `recorded.json` (sums of metrics), optimizer, scheduler, random state, `trainer_state.json`. `GRPOTrainer.save_model` adds
+`rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and a reference that moved. Conversion has `stage-N/`.
+"""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ def check_sharding(args: Any, subject: TrainedModel) -> None:
         ConfigError: FSDP in one process or on CPUs, which accelerate silently ignores; adapters on sharded weights.
     """
     if subject.adapters and (key := sharded_by(args)):
-        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out: a40-48gb-x3-ddp replicates the weights"
+        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out (--recipe a40-48gb-x3-ddp)"
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"

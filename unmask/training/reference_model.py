@@ -21,7 +21,7 @@ WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"
 
 
 class Reference:
-    """The reference model: the untrained policy, or another model.
+    """The reference model of DPO and of RL's KL divergence: the untrained policy, or another model.
 
     Args:
         lm: the policy before training. If it trains only adapters that start at zero, the reference is its base with the adapters

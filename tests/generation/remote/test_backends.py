@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import os
 import signal
@@ -322,7 +323,10 @@ class Serve:
     def __init__(self, model: Path, port: int):
         command = [sys.executable, "-m", "unmask", "serve", str(model), "--port", str(port)]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds_interrupts
+        )
 
     def end(self, how: signal.Signals) -> str:
         self.process.send_signal(how)

@@ -59,7 +59,7 @@ def upper_bound(log_prob_BMT: Tensor, target_BMT: Tensor, length_B1: Tensor, bet
 
 @register
 class SPG(Method):
-    """SPG."""
+    """SPG: `samples` views, and a loss of two bounds of the likelihood."""
 
     name = "spg"
     estimator = "mean"
