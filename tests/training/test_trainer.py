@@ -365,7 +365,7 @@ def test_tokens_per_second_are_those_since_the_last_line(tmp_path, monkeypatch):
 def test_float16_falls_back_where_it_cannot_work(tmp_path):
     if torch.cuda.is_available():
         pytest.skip("float16 works on this machine")
-    with pytest.warns(RuntimeWarning, match=r"fp16 was asked for.*float32"):
+    with pytest.warns(RuntimeWarning, match=r"fp16 is set.*float32"):
         trainer = make("sft", tmp_path, fp16=True)
     assert not trainer.args.fp16
     trainer.train()

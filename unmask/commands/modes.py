@@ -19,18 +19,17 @@ def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> La
 
 
 def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
-    """The layers with those of a mode behind the first `after`, which are the recipes: what is asked for by files, variables or the
-    command line wins."""
-    holding = {verb} | hardware_here(use_cpu=layers.value_of("training.use_cpu") is True)
+    """Insert a mode's settings behind the first `after` layers, the recipes: files, variables and the command line override them."""
+    active = {verb} | hardware_here(use_cpu=layers.value_of("training.use_cpu") is True)
     if layers.value_of("training.fsdp"):
-        holding.add("fsdp")
-    return Layers([*layers[:after], Layer(f"--mode {mode}", mode_settings(mode, holding)), *layers[after:]])
+        active.add("fsdp")
+    return Layers([*layers[:after], Layer(f"--mode {mode}", mode_settings(mode, active)), *layers[after:]])
 
 
-def mode_settings(mode: str, holding: Collection[str]) -> dict[str, Any]:
-    """The settings of a mode: of its section `everywhere`, and of those that hold (the hardware, fsdp, a verb)."""
+def mode_settings(mode: str, active: Collection[str]) -> dict[str, Any]:
+    """The settings of a mode: of its section `everywhere`, and of the active ones (the hardware, fsdp, a verb)."""
     sections = read_settings(MODES / f"{mode}.yaml")
-    return Layers(Layer(name, values) for name, values in sections.items() if name in {"everywhere", *holding}).merged()
+    return Layers(Layer(name, values) for name, values in sections.items() if name in {"everywhere", *active}).merged()
 
 
 def hardware_here(*, use_cpu: bool = False) -> set[str]:

@@ -60,7 +60,7 @@ def refuse_chat(data: DataConfig) -> None:
         raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Leave it at plain")
 
 
-def judged(config: RunConfig, task: Task | None) -> dict[str, Any]:
+def sampler_of_judge(config: RunConfig, task: Task | None) -> dict[str, Any]:
     """How completions are sampled that a judge compares."""
     return {"sampler": config.sampler}
 
@@ -74,6 +74,6 @@ VERBS = {
     "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
     "convert": Verb(ConvertTrainer, ConvertConfig, as_pairs, "canvas_length"),
     "sft": Verb(SFTTrainer, SFTConfig, as_pairs, "canvas_length"),
-    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length", judged),
+    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length", sampler_of_judge),
     "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length", rewarded),
 }
