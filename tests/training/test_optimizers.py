@@ -65,6 +65,13 @@ def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_p
 
 
 @needs_bitsandbytes
+def test_an_optimizer_of_bitsandbytes_is_refused_on_shards(tmp_path):
+    with pytest.raises(ConfigError, match=r"optim and fsdp: .*cannot update the shards of FSDP.*adamw_torch_8bit"):
+        SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_bnb_8bit", fsdp=True)
+    SFTConfig(output_dir=str(tmp_path), use_cpu=True, optim="adamw_torch_8bit", fsdp=True)
+
+
+@needs_bitsandbytes
 def test_an_optimizer_is_refused_on_a_device_that_it_cannot_work_on(tmp_path, monkeypatch):
     import bitsandbytes
 

@@ -26,7 +26,7 @@ def check_optimizer(args: TrainingArguments) -> None:
     """Try an optimizer of bitsandbytes on the device, and check that torchao is installed for its own; transformers checks the others.
 
     Raises:
-        ConfigError: bitsandbytes is not installed, or cannot work on the device; torchao is not installed.
+        ConfigError: bitsandbytes is not installed, cannot work on the device, or would update shards; torchao is not installed.
     """
     name = OptimizerNames(args.optim).value
     if name in OF_TORCHAO:
@@ -34,6 +34,9 @@ def check_optimizer(args: TrainingArguments) -> None:
     if "torch" in name or not re.search("8bit|bnb|paged|lion|ademamix", name):
         return
     require("bitsandbytes", "cuda", where="optim")
+    if args.fsdp:
+        remedy = "Use adamw_torch_8bit (torchao's), or adamw_torch"
+        raise ConfigError(f"{name} of bitsandbytes cannot update the shards of FSDP", where="optim and fsdp", remedy=remedy)
     import bitsandbytes
 
     probe = nn.Parameter(torch.zeros(4096, device=args.device))  # smaller tensors stay in 32 bits
