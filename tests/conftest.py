@@ -1,4 +1,4 @@
-"""Every test runs offline, without the settings of whoever runs it, and draws the same examples each time."""
+"""Every test runs offline, ignores the user's environment variables, and draws the same examples each time."""
 
 from __future__ import annotations
 

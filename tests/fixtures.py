@@ -1,4 +1,4 @@
-"""Fixtures of many tests: small models and files, and a training run that takes no longer than it must."""
+"""Fixtures of many tests: small models and files, and quick training runs."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def clients_closed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_connection_left() -> Iterator[None]:
-    """A test that fails leaves no socket that makes another one fail."""
+    """Close connections after each test, so that a failing test does not make another one fail."""
     with clients_closed():
         yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def quick() -> Iterator[None]:
-    """Accelerate collects garbage at the end of a training run; to look through all that was imported takes longer than the run."""
+    """Skip accelerate's garbage collection at the end of a training run: it takes longer than the run."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -67,7 +67,7 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture
 def tf32_restored() -> Iterator[None]:
-    """Puts the switches of both APIs back, broad before narrow: what is broad writes what is narrow."""
+    """Restore the switches of both APIs, the general one first, as it overwrites the specific ones."""
     backends = torch.backends
     places = [backends, backends.cuda.matmul, backends.cudnn, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
     older = [(backends.cuda.matmul, backends.cuda.matmul.allow_tf32), (backends.cudnn, backends.cudnn.allow_tf32)]

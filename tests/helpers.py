@@ -1,4 +1,4 @@
-"""What several tests share."""
+"""Helpers of several test folders."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def cost(function: Callable[..., Any], *arguments: Any) -> float:
 
 @functools.cache
 def work_unit() -> float:
-    """The seconds that a fixed piece of work takes on this machine, about 0.01: what time limits are measured by."""
+    """The seconds that a fixed piece of work takes on this machine, about 0.01: the unit of time limits."""
     return min(timeit.repeat(lambda: json.dumps(list(range(100_000))), number=1, repeat=3))
 
 
@@ -46,13 +46,13 @@ def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:
 
 
 def require_sandbox() -> None:
-    """Skip the test where nothing isolates programs, or only in part."""
+    """Skip the test if nothing on this machine isolates programs completely."""
     if missing := probe().missing:
         pytest.skip(f"programs are not, or not wholly, isolated here: {dict(missing)}")
 
 
 def require_ocaml() -> None:
-    """Skip the test where there is no OCaml."""
+    """Skip the test if OCaml is not installed."""
     require_sandbox()
     if not shutil.which("ocamlfind"):
         pytest.skip("needs OCaml: apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev")

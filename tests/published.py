@@ -1,4 +1,4 @@
-"""The model of the comparisons with published code: a formula, so that it can be made again.
+"""The model of the comparisons with published code: a formula, so that it can be reproduced.
 
 E, W and H of sines; h_t = tanh(E[x_t] + W_t) + mean_j tanh(E[x_j] + W_j), logits 2 h H. Gradients are those by H.
 

@@ -1,4 +1,4 @@
-"""Files that a run leaves behind: metrics, the manifest, and that they are written whole."""
+"""Files that a run writes: metrics and the manifest, each written atomically."""
 
 from __future__ import annotations
 

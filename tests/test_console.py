@@ -12,7 +12,7 @@ from unmask.console import Progress, format_duration
 
 
 class Clock:
-    """Time that goes on only when told to."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -28,7 +28,7 @@ class Terminal(io.StringIO):
 
 @given(pace=st.floats(0.1, 10), seconds=st.lists(st.floats(1, 500), min_size=1, max_size=6))
 def test_time_left_follows_the_observed_pace(pace, seconds):
-    """A run that goes `pace` times slower than expected: the estimate moves from the expected time to the true one."""
+    """In a run `pace` times slower than expected, the estimate moves from the expected time to the true one."""
     clock, phases = Clock(), [(f"phase {i}", weight) for i, weight in enumerate(seconds)]
     with Progress(phases, stream=io.StringIO(), clock=clock) as progress:
         assert progress.fraction == 0

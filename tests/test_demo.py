@@ -1,4 +1,4 @@
-"""The demonstration in miniature: every stage runs, is measured and saved, and the report shows all of it."""
+"""A small version of the demo: every stage runs, is measured and saved, and the report shows all of it."""
 
 from __future__ import annotations
 

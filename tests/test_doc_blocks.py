@@ -82,7 +82,7 @@ BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 
 
 def commands(block: Block) -> list[list[str]]:
-    """The words of each command, without comments, environment variables and background marks."""
+    """The words of each command, without comments, environment variables and `&`."""
     lines = block.text.replace("\\\n", " ").splitlines()
     split = [shlex.split(line, comments=True) for line in lines]
     bare = [[word for index, word in enumerate(words) if word != "&" and not is_variable(words, index)] for words in split]
@@ -170,7 +170,7 @@ def test_a_mistake_in_a_command_is_noticed(line, here):
 
 
 def give_words(words: list[str], *, run: bool) -> None:
-    """Run a command, or check that it can be given."""
+    """Run a command, or check that it is valid."""
     name = Path(words[0]).name
     if name == "make":
         assert re.search(rf"^{words[1]}:", (REPOSITORY / "Makefile").read_text(), re.M)
@@ -202,7 +202,7 @@ def give_module(words: list[str]) -> None:
 
 
 def parse_benchmark(module: str, arguments: list[str]) -> None:
-    """Give the arguments to the benchmark's own parser, and stop there."""
+    """Pass the arguments to the benchmark's parser, and run no more."""
     parse = argparse.ArgumentParser.parse_args
 
     def stop_when_parsed(parser: argparse.ArgumentParser) -> None:
@@ -238,7 +238,7 @@ def give(words: list[str], *, run: bool) -> None:
 
 @functools.cache
 def verbs_that_do_nothing() -> typer.Typer:
-    """The verbs that do not train, with their options: they construct their configs, and no more."""
+    """The verbs that do not train, with their options: they only construct their configs."""
     verbs = typer.Typer()
     for command in app.registered_commands:
         body = command.callback

@@ -1,4 +1,4 @@
-"""The pages of the docs name files, links and figures that are there."""
+"""Files, links and figures that the docs name exist."""
 
 from __future__ import annotations
 

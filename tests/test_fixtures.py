@@ -1,4 +1,4 @@
-"""What every test relies on."""
+"""The fixtures that every test relies on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rooms of the package stand on levels, and a module imports only from its own room and from rooms on levels below it."""
+"""Each room of the package has a level; a module imports only from its own room and from rooms on lower levels."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def room(module: str) -> str:
 
 
 def imports(tree: ast.AST, package: str, known: set[str], late: bool = False) -> Iterator[Imported]:
-    """Everything that a module imports, what only type checkers see too. Relative imports count from `package`."""
+    """Everything that a module imports, also for type checking only. Relative imports are resolved from `package`."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Import):
             yield from (Imported(alias.name, late) for alias in node.names)

@@ -1,4 +1,4 @@
-"""The public names: all there, each in its home, none imported before it is used."""
+"""Every public name exists, in the module that defines it, and is imported on first use."""
 
 from __future__ import annotations
 

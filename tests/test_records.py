@@ -1,4 +1,4 @@
-"""Rows survive the way through a file, and whatever cannot be read is named."""
+"""Rows are read as they were written, and errors name what cannot be read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: what it hands to the modules that work, what it prints, and how it ends."""
+"""The command line: what it passes on, what it prints, and its exit codes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def python(*args: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[..., Any]) -> None:
-    """Put a module of these functions where the command line will import one."""
+    """Replace a module that the command line imports by one with these functions."""
     fake = ModuleType(module)
     vars(fake).update(functions)
     monkeypatch.setitem(sys.modules, module, fake)
@@ -62,7 +62,7 @@ assert not {{"torch", "transformers", "numpy", "datasets"}} & sys.modules.keys()
 """
     result = python("-c", code)
     assert result.returncode == 0, result.stderr
-    seconds = []  # of the processor, so that what runs beside the tests does not count
+    seconds = []  # processor time, which other programs do not affect
     for _ in range(3):
         start = os.times()
         result = python("-m", "unmask", "sft", "--help")

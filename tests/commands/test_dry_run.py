@@ -1,4 +1,4 @@
-"""A rehearsal makes two steps of every stage, tells what the run takes, and leaves nothing behind; a debugging run looks at each step."""
+"""A dry run makes two steps of every stage, prints the estimate, and leaves nothing behind; a debugging run looks at each step."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_step_of_preferences_takes_the_memory_and_the_products_that_were_predi
 
 
 class Products(TrainerCallback):
-    """The FLOPs of the matrix products of every optimizer step, of its batch's scores under the reference too."""
+    """The FLOPs of the matrix products of every optimizer step, including those of the reference on its batch."""
 
     def __init__(self) -> None:
         self.flops: list[int] = []
@@ -143,11 +143,11 @@ def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path,
     config = run_config(model, tmp_path, tmp_path)
     (line,) = rehearse("dpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=40), "training": training}))
     assert sum(scored) == 8 and line["steps"] == "30"
-    assert float(line["hours in all"]) > 30 * float(line["seconds a step"]) / 3600  # all scores of three epochs too
+    assert float(line["hours in all"]) > 30 * float(line["seconds a step"]) / 3600  # and the reference's log-probabilities for three epochs
 
 
 def test_every_update_on_a_rollout_is_a_step(model, tmp_path):
-    """Of 10 prompts 4 make a step; what is left over makes none. Each rollout is updated on three times."""
+    """A step takes 4 of the 10 prompts; the 2 left over make none. There are three updates on each rollout."""
     training = {"num_generations": 2, "num_iterations": 3, "per_device_train_batch_size": 8, "num_train_epochs": 2, "use_cpu": True}
     kept = {"max_completion_length": 4, "bf16": False, "warmup_steps": 0}
     config = run_config(model, tmp_path, tmp_path)

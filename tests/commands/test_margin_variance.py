@@ -1,4 +1,4 @@
-"""The variance of the margin by estimator and budget: of which masks, over which redraws, and what the command prints."""
+"""The variance of the margin by estimator and budget: its masks, its redraws, and what the command prints."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ SHARED = "independent times, shared masks"
 
 
 def trainer_of(folder: Path, *pattern: Any, rows: Any = None, **more: Any) -> DPOTrainer:
-    """A policy away from its reference."""
+    """A policy that differs from its reference."""
     tiny(*pattern).save(folder / "reference")
     shape = {"reference": "frozen", "reference_model": str(folder / "reference"), "rows": rows or PREFERENCES[4:6]}
     return make("dpo", folder / "run", moved(tiny(*pattern)), **shape | more)
 
 
 def copies(trainer: DPOTrainer, count: int) -> Any:
-    """The first pair so many times, each with masks of its own: margins of one redraw are then as many redraws."""
+    """The first pair repeated, each time with other masks: the margins of one redraw are then that many redraws."""
     return trainer.data_collator(trainer.train_dataset[:1] * count) | {"sample_id": torch.arange(count)}
 
 
 def drawn(trainer: DPOTrainer, name: str, views: int, count: int = 300) -> torch.Tensor:
-    """So many draws of a pair's margin."""
+    """This many draws of a pair's margin."""
     return drawn_margins(trainer, copies(trainer, count), ESTIMATORS[name], views, 1)[0]
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_every_plan_averages_to_the_same_bound(name, tmp_path):
-    """That of many views of the plan with the least noise."""
+    """The bound is that of many views of the plan with the least variance."""
     trainer = make("dpo", tmp_path, rows=PREFERENCES[4:5], reference="frozen")
     rows, count = copies(trainer, 300), 300
     bounds = {}
@@ -62,7 +62,7 @@ def test_shared_masks_are_the_same_for_both_models_and_independent_ones_are_not(
 
 @pytest.mark.slow
 def test_independent_draws_are_independent(tmp_path):
-    """So that their variance falls as one over their number, and no two redraws are alike."""
+    """Their variance is proportional to one over their number, and no two redraws are equal."""
     trainer = trainer_of(tmp_path)
     one, four = (drawn(trainer, SHARED, views, 2400).var() for views in (1, 4))
     assert 2.5 < one / four < 6.5

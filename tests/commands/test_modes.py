@@ -1,4 +1,4 @@
-"""What each mode sets on which hardware, where it ranks, and that it arrives in the arguments of every verb."""
+"""What each mode sets on which hardware, its precedence, and that it reaches the arguments of every verb."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def config(mode: str, verb: str, *overrides: str, **sources: Any) -> RunConfig:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch, tf32_restored: None) -> None:
-    """As on an Ampere GPU, as far as settings go."""
+    """An Ampere GPU, as far as settings depend on it."""
     monkeypatch.setattr(modes, "hardware_here", lambda **_: GPU)
     monkeypatch.setattr(training_args, "is_torch_tf32_available", lambda: True)
 

@@ -1,4 +1,4 @@
-"""Variables of older names: what they set, where they rank, and what they say."""
+"""Variables of older names: what they set, their precedence, and their warnings."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ GRPO = ["training.num_generations=2", "training.max_completion_length=4"]
 
 
 def check_trace(read: dict[str, Any], ranges: dict[str, int]) -> None:
-    """What Perfetto's importer of Chrome traces needs, and ranges of these names, as often as this."""
+    """The trace has what Perfetto's importer of Chrome traces needs, and this many ranges of each name."""
     events = read["traceEvents"]
     assert all(isinstance(event["ph"], str) and {"ts", "pid", "tid"} <= event.keys() for event in events)
     complete = [event for event in events if event["ph"] == "X"]
@@ -97,7 +97,7 @@ def test_what_cannot_be_profiled_is_refused(arguments, message, model, tmp_path)
 
 
 def test_the_table_of_operators_is_that_of_torch():
-    """Whose own takes minutes for the events of a long rollout."""
+    """torch's own table takes minutes for the events of a long rollout."""
     weight_VV = torch.randn(64, 64, requires_grad=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorder, torch.profiler.record_function("reward"):
         for _ in range(4):

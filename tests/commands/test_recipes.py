@@ -89,7 +89,7 @@ def constructed(verb: str, recipes: list[str], mode: str | None, folder: Path, m
 
 
 def for_verb(verb: str, recipes: list[str]) -> tuple[str, str | None, dict[str, Any]]:
-    """A model that the recipes are for, rows, and what fits both to each other."""
+    """A model that the recipes are for, rows, and the settings that both need."""
     if verb == "grpo":
         data = {"gsm8k": "gsm8k", "math500": "math500", "code-python": "mbpp", "code-ocaml": "ocaml", "code-ocaml-causal": "ocaml"}
         name = recipes[0].removeprefix("grpo-")
@@ -151,7 +151,7 @@ def test_small_recipes_of_fine_tuning(recipe, models):
 
 
 def documented() -> list[tuple[str, str]]:
-    """The verb and the options of each command with a recipe that docs, scripts and recipes show."""
+    """The verb and options of each command with a recipe in docs, scripts and recipes."""
     pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *RECIPES.glob("*/*.yaml"), *(REPOSITORY / "scripts").iterdir()]
     shown = {found.groups() for page in pages for found in COMMAND.finditer(page.read_text(encoding="utf-8"))}
     return sorted((verb, options) for verb, options in shown if "TASK" not in options)  # which stands for every one

@@ -93,7 +93,7 @@ def test_overwriting_removes_what_a_run_writes_and_nothing_else(tmp_path):
 
 
 def test_overwriting_replaces_the_scores_of_an_earlier_reference(model, tmp_path):
-    """Unless the settings say otherwise; and the settings that are written do not go on to replace others."""
+    """Unless the settings say otherwise; the settings that are written do not replace a reference later."""
     run = ["dpo", "--model", model, "--task", "sudoku", "--output", tmp_path / "out", *QUICK]
     assert unmask(*run).exit_code == 0
     refused = unmask(*run, "--overwrite", "training.seed=1", "training.stale_reference=error")

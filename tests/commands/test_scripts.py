@@ -26,7 +26,7 @@ def run(*arguments: str | Path, script: str = "run.sh", path: str = TOOLS, **env
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> str:
-    """A PATH with an `unmask` that only tells how it was called."""
+    """A PATH with an `unmask` that records how it was called."""
     program = tmp_path / "bin" / "unmask"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$UNMASK_OUTPUT_DIR" "$@"\n')
@@ -46,7 +46,7 @@ def test_a_task_and_a_mode_are_words_of_the_command(recorder):
 
 
 def called_with(*arguments: str, script: str = "run.sh", path: str, **environment: str) -> list[str]:
-    """What the script hands to `unmask`."""
+    """What the script passes to `unmask`."""
     called = run(*arguments, script=script, path=path, **environment)
     assert called.returncode == 0, called.stderr
     return called.stdout.splitlines()[1:]

@@ -1,4 +1,4 @@
-"""Settings of rollouts: what a backend needs, and what means nothing to it."""
+"""Settings of rollouts: what each backend needs, and what has no effect on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the causal model teaches: its predictions in part or whole, and its hidden states; and rows that the student writes itself."""
+"""Distillation from the causal model: of some or all of its predictions, of hidden states, and on rows that the student samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def sharp(lm: DiffusionLM) -> DiffusionLM:
 
 
 def pair(attention: str = "bidirectional", block_size: int | None = None, shift: bool = False) -> tuple[DiffusionLM, DiffusionLM]:
-    """A student and its teacher, which is another model."""
+    """A student and another model as its teacher."""
     lm, teacher = sharp(tiny(attention, block_size, logit_shift=shift)), sharp(tiny("causal")).frozen_copy()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -110,7 +110,7 @@ def test_a_student_that_is_the_teacher_has_nothing_to_learn(context):
 @pytest.mark.parametrize(("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 4, True)])
 @pytest.mark.parametrize("hidden", [(1, 2), (2,), (1,)])
 def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(attention, block_size, shift, hidden):
-    """Over all texts of the teacher: x_0 and what it writes after it, x_1 and x_2."""
+    """Over all texts of the teacher: x_0 and its continuations x_1, x_2."""
     lm, teacher = pair(attention, block_size, shift)
     real = [token for token in range(lm.config.vocab_size) if token != lm.mask_token_id]
     ids_BT = torch.cartesian_prod(torch.tensor([4]), *[torch.tensor(real)] * 2)
@@ -202,7 +202,7 @@ def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_
     for step in range(8):
         trainer.state.global_step = step
         after = trainer.prepared([before])[0]
-        assert after.pop("one_document") is False  # what it wrote may end early, and padding follows
+        assert after.pop("one_document") is False  # its continuation may end early, and padding follows
         again = trainer.prepared([before])[0]
         assert all(torch.equal(after[name], again[name]) for name in after)
         for row in range(4):

@@ -1,4 +1,4 @@
-"""Stages as data: from YAML to what is trained, how, and under which attention."""
+"""Stages as data: from YAML to which weights are trained, how, and with which attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FIVE = """
 
 @pytest.fixture
 def run(tmp_path: Path) -> Any:
-    """`unmask convert --config` with these lines of the training section; every stage makes its steps on the tiny model."""
+    """Run `unmask convert --config` on the tiny model with these lines in the training section."""
     tiny("causal").save(tmp_path / "causal")
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in TEXTS))
 

@@ -1,4 +1,4 @@
-"""A conversion trains in each stage what the stage says, at its rate, and gives a diffusion model."""
+"""Each stage of a conversion trains the weights that it names at its learning rate; the result is a diffusion model."""
 
 from __future__ import annotations
 
@@ -524,7 +524,7 @@ def test_every_recipe_ends_with_its_pattern_and_a_model_that_writes(name, tmp_pa
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_accumulating_gradients_changes_no_recipe(name, tmp_path):
-    """In float64 and with SGD, so that what differs shows."""
+    """In float64 and with SGD, so that differences are visible."""
     ends = []
     for size, accumulation in ((4, 1), (1, 4)):
         sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": accumulation, "optim": "sgd", "learning_rate": 0.1}

@@ -18,7 +18,7 @@ spoken = st.lists(st.tuples(st.sampled_from(sorted(SPEAKERS)), words), min_size=
 
 
 def said(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """Messages in ShareGPT's form."""
+    """Messages in ShareGPT's format."""
     return [{"from": speaker, "value": text} for speaker, text in turns]
 
 

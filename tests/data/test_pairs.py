@@ -1,4 +1,4 @@
-"""Rows of prompts and completions: no token is lost or repeated, and an end token is learnt only where there is one."""
+"""Rows of prompts and completions: no token is lost or repeated, and an end token is learnt only if there is one."""
 
 from __future__ import annotations
 

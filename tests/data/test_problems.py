@@ -17,7 +17,7 @@ PROBLEMS = [{"question": f"What is {n} + {n}?", "answer": f"It is {2 * n}.\n####
 
 
 def written(kind: str, folder: Path) -> str:
-    """A file or folder with the problems, of that kind."""
+    """Write the problems as a file or folder of this kind."""
     path = folder / f"problems.{kind}"
     rows = Dataset.from_list(PROBLEMS)
     if kind == "saved":

@@ -1,4 +1,4 @@
-"""The report counts every row once, and its statistics match the lengths."""
+"""The report counts each row once, and its statistics match the lengths."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
 
 
 def damaged_folder(home, suffix):
-    """Two files; the damage of the second is found only on reading."""
+    """Two files, of which the second is damaged; this is found only on reading."""
     home.mkdir()
     for number in range(2):
         rows = Dataset.from_dict({"text": [f"{number} {row}" for row in range(300)]})
@@ -307,7 +307,7 @@ def test_a_stream_is_read_lazily(tmp_path):
 
 
 def write_sources(folder):
-    """300 documents of a, and 200 of b in a column of another name beside a further column."""
+    """Write 300 documents of a, and 200 of b, whose text column has another name and is not the only one."""
     (folder / "a.txt").write_text("\n".join(f"a{index}" for index in range(300)))
     (folder / "b.jsonl").write_text("\n".join(json.dumps({"content": f"b{index}", "id": index}) for index in range(200)))
     return [DataSource(path=str(folder / "a.txt"), weight=3), DataSource(path=str(folder / "b.jsonl"), weight=1.0, text_column="content")]

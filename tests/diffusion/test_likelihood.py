@@ -1,4 +1,4 @@
-"""Bounds and exact likelihoods, against sums over all masks, orders and completions."""
+"""Bounds and exact likelihoods compared with sums over all masks, orders and completions."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nothing_to_predict_is_certain():
 
 @torch.enable_grad()
 def test_the_mean_over_orders_and_its_gradient_are_those_of_all_orders_listed():
-    """Of groups of several sizes, some not in one piece, and of a row without any."""
+    """For groups of several sizes, some not contiguous, and a row without groups."""
     group_BT = torch.tensor([[-1, 0, 0, 1, 1, 1, 2], [0, -1, 3, 0, 3, 0, -1], [-1] * 7])
     log_prob_BMT = -torch.rand(3, 2**3 - 1, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     log_prob_BMT.requires_grad_()

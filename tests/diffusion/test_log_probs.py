@@ -1,4 +1,4 @@
-"""Scores: the log-probabilities of the hidden tokens as inference has them, in any chunks, under any padding."""
+"""The log-probabilities of hidden tokens equal those of inference, in any chunks and with any padding."""
 
 from __future__ import annotations
 

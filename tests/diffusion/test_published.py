@@ -25,7 +25,7 @@ NOISE = Noise(get_schedule("linear"))
 
 
 class Injected:
-    """A Draw by which a plan hides what the published code hid, at its times."""
+    """A Draw with which a plan hides the tokens that the published code hid, at the same times."""
 
     order_B = None
 
@@ -39,7 +39,7 @@ class Injected:
 
 
 def at_times(record: dict[str, Any]) -> tuple[Views, Tensor]:
-    """Views of the recorded masks and times, and the groups that are noised together [B, T]: whole rows."""
+    """Views with the recorded masks and times, and their groups [B, T], which are whole rows."""
     group_BT = torch.tensor(record["maskable"]) - 1
     time_BM = (torch.tensor(record["time"], dtype=torch.float64)[:, None] - NOISE.low) / (NOISE.high - NOISE.low)
     draw: Any = Injected(torch.tensor(record["hidden"]).bool()[:, None], time_BM)

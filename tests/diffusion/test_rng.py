@@ -1,4 +1,4 @@
-"""Keyed random numbers: the published generator, well spread, and functions of their key alone."""
+"""Keyed random numbers: those of the published generator, uniform, and functions of their key only."""
 
 from __future__ import annotations
 

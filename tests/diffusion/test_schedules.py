@@ -1,4 +1,4 @@
-"""Noise schedules: from nothing hidden to everything, with the weight that their definition gives."""
+"""Noise schedules go from nothing hidden to everything, with the weights of their definition."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
 
 def many(row, count=300):
-    """One row of groups for many sequences, and their draw."""
+    """The same row of groups for many sequences, and their draw."""
     return torch.tensor(row).expand(count, -1), Draw(0, torch.arange(count))
 
 
@@ -255,7 +255,7 @@ def test_plans_of_exact_counts_average_to_the_exact_bound(tables, plan, views):
 def listed_subsets(width, rate, views, low, high, points=30):
     """Every set of hidden tokens at the nodes of a quadrature over time, and the probability [N, V] of each.
 
-    Times of several views lie in stretches of their own, so that a set has another probability in each.
+    Times of several views are stratified, so a set has another probability in each view.
     """
     nodes, shares = (torch.from_numpy(numbers) for numbers in np.polynomial.legendre.leggauss(points))
     sets = torch.tensor(list(itertools.product([False, True], repeat=LENGTH)))

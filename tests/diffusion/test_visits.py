@@ -1,4 +1,4 @@
-"""Times of rows that training visits one after another are spread evenly, however it is cut into batches."""
+"""Times of successive rows are evenly spread, for any batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SUCCESSIVE = 64
 
 
 def visited(start, count, groups=1, seed=0, views=1):
-    """The times [N, V] of successive sequences and their groups: with a rate of t, random numbers that are all t say which it was."""
+    """The times [N, V] of successive sequences and their groups, recovered from masks whose random numbers are all equal."""
     group = torch.arange(groups).expand(count, -1)
     draw = Draw(seed, torch.zeros(count, dtype=torch.long), order_B=torch.arange(start, start + count))
     noise = Noise(replace(get_schedule("linear"), mask_rate=torch.ones_like, weight=lambda t: t), low=0.0)

@@ -1,4 +1,4 @@
-"""The supervised loss is the weighted sum that the views ask for."""
+"""The supervised loss is the sum over views with their weights."""
 
 from __future__ import annotations
 

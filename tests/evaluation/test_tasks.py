@@ -22,7 +22,7 @@ LM = small_model(TASK, DemoSettings(hidden=16, layers=1), 0)
 
 
 def result_of(texts: list[str], monkeypatch: pytest.MonkeyPatch) -> TaskResult:
-    """The result of a model whose completions are these texts."""
+    """The result of a model with these completions."""
 
     class Written:
         def __init__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Lossy settings are exact where nothing is stale, and report their agreement with the exact sampler."""
+"""Lossy settings are exact if nothing is stale, and report their agreement with the exact sampler."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_the_first_of_equals_below_a_threshold_is_revealed_alone(generate, atten
 
 
 def test_the_policies_differ():
-    """Otherwise the other tests would not notice a policy that has no effect."""
+    """Otherwise other tests would not notice a policy without effect."""
     lm = tiny("phi", "bidirectional")
     orders = set()
     for policy in get_args(SamplerConfig.model_fields["policy"].annotation):

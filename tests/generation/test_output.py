@@ -1,4 +1,4 @@
-"""A trace is complete: it can be replayed."""
+"""A trace holds all that is needed to replay it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many seeds of every pattern and policy: the tokens of the naive sampler at any batch size, and the drawn distribution."""
+"""With many seeds of every pattern and policy: the naive sampler's tokens at any batch size, and the exact distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens are decision from the exact distribution, filters keep the most likely, and each policy ranks by its own measure."""
+"""Tokens are drawn from the exact distribution, filters keep the most likely ones, and each policy ranks by its measure."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_filtered_priorities_are_those_of_the_filtered_distribution(seed, temper
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_rounding_does_not_rank_equal_positions(policy):
-    """All positions of an empty canvas can be alike: their order must not depend on the last bit of a float64."""
+    """All positions of an empty canvas can be equal: their order must not depend on the last bit of a float64."""
     logits_NV = random_logits(1, 1, 6).repeat(5, 1) * (1 + torch.arange(5)[:, None] * 2.0**-52)
     priorities = decide_rows(logits_NV, policy=policy).priority_N
     assert priorities.dtype == torch.float32
@@ -211,7 +211,7 @@ def priorities(rows: list[list[float]]) -> torch.Tensor:
 
 @given(st.lists(st.lists(st.sampled_from([0.95, 0.9, 0.9 - 1e-6, 0.5, 0.5 - 1e-6]), min_size=1, max_size=6), min_size=1, max_size=4))
 def test_a_threshold_reveals_all_that_reach_it_or_exactly_one(probs):
-    """Not all positions that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
+    """It does not reveal all positions that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
     priority_BW = priorities([[math.log(p) for p in row] for row in probs])
     expected = [max(1, sum(p >= 0.9 - 1e-9 for p in row)) for row in probs]
     assert how_many(priority_BW, SamplerConfig(threshold=0.9 - 1e-9)).tolist() == expected
@@ -274,7 +274,7 @@ def test_repetition_is_penalised_as_transformers_does_it():
 
 @pytest.mark.parametrize("width", [1, 255, 256, 257, 700])
 def test_drawing_by_groups_covers_the_whole_vocabulary(width):
-    """Evenly spaced noise draws every token of a vocabulary of any size once, in order."""
+    """Evenly spaced noise draws each token once, in order, for a vocabulary of any size."""
     noise_N = (torch.arange(width, dtype=torch.float64) + 0.5) / width
     for dtype in (torch.float32, torch.float64):
         assert draw(torch.ones(width, width, dtype=dtype), noise_N).tolist() == list(range(width))

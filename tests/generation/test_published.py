@@ -1,6 +1,6 @@
-"""Tokens of published samplers, recorded over the model of `recorded.py`: ours are the same, given the same random numbers.
+"""Tokens of published samplers, recorded with the model of `recorded.py`, equal Unmask's, given the same random numbers.
 
-Each file of `data/` names the repository, file, function and commit, each case the published arguments and our settings."""
+Each file of `data/` names the repository, file, function and commit; each case has the published arguments and Unmask's settings."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_the_schedule_of_dream_rounds_down(size, steps):
     for step in range(steps - 1):
         time, later = (1 - (1 - Fraction(1, 1000)) * number / steps for number in (step, step + 1))
         exact = left * (1 - later / time)
-        if abs(exact - round(exact)) < 1e-4:  # where float32 may round to the other side
+        if abs(exact - round(exact)) < 1e-4:  # float32 may round to the other side here
             return
         expected.append(math.floor(exact))
         left -= expected[-1]

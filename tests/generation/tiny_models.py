@@ -1,4 +1,4 @@
-"""Tiny random models in float64: their predictions differ from place to place, and EOS comes up as often as a test needs.
+"""Tiny random models in float64: their predictions depend on the position, and EOS is as frequent as a test needs.
 
 Phi and GPT-2 have rotary and learned positions, and compute in float64 throughout (the norm of Llama rounds to float32).
 """
@@ -26,7 +26,7 @@ every_pattern = pytest.mark.parametrize("attention, block_size", PATTERNS)
 
 
 def stock(family: str = "phi", layers: int = 2) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A causal model of transformers, always with the same weights."""
+    """A causal model of transformers, with the same weights at each call."""
     tokenizer = character_tokenizer(ALPHABET)
     ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     shape = {"vocab_size": len(tokenizer), "initializer_range": 0.3, **ids}
@@ -75,7 +75,7 @@ def prompt_lists(shortest: int):
 
 @st.composite
 def configs(draw, attention: str, block_size: int | None):
-    """Any settings that fit the model and each other."""
+    """Any settings that are valid together and for the model."""
     size = draw(st.integers(1, 9))
     divisors = [None, *(d for d in range(1, size + 1) if size % d == 0)]
     decoding_block = {"causal": [None, 1], "block_causal": [None, block_size]}.get(attention, divisors)

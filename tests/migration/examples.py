@@ -1,4 +1,4 @@
-"""Old configurations, as their documents and repositories show them, and what must become of them."""
+"""Configurations from documents and repositories of other projects, and what they must be migrated to."""
 
 from __future__ import annotations
 

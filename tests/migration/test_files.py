@@ -1,4 +1,4 @@
-"""What shell scripts say: variables, and the flags of the one training that they start."""
+"""Shell scripts are read for variables and for the flags of the one training that they start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`unmask migrate`: old configurations become ones that our own strict config accepts, and nothing is lost without a word."""
+"""`unmask migrate`: old configurations become ones that Unmask's strict config accepts, and every lost key is reported."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_deepspeed_and_shards_of_accelerate_become_settings(tmp_path):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_tables_name_only_settings_that_there_are(name):
-    """Each rule is tried with values of every kind; what it makes of those that it takes are settings of the verb."""
+    """Every rule is tried with values of every type; those that it accepts must become settings of the verb."""
     form = FORMATS[name]
     fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config)}
     others = {key: True for key in form.table} | {"dataset_name": "d", "loss_type": "sigmoid", "masking.strategy_type": "adaptive"}
@@ -245,7 +245,7 @@ def test_a_mixture_of_dllm_keeps_its_sources_and_shares(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model, training and hardware files", "dLLM's text, from a cluster"])
 def test_a_migrated_conversion_trains(name: str, tmp_path):
-    """What the machine of the test lacks is set back; everything else is as it was migrated."""
+    """Settings that this machine lacks the hardware for are reset; all others are as migrated."""
     found = migrate(write(tmp_path, EXAMPLES[name].files))
     (tmp_path / "new.yaml").write_text(found.to_yaml())
     model = tmp_path / "causal"

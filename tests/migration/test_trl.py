@@ -1,4 +1,4 @@
-"""TRL's own classes against the tables: every field is known, and what is written as its default is its default."""
+"""The tables compared with TRL's classes: every field is known, and every default that is written is TRL's."""
 
 from __future__ import annotations
 

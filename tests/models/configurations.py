@@ -1,4 +1,4 @@
-"""Tiny models with random weights of the configurations that the attention function is proven on."""
+"""Tiny models with random weights, in the configurations on which the attention function is tested."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ VOCABULARY = len(SPECIAL) + len(ALPHABET)
 WINDOW = 3
 LAYERS = 2
 
-# Weights large enough that whatever a row attends to shows in its output.
+# Weights large enough that each token that a row attends to visibly changes its output.
 SHARED = {"vocab_size": VOCABULARY, "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SIZES = SHARED | {
     "hidden_size": 16,
@@ -77,7 +77,7 @@ WINDOWS_OF_LAYERS: dict[str, list[int | None]] = {
 
 
 def tiny_model(name: str, attention: str = "eager", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A stock model in eval mode, the same weights at every call."""
+    """A stock model in eval mode, with the same weights at each call."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGURATIONS[name]), attn_implementation=attention, dtype=dtype)

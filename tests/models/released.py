@@ -1,4 +1,4 @@
-"""Released models in small: configs and random weights as they are published, with a tokenizer beside them."""
+"""Small versions of released models: configs, random weights and tokenizers in the published format."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ EXPECTED = {
 
 
 def published_weights(name: str) -> dict[str, Tensor]:
-    """Random weights by their published names, written out by hand."""
+    """Random weights under their published names."""
     generator = torch.Generator().manual_seed(0)
 
     def weight(*shape: int) -> Tensor:
@@ -269,7 +269,7 @@ def write_tokenizer(name: str, folder: Path) -> None:
 
 
 def write_published(name: str, folder: Path, weights: dict[str, Tensor] | None = None, **changes: Any) -> Path:
-    """A folder as the family publishes it."""
+    """Write a folder as the family publishes it."""
     folder.mkdir(exist_ok=True)
     config = {key: value for key, value in (CONFIGS[name] | changes).items() if value is not ...}
     (folder / "config.json").write_text(json.dumps(config))
@@ -279,7 +279,7 @@ def write_published(name: str, folder: Path, weights: dict[str, Tensor] | None =
 
 
 def by_hand(name: str) -> Any:
-    """The stock model with the same tensors put in their places one by one."""
+    """The stock model, to which the same tensors were assigned one by one."""
     sizes = {"hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "intermediate_size": INNER}
     more = {"vocab_size": VOCABULARY, "max_position_embeddings": 64, "rms_norm_eps": 1e-5, "rope_theta": 500000.0}
     kind, extra = KINDS[name]
@@ -306,7 +306,7 @@ def by_hand(name: str) -> Any:
 
 
 def as_stock(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names of a stock model: queries, keys and values apart, all experts of a layer in two tensors."""
+    """Weights under the names of a stock model: separate queries, keys and values, all experts of a layer in two tensors."""
     state = dict(weights)
     for name in weights:
         if name.endswith("query_key_value.weight"):

@@ -1,4 +1,4 @@
-"""Weights off alignment give other last bits: loading moves them, without a second copy of the model in memory."""
+"""Unaligned weights change the last bits of results: loading aligns them, without a second copy of the model in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unmask.models.load import as_diffusion_lm, load
 
 
 def shift(model: torch.nn.Module, offset: int) -> None:
-    """Move every weight so many bytes off alignment."""
+    """Move every weight this many bytes off alignment."""
     for weight in model.parameters():
         room = torch.empty(weight.nbytes + 2 * ALIGNMENT, dtype=torch.uint8)
         start = -room.data_ptr() % ALIGNMENT + offset

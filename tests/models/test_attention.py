@@ -1,4 +1,4 @@
-"""The attention patterns: who sees whom, on every supported architecture, with padding, packing, caches and checkpointing."""
+"""The attention patterns: which token attends to which, on every architecture, with padding, packing, caches and checkpointing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DOCUMENTS = {
     "packed": [0] + [1] * 4 + [2] * 5 + [3] + [0],
 }
 
-# From here to `reach`: the patterns once more, from their definition and slowly.
+# From here to `reach`: the patterns by their definition, slowly.
 
 
 def positions(documents):
@@ -49,7 +49,7 @@ def block_of(position, pattern):
 
 
 def sees(documents, pattern, i, j, context=False):
-    """`context`: what is clean is read from left to right within its block, too."""
+    """`context`: clean tokens are causal within their block, too."""
     if documents[i] == 0:
         return i == j
     place = positions(documents)
@@ -58,7 +58,7 @@ def sees(documents, pattern, i, j, context=False):
 
 
 def sees_with_copies(documents, pattern, i, j, context, copies):
-    """The same for `[x_t ; ... ; x_0]`: the clean tokens stand behind this many noised copies."""
+    """The same for `[x_t ; ... ; x_0]`: the clean tokens come after this many noised copies."""
     (copy, i), (other_copy, j) = divmod(i, len(documents)), divmod(j, len(documents))
     place = positions(documents)
     own, other = block_of(place[i], pattern), block_of(place[j], pattern)
@@ -72,7 +72,7 @@ def table(rule, size):
 
 
 def reach(name, documents, pattern):
-    """Whether row i of the last layer depends on token j: what it sees, and what those see, through layers with their windows."""
+    """Whether row i of the last layer depends on token j, directly or through other tokens, in layers with these windows."""
     size = len(documents)
     seen = table(lambda i, j: sees(documents, pattern, i, j), size)
     layers = [seen] * LAYERS
@@ -83,7 +83,7 @@ def reach(name, documents, pattern):
 
 
 def through(layers):
-    """What reaches what through layers of these masks."""
+    """Which tokens affect which through layers with these masks."""
     reached = torch.eye(len(layers[0]), dtype=torch.bool)
     for layer in layers:
         reached = (layer.float() @ reached.float()) > 0
@@ -91,7 +91,7 @@ def through(layers):
 
 
 def changed_rows(ids_1T):
-    """The row once per token, batch row j with another token j."""
+    """The row once per token; batch row j has another token j."""
     size = ids_1T.shape[1]
     ids = ids_1T.repeat(size, 1)
     return torch.where(torch.eye(size, dtype=torch.bool), torch.where(ids + 1 < VOCABULARY, ids + 1, 4), ids)

@@ -1,4 +1,4 @@
-"""DiffusionLM: which row predicts which token, the rows asked for and no others, and blocks that agree with inference."""
+"""DiffusionLM: which row predicts which token, logits for the targets only, and blocks that agree with inference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_only_the_rows_asked_for_are_computed_and_they_are_the_same(name, shift)
     computed = []
     lm.model.get_output_embeddings().register_forward_hook(lambda head, args, out: computed.append(out.shape[:-1].numel()))
     ids, rows = random_ids(3, 7), some((3, 7))
-    rows[:, 0] = False  # has no predecessor to be predicted from
+    rows[:, 0] = False  # the first token has no predecessor
     chosen = lm.logits(ids, rows_BT=rows)
     everything = lm.logits(ids)
     assert computed == [int(rows.sum()), 21]
@@ -74,7 +74,7 @@ def test_padding_and_packing_change_nothing(name, pattern):
 
 
 def block_by_block(lm, noisy, clean, documents):
-    """Inference: every block is predicted from the clean blocks before it and its own noised tokens."""
+    """As in inference, every block is predicted from the clean blocks before it and its own noised tokens."""
     size, (batch, length) = lm.block_size or 1, clean.shape
     logits = torch.zeros(batch, length, lm.mask_token_id + 1, dtype=torch.float64)
     for row in range(batch):
@@ -87,7 +87,7 @@ def block_by_block(lm, noisy, clean, documents):
 
 
 def noised_logits(lm, hidden_BT, clean_BT, documents_BT, rows_BT):
-    """The logits of one noised copy beside the clean tokens."""
+    """The logits of one noised copy, computed together with the clean tokens."""
     return lm.forward(lm.noised(clean_BT, hidden_BT[:, None], documents_BT, rows_BT[:, None]))
 
 
@@ -102,7 +102,7 @@ def test_noised_beside_clean_is_inference_block_by_block(name, pattern, shift, p
     rows = some(clean.shape, seed=2)
     documents = torch.tensor([[0] * padding + [1] * (10 - padding), [1] * 10]) if padding else None
     rows[0, :padding] = False
-    rows[0, padding] = rows[1, 0] = not shift  # with a shift, a first token has nothing to be predicted from
+    rows[0, padding] = rows[1, 0] = not shift  # with a shift, nothing predicts a first token
     expected = block_by_block(lm, noisy, clean, documents)
     torch.testing.assert_close(noised_logits(lm, hidden, clean, documents, rows), expected[rows], **CLOSE)
 
@@ -118,7 +118,7 @@ def test_noised_beside_clean_in_one_block_is_the_noised_row_alone():
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_of_one_with_a_shift_are_the_causal_model(name):
     lm = tiny_lm(name, "block_causal", 1, shift=True)
-    ids = random_ids(2, WINDOW)  # causal keeps a model's windows: no longer than the window, there is none
+    ids = random_ids(2, WINDOW)  # causal models keep their windows: rows no longer than the window have none
     expected = lm.as_causal().logits(ids)
     assert torch.equal(lm.logits(ids), expected)
     rows = torch.ones_like(ids, dtype=torch.bool)
@@ -223,7 +223,7 @@ def test_a_frozen_copy_stays_as_it_was_and_chooses_its_own_rows():
 
 
 class Wrapper(nn.Module):
-    """As distributed training wraps a model."""
+    """A wrapper as in distributed training."""
 
     def __init__(self, module):
         super().__init__()

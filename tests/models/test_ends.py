@@ -1,4 +1,4 @@
-"""End tokens: all that a model's files name are found, kept by saving, loading and exporting, and may be set."""
+"""End tokens: all that a model's files name are found, kept on saving, loading and exporting, and can be set."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROWS = 16
 
 
 def write(folder: Path, generation: Any = None, template: str | None = None, config: Any = EOS) -> Path:
-    """A causal model whose files name end tokens in these places; its tokenizer names EOS."""
+    """Write a causal model whose files name end tokens in these places; its tokenizer names EOS."""
     tokenizer = character_tokenizer("abcdef")
     tokenizer.add_special_tokens({"additional_special_tokens": TURNS})
     assert tokenizer.convert_tokens_to_ids(TURNS[1:]) == [IM_END, EOT, EOM]
@@ -123,7 +123,7 @@ def test_transformers_stops_where_unmask_does(tmp_path):
 
 
 def test_a_released_model_with_several_ends(tmp_path):
-    """As SDAR-Chat: its generation_config.json names the turn's end and EOS, config.json and tokenizer EOS alone."""
+    """Like SDAR-Chat: generation_config.json names the end of a turn and EOS, config.json and tokenizer only EOS."""
     folder = write_published("sdar", tmp_path / "sdar")
     turn_end = MASK + 1
     settings = json.loads((folder / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""Released families against their authors' code: logits and completions recorded from it, on small models with the same weights."""
+"""Released families compared with logits and completions recorded from their authors' code, on small models with the same weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RECORDED = {path.stem: path for path in sorted((Path(__file__).parent / "data").
 
 
 def seeded_weight(name: str, shape: list[int]) -> Tensor:
-    """As the weights were made for the recording."""
+    """The weights that the recording was made with."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     weight = torch.randn(*shape, generator=generator) * (1.0 if name == "lm_head.weight" else 0.3)
     return weight + 1.0 if len(shape) == 1 and not name.endswith("bias") else weight

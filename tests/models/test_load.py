@@ -1,4 +1,4 @@
-"""Loading and saving: the same weights and settings come back, a mask token is added, and every mistake has its message."""
+"""Loading and saving: weights and settings are restored, a mask token is added, and every mistake has its message."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SETTINGS = [
 
 
 def save_stock(path, name="llama", **tokens):
-    """A folder as transformers writes it, and its model."""
+    """Write a folder with transformers; the model that it holds."""
     model, tokenizer = tiny_model(name, dtype=torch.float32), character_tokenizer(ALPHABET)
     tokenizer.add_special_tokens(tokens)
     model.save_pretrained(path)
@@ -64,7 +64,7 @@ def test_the_token_that_stands_at_padding_is_trained_where_it_is_text(name, tmp_
         assert lm.config.pad_token_id == 0
         lm.logits(torch.tensor([[0, 6, 0, 7]])).logsumexp(2).sum().backward()
         weight_VD = table.weight.grad.clone()
-        if is_tied(lm.model):  # what comes through the head is another gradient
+        if is_tied(lm.model):  # the gradient through the head is another one
             lm.model.zero_grad()
             lm.logits(torch.tensor([[5, 6, 5, 7]])).logsumexp(2).sum().backward()
             weight_VD -= table.weight.grad
@@ -149,7 +149,7 @@ def test_a_mask_token_is_added_to_a_full_vocabulary(tmp_path, name):
 
 def test_a_mask_token_takes_a_free_row_where_there_is_one():
     model = tiny_model("llama", dtype=torch.float32)
-    tokenizer = character_tokenizer(ALPHABET[:-3])  # three rows of the embeddings stand for no token
+    tokenizer = character_tokenizer(ALPHABET[:-3])  # three rows of the embeddings belong to no token
     before = model.get_input_embeddings().weight.clone()
     lm = make_diffusion(model, tokenizer)
     after = model.get_input_embeddings().weight
@@ -371,7 +371,7 @@ def test_a_model_is_not_split_over_fewer_than_two_gpus(count: int, message: str,
 
 @pytest.mark.parametrize(("attention", "block_size"), [("bidirectional", None), ("block_causal", 4), ("causal", None)])
 def test_masks_pass_through_the_hooks_of_a_split_model(attention: str, block_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU all parts are on one device: the hooks that would move inputs are there, and every part asks for its own."""
+    """On a CPU all parts are on one device, but accelerate's hooks, which would move inputs, are there."""
     lm = tiny_lm("llama", attention, block_size)
     ids_BT = torch.arange(1, 9).expand(2, -1)
     plain = lm.logits(ids_BT)

@@ -1,4 +1,4 @@
-"""What a cache keeps: the most recently used, within its bounds."""
+"""A cache keeps the most recently used values, within its bounds."""
 
 from __future__ import annotations
 

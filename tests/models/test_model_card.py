@@ -1,4 +1,4 @@
-"""The model card: what it says is so, what it tells to run runs, and nothing is invented."""
+"""The model card: its statements are true, its commands run, and nothing is invented."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STAGES = [
 
 
 def run_snippet(text: str) -> str:
-    """Run the card's Python; what it generated."""
+    """Run the card's Python; its completions."""
     (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     names: dict = {}
     exec(code, names)

@@ -1,4 +1,4 @@
-"""Released models in their published layouts: every tensor lands where it belongs and goes back byte for byte."""
+"""Released models in their published formats: every tensor is mapped correctly, and exported byte for byte."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_tensor_and_setting_lands_where_it_belongs(name, published):
 
 
 def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(name, published, tmp_path):
-    """It is the EOS. LLaDA's modelling code trains every row; SDAR's does, as its configs name no padding token."""
+    """The padding token is the EOS. LLaDA's modelling code trains every row, and so does SDAR's, as its configs name no padding token."""
     lm = load(published)
     lm.save(tmp_path)
     for model in (lm, load(tmp_path)):
@@ -86,7 +86,7 @@ def test_the_embedding_at_padding_is_trained_where_the_released_model_trains_it(
 
 def test_nobody_is_asked_whether_to_run_code(published, capfd):
     load(published)
-    load(published, trust_remote_code=True)  # there is none to run, and none is missed
+    load(published, trust_remote_code=True)  # there is no remote code to run, and none is needed
     assert "run the custom code" not in "".join(capfd.readouterr())
 
 
@@ -153,7 +153,7 @@ def test_a_config_that_names_no_shared_experts_has_none(tmp_path):
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_compute_in_float64(tmp_path, family):
-    """The grouped products of torch do not."""
+    """torch's grouped products do not support float64."""
     folder = write_published(family, tmp_path / "published")
     single, double = load(folder), load(folder, dtype="float64")
     assert double.logits(some_ids()).dtype == torch.float64

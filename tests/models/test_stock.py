@@ -1,4 +1,4 @@
-"""A causal model that was exported as stock is what transformers saves: anything loads it, and computes the same."""
+"""A causal model exported as stock equals what transformers saves: any library loads it, with the same results."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_base_of_rotary_embeddings_has_its_older_name_too(tmp_path):
 
 
 class Own(LlamaForCausalLM):
-    """A class that is not of transformers."""
+    """A model class from outside transformers."""
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT 0.21 asks for it

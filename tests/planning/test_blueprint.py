@@ -1,4 +1,4 @@
-"""What is read of a model without its weights."""
+"""What is read from a model without its weights."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_mixture_of_experts_is_planned_by_what_a_token_meets(name: str, tmp_pa
 
 @pytest.mark.parametrize("precision", ["float32", "mixed"])
 def test_what_experts_keep_is_what_all_of_them_keep_of_real_tokens(precision: str, tmp_path: Path) -> None:
-    """The order in which tokens are grouped comes on top."""
+    """The index of the grouped tokens is counted in addition."""
     folder, work = write_published("llada_moe", tmp_path), Workload(sequence_length=16, precision=precision)
     network = Blueprint.read(ModelConfig(path=str(folder))).network(work)
     lm, kept = load(folder), dict[int, int]()

@@ -1,4 +1,4 @@
-"""Steps that are really made, against what was predicted of them."""
+"""Measured steps compared with the estimate."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_step_hides_half_and_its_copy_the_other_half() -> None:
 
 
 class Touched(TorchDispatchMode):
-    """A clock that goes on by the elements that operations read and write, so that no other process moves it."""
+    """A clock that counts the elements that operations read and write, so other processes do not affect it."""
 
     def __init__(self) -> None:
         super().__init__()

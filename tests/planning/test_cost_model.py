@@ -1,4 +1,4 @@
-"""The planning formula: its properties, and its numbers against real models, adapters, optimisers and allocations."""
+"""The planning formula: its properties, and its numbers compared with real models, adapters, optimizers and allocations."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
     peak = peak_memory(NETWORK, work).total
     savings = [{"optimiser": "adamw_8bit"}, {"shards": work.shards * 8}, {"offload": True}, {"host_optimiser": True}]
     if work.batch > 8 and work.sequence_length > 64:
-        # What a row keeps is given for one length here, so that only large batches gain from keeping less of it.
+        # The memory of a row is given for one length here, so only large batches gain from keeping less.
         roomy = dataclasses.replace(NETWORK, saved_per_row=1_000_000 * work.row_length)
         checkpointed = peak_memory(roomy, dataclasses.replace(work, checkpointing=True)).total
         assert checkpointed <= peak_memory(roomy, work).total

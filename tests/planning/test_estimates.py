@@ -1,4 +1,4 @@
-"""Plans: the batch that fits, the time of a step on a machine, and what to switch on."""
+"""Estimates: the batch that fits, the time of a step on a machine, and the advice."""
 
 from __future__ import annotations
 

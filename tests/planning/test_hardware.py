@@ -81,12 +81,12 @@ CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb"
 
 
 def cell(estimator: StepEstimator, card: str) -> str:
-    """The least change of a recipe that a model of this size takes on a card, and the rows that then fit."""
+    """The smallest change with which a model of this size trains on a card, and the rows that then fit."""
     preset = Preset.read(CARDS[card])
     limit = device_limit(preset.hardware.devices[0], preset.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
     work = replace(preset.workload(estimator.work), checkpointing=True, optimiser="adamw_8bit")
     found: tuple[str, Workload] | None = ("8-bit AdamW", work)
-    if card.startswith("2 x"):  # two of them cannot become more, and bitsandbytes does not know shards
+    if card.startswith("2 x"):  # two cards give no more rows, and bitsandbytes does not support shards
         work = replace(work, optimiser="adamw", shards=2)
         fits = largest_batch(estimator.network("mixed"), work, limit)
         found = ("FSDP", work) if fits else ("FSDP, cpu_offload", replace(work, offload=True))

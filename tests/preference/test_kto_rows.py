@@ -1,4 +1,4 @@
-"""Rows for losses of single responses: each has its label and a mismatched response."""
+"""Rows for losses of single responses: each has a label and a mismatched response."""
 
 from __future__ import annotations
 

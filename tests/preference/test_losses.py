@@ -1,4 +1,4 @@
-"""Preference losses: values and gradients by hand and against TRL."""
+"""Preference losses: values and gradients compared with explicit formulas and with TRL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ smoothings = st.floats(0, 0.49)
 
 
 def slope(loss: Callable[[Tensor], Tensor], value: float) -> tuple[float, float]:
-    """A loss and its derivative."""
+    """The value of a loss and its derivative."""
     at = torch.tensor(value, dtype=torch.float64, requires_grad=True)
     out = loss(at)
     out.backward()

@@ -20,7 +20,7 @@ AGAIN = "the reference's log-probabilities are recomputed"
 
 @pytest.fixture
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets an entry for every batch that the reference computes."""
+    """A list with an entry for every batch that the reference computes."""
     calls: list[int] = []
 
     def counting(*arguments: Any, **more: Any) -> torch.Tensor:
@@ -93,7 +93,7 @@ def test_the_table_of_a_longer_run_serves_a_shorter_one(tmp_path, computed):
 
 
 def renamed() -> DiffusionLM:
-    """A model whose tokenizer has another name for a token that no row has."""
+    """A model whose tokenizer has another name for a token that occurs in no row."""
     lm = tiny()
     lm.tokenizer.add_tokens(["unused"])
     return lm

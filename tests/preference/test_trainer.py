@@ -374,7 +374,7 @@ def test_errors_name_rows_without_a_preference(tmp_path):
 
 
 def calls(trainer: DPOTrainer) -> list[bool]:
-    """Gets an entry for every call of a layer's first projection: whether gradients are enabled."""
+    """A list with an entry for every call of a layer's first projection: whether gradients are enabled."""
     seen: list[bool] = []
     layer = next(module for name, module in trainer.model.named_modules() if name.endswith("layers.0.self_attn.q_proj"))
     layer.register_forward_hook(lambda *_: seen.append(torch.is_grad_enabled()))

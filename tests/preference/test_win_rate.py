@@ -1,4 +1,4 @@
-"""A judge compares greedy completions of the policy with the chosen responses."""
+"""A judge model compares greedy completions of the policy with the chosen responses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Properties of the arithmetic grader, against Python's own evaluation, and against text that means harm."""
+"""The arithmetic grader compared with Python's evaluation, and on hostile text."""
 
 from __future__ import annotations
 

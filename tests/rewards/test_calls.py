@@ -1,4 +1,4 @@
-"""Calls that end in time, whatever the function does, and whose failures are values."""
+"""Calls end in time for any function, and failures are returned as values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Published shaping gives what the published expressions give."""
+"""The published shaping rewards equal the published expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a model writes, every reward answers: a verdict, soon, and no exception."""
+"""For any completion, every reward quickly gives a verdict and raises no exception."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def judges() -> dict[str, Callable[[str], Any]]:
-    """All that judges text in this process, by name."""
+    """All rewards that run in this process, by name."""
     found: dict[str, Callable[[str], Any]] = {}
     for name, row in ROWS.items():
         task: Task = get_task(name)

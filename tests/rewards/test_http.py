@@ -1,4 +1,4 @@
-"""A real server on this machine, that fails at times."""
+"""Rewards from a real server that sometimes fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the outcome of a sandbox is worth."""
+"""How the outcome of a sandbox becomes a verdict."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables, signs)
-"""Answers that say the same are equal, however written; what is only made to look so is not."""
+"""Equal answers are accepted in any notation; answers made to look equal are not."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_another_is_never_right(answer, reference):
 
 
 def use(monkeypatch, worker):
-    """Judge by this worker alone."""
+    """Compare answers with this worker only."""
     idle = SimpleQueue()
     idle.put(worker)
     monkeypatch.setattr(symbolic, "_idle", idle)
@@ -116,7 +116,7 @@ def test_verdicts_are_remembered(monkeypatch):
 
 
 def test_slow_answers_wait_side_by_side(monkeypatch):
-    everyone = threading.Barrier(symbolic.WORKERS)  # which all must reach before one of them goes on
+    everyone = threading.Barrier(symbolic.WORKERS)  # which all must reach before any continues
     monkeypatch.setattr(Worker, "call", lambda *_, timeout: everyone.wait(60) * 0 or WRONG)
     assert equivalent_all([(f"x + {n}", "2x") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
 

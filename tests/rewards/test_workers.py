@@ -1,4 +1,4 @@
-"""Functions in processes of their own: found by path, killed when late, started again."""
+"""Functions in worker processes are found by path, killed on a timeout, and restarted."""
 
 from __future__ import annotations
 

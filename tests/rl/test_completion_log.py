@@ -1,4 +1,4 @@
-"""Samples of completions: what is kept, when, and where it is seen."""
+"""Samples of completions: what is logged, when, and where."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ def test_a_live_display_makes_room_for_the_table(tmp_path, monkeypatch):
         phase.update(0.5)
         Samples(tmp_path, every=1).write(1, columns())
     before, _, after = terminal.getvalue().partition("completions of step 1")
-    assert re.search(r"whole run.*\r(\x1b\[1A)?\x1b\[2K\x1b\[3m *$", before, re.DOTALL)  # what stood on the line is wiped
-    assert after.index("prompt 7") < after.index("whole run")  # and comes again below
+    assert re.search(r"whole run.*\r(\x1b\[1A)?\x1b\[2K\x1b\[3m *$", before, re.DOTALL)  # the line is cleared
+    assert after.index("prompt 7") < after.index("whole run")  # and written again below
 
 
 def test_a_bar_of_tqdm_makes_room_too(tmp_path, monkeypatch):

@@ -89,7 +89,7 @@ def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_recipe_leaves_another_method_its_own_settings(name):
-    """Also those that it lacks, which would be refused; what is no method's stays."""
+    """Settings that it lacks, and that would be refused, are left out; those that no method owns stay."""
     layers = read_layers(recipes=["grpo-sudoku"], overrides=["model.path=m", "output_dir=out", f"training.method={name}"])
     config = resolve(arranged(layers, "grpo", None, recipes=1))
     plain = GRPOConfig(output_dir="out", method=name)
@@ -142,7 +142,7 @@ def test_the_table_has_every_setting_that_not_all_methods_read():
 
 
 def outcome(args: GRPOConfig) -> list[torch.Tensor]:
-    """The views of a rollout, and losses of scores of chance."""
+    """The views of a rollout, and losses of random log-probabilities."""
     method = args.build_method()
     _, rollout = usual("bidirectional", stop_at_eos=args.stop_at_eos)
     views = method.plan(rollout, Draw(0, keys(rollout)))

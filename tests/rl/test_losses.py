@@ -1,4 +1,4 @@
-"""Advantages compare a completion with its group alone; surrogates, divergences and token_weights are their formulas.
+"""Advantages compare a completion with its group only; surrogates, KL estimators and token weights equal their formulas.
 
 Shapes: B completions, T tokens, V categories.
 """
@@ -98,7 +98,7 @@ def test_equal_rewards_give_no_advantage_though_their_mean_is_rounded(kind, size
 @settings(max_examples=30)
 @given(groups=groups, temperature=st.sampled_from([1e-5, 1e-3, 0.1, 3.0, 1e3]))
 def test_a_softmax_has_any_temperature(groups, temperature):
-    """The lower, the more the best and the worst completions count alone."""
+    """The lower it is, the more the weight is on the best and the worst completions."""
     expected = [value for group in groups for value in by_hand(group, "softmax", temperature)]
     value_B = advantages(*flat(groups), "softmax", temperature=temperature)
     assert value_B.tolist() == pytest.approx(expected, rel=1e-5, abs=1e-6)
@@ -133,7 +133,7 @@ def surrogate(gap_BT, dual_clip=None):
 @settings(max_examples=30)
 @given(gaps)
 def test_at_the_first_update_the_ratio_is_1_and_the_kl_0(log_prob_BT):
-    """Bit for bit: policy, old policy and reference are then the same function."""
+    """They are exact: policy, old policy and reference are then the same function."""
     policy_BT = log_prob_BT.clone().requires_grad_()
     made = surrogate(policy_BT - log_prob_BT)
     assert (made.ratio == 1).all() and not made.clipped.any()
@@ -163,7 +163,7 @@ def test_ratios_are_clipped_where_that_is_the_worse_and_twice_where_there_is_no_
 
 
 def test_what_is_clipped_has_no_gradient_however_large_its_ratio():
-    """exp(100) is none of float32's numbers, and 0 times it is none at all."""
+    """exp(100) overflows float32, and 0 times infinity is NaN."""
     for dual_clip, advantages_ in ((None, [1.0, 0.0]), (3.0, [1.0, 0.0, -1.0])):
         gap = torch.full((len(advantages_),), 100.0, requires_grad=True)
         made = clipped_surrogate(gap, torch.tensor(advantages_), clip_low=0.2, clip_high=0.2, dual_clip=dual_clip)
@@ -173,14 +173,14 @@ def test_what_is_clipped_has_no_gradient_however_large_its_ratio():
 
 
 def categorical(seed):
-    """A policy of six categories [V] with gradients, and a reference."""
+    """A policy over six categories [V] with gradients, and a reference."""
     logits_2V = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     theta_V = logits_2V[0].requires_grad_()
     return theta_V, theta_V.log_softmax(0), logits_2V[1].detach().log_softmax(0)
 
 
 def mean_over_samples(policy_V, values_V):
-    """The mean over samples of the policy, which is not what is differentiated."""
+    """The mean over samples from the policy, without a gradient of the sampling."""
     return (policy_V.detach().exp() * values_V).sum()
 
 

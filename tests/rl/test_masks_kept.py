@@ -1,4 +1,4 @@
-"""Training asks for the same masks again and again: those of unpadded rows are made once, and change no result."""
+"""Masks of unpadded rows are made once and reused in training, without changing a result."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def empty() -> Iterator[None]:
 
 
 def trainer_of(case, folder):
-    """Each with rows of one length and one document."""
+    """A trainer whose rows have one length and one document."""
     if case == "convert by blocks":
         return convert(folder, rows=LONG, packing=False, attention="block_causal", block_size=4)
     if case == "convert":
@@ -94,7 +94,7 @@ def test_processes_that_are_sent_their_batches_get_tensors_alone(tmp_path):
 @pytest.mark.parametrize("length", [200, 300])
 @pytest.mark.parametrize(("pattern", "block_size", "copies"), [("causal", None, 0), ("bidirectional", None, 0), ("block_causal", 4, 1)])
 def test_losses_and_gradients_of_long_rows_are_the_same_bit_for_bit(pattern, block_size, copies, length):
-    """Long enough for tiles."""
+    """Rows long enough for attention by tiles."""
     lm = tiny(pattern, block_size, max_position_embeddings=512)
     ids_BT = torch.randint(3, 9, (2, length), generator=torch.Generator().manual_seed(0))
     hidden_BT = torch.rand(ids_BT.shape, generator=torch.Generator().manual_seed(1)) < 0.5

@@ -1,4 +1,4 @@
-"""Prompts are drawn by what they gave: without replacement, the same for the same history, and as often as their weights say."""
+"""Prompts are drawn by their past rewards: without replacement, reproducibly, and with probabilities by their weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_prompts_of_one_mean_are_drawn_evenly(mean, target):
 
 
 def test_prompts_come_as_often_as_their_weights_say():
-    """Of means 0, 1 and 2 and a target of 2: exp(-2 / s), exp(-1 / s), 1, with s their deviation, 1; new prompts weigh 1 too."""
+    """For means 0, 1 and 2 and a target of 2: exp(-2 / s), exp(-1 / s), 1, with their deviation s = 1; new prompts have weight 1."""
     made = PromptHistory(4, 2.0)
     for prompt in range(3):
         made.add(prompt, float(prompt))

@@ -1,4 +1,4 @@
-"""Reward functions are called as TRL calls them, and what no function judges is unscored, never zero."""
+"""Reward functions are called as TRL calls them; a completion without a reward is unscored, not zero."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def invalid(completions, **_):
 
 @pytest.fixture
 def release():
-    """Ends what hangs."""
+    """Release functions that hang."""
     event = threading.Event()
     yield event
     event.set()
@@ -396,7 +396,7 @@ def test_each_function_tells_once_of_each_kind_of_failure(caplog):
 
 
 def test_functions_that_wait_run_side_by_side(tmp_path):
-    """Each waits for a file that another one makes: in any order one after another they would be late."""
+    """Each waits for a file that another one writes: called one after another, in any order, they would time out."""
 
     async def first(**_):
         while not (tmp_path / "worker").exists():
@@ -454,7 +454,7 @@ def test_async_functions_may_keep_what_belongs_to_a_loop():
 
 
 def test_what_works_in_the_main_thread_alone_is_called_there(caplog):
-    """As math-verify's `parse`, by its own message, and asyncio and sqlite3."""
+    """For example math-verify's `parse` (recognised by its message), asyncio and sqlite3."""
 
     def alarmed(**_):
         handler = signal.signal(signal.SIGALRM, signal.SIG_DFL)

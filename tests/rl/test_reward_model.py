@@ -1,4 +1,4 @@
-"""The rewards of a classifier are its logits, in a batch as alone."""
+"""The reward of a classifier is its logit, the same in a batch and alone."""
 
 from __future__ import annotations
 

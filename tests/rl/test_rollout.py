@@ -1,4 +1,4 @@
-"""What is kept of a generation: completions that end at their end, and the blocks that they were decoded in."""
+"""A rollout holds completions up to their end, and the blocks in which they were decoded."""
 
 from __future__ import annotations
 

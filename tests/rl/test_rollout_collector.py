@@ -1,4 +1,4 @@
-"""Completions from a server are those made here, its loss stops a run where it can go on, and its own numbers are corrected for."""
+"""Completions from a server equal those made locally; losing it stops a run resumably; differing log-probabilities are corrected for."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_weights_that_cannot_be_written_stop_the_run_with_a_checkpoint(failure, 
 
 
 def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
-    """The server says that it drew its tokens with log-probabilities of its own: each counts by the ratio, at most the cap."""
+    """The server reports other log-probabilities of its tokens: each token is weighted by the ratio, capped."""
     lm = tiny("causal")
     with serving(FakeVLLM(lm, processed=True)) as url:
         settings = {"rollout": {"backend": "vllm", "url": url}, "max_steps": 1, "learning_rate": 0.0, "rows": PAIRS[:4]}
@@ -334,7 +334,7 @@ def test_training_averages_hold_nothing_of_evaluations(tmp_path):
 
 
 def make_lines(folder: Path, **more: Any) -> list[dict[str, float]]:
-    """What a run of a causal model logs, by a function that gives verdicts."""
+    """The log of a run of a causal model with a function that returns verdicts."""
 
     def length(completion_ids: list[list[int]], **_: Any) -> list[Verdict]:
         return [Verdict(float(len(ids)), "ok" if len(ids) > 2 else "wrong") for ids in completion_ids]
@@ -367,7 +367,7 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
 @pytest.mark.vllm
 @pytest.mark.parametrize("adapters", [False, True])
 def test_causal_grpo_on_a_real_vllm(adapters, tmp_path):
-    """Log-probabilities of server and trainer agree in every rollout, also after updates: the server has the new weights."""
+    """Log-probabilities of server and trainer agree in every rollout, also after updates, since the server gets new weights."""
     write_model(tmp_path / "stock", seed=0)
     load(tmp_path / "stock").save(tmp_path / "model")
     options, environment = (FOR_ROLLOUTS + FOR_ADAPTERS, FOR_ADAPTERS_IN_ENVIRONMENT) if adapters else (FOR_ROLLOUTS, {})

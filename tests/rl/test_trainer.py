@@ -1,4 +1,4 @@
-"""Rollouts, masks and scores of GRPO: each made once, used once, and the same however the batch is cut up."""
+"""Rollouts, masks and log-probabilities of GRPO are computed once, used once, and independent of the micro-batches."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ METHODS = ["diffu-grpo", "cj-grpo"]
 
 
 def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -> GRPOTrainer:
-    """A training run with rewards of its own."""
+    """A training run with these rewards."""
     trainer = make("grpo", folder, lm, reward=reward, **more)
     assert isinstance(trainer, GRPOTrainer)
     trainer.train()
@@ -92,7 +92,7 @@ def test_a_completion_follows_from_seed_step_prompt_and_repeat(tmp_path):
     first, second = ([made[step, sample, repeat] for sample in range(2) for repeat in range(4)] for step in range(2))
     assert len({tuple(tokens) for tokens in first + second}) > 12
     other, _ = rollouts(tmp_path, 8, 1, **shape, seed=1)
-    for step in range(2):  # not even those that a seed one lower, or an earlier step, would draw a step later
+    for step in range(2):  # nor those of a seed one lower, or of an earlier step, a step later
         drawn = [other[step, sample, repeat] for sample in range(2) for repeat in range(4)]
         for earlier in (first, second):
             assert sum(one == another for one, another in zip(drawn, earlier, strict=True)) < 4
@@ -111,7 +111,7 @@ def test_completions_compete_with_their_own_group(size, tmp_path):
 
 
 class Stepwise(GRPOTrainer):
-    """Learns from what a completion earned, and from the share of an a that its first so many steps gave it."""
+    """Advantages from the reward of a completion and from the fraction of `a` among the tokens of its first steps."""
 
     def token_advantages(self, judged: Judged, rollout: Any, advantage_B: torch.Tensor) -> torch.Tensor:
         assert judged.total_B.shape == advantage_B.shape and len(judged.generation.tokens) == len(judged.rows) == len(rollout.ids_BT)
@@ -296,7 +296,7 @@ def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, mess
 
 
 def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
-    """Of a model with several end tokens, as SDAR-Chat; rollouts are sampled whole, so that there is something behind."""
+    """For a model with several end tokens, like SDAR-Chat; canvases are sampled whole, so there are tokens after the end."""
     seen: list[tuple[str, list[int]]] = []
 
     def look(completions, completion_ids, **_):
@@ -467,7 +467,7 @@ def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
 
 
 def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_path):
-    """Prompts with b in them earn nothing whatever is answered; of the others some completion is always better."""
+    """All completions of prompts with a b get 0; those of other prompts get different rewards."""
 
     def reward(prompts: list[str], **_: Any) -> list[float]:
         return [0.0 if "b" in prompt else float(rank) for rank, prompt in enumerate(prompts)]
@@ -483,7 +483,7 @@ def test_groups_that_teach_nothing_are_replaced_by_those_of_other_prompts(tmp_pa
 
 
 def test_a_curriculum_prefers_prompts_of_the_reward_asked_for(tmp_path):
-    """Each prompt earns the same whatever is answered: from a to h an eighth more."""
+    """The reward depends only on the prompt: from a to h each an eighth more."""
 
     def reward(prompts: list[str], **_: Any) -> list[float]:
         return ["abcdefgh".index(prompt[0]) / 7 for prompt in prompts]
@@ -516,7 +516,7 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
 
 
 def test_a_group_reads_its_prompt_once(tmp_path):
-    """Of two completions the second shares all but the block in work: of causal models everything."""
+    """The second of two completions shares all but the current block, and in causal models everything."""
     prompts = [{"prompt": "abcd"}, {"prompt": "efgh"}]
     trainer = run(tmp_path, ranks, tiny("causal"), rows=prompts, max_steps=2, eval_dataset=prompts, eval_strategy="steps", eval_steps=1)
     assert [line["prefix/reuse_rate"] for line in trainer.state.log_history if "prefix/reuse_rate" in line] == [0.5, 0.5]
@@ -555,7 +555,7 @@ def test_what_a_causal_model_leaves_unplanned_is_refused(tmp_path):
     ("attention", "method", "calls"), [("causal", "diffu-grpo", 2), ("bidirectional", "cj-grpo", 2), ("bidirectional", "diffu-grpo", 7)]
 )
 def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method, calls, tmp_path):
-    """By the policy from the second update on, and by the reference."""
+    """This holds for the policy from the second update on, and for the reference."""
     trainer = make("grpo", tmp_path, tiny(attention), method=method, num_iterations=4, beta=0.1, reward=ranks)
     calls_made, score_views = [], trainer.per_view.log_probs
     trainer.per_view.log_probs = lambda lm, update, *piece: calls_made.append(lm) or score_views(lm, update, *piece)
@@ -577,7 +577,7 @@ def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
 
 
 def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
-    """Its likelihood is exact: there is nothing between the one from below and the one from above."""
+    """Its likelihood is exact, so the lower and the upper bound are equal."""
     trainer = make("grpo", tmp_path, tiny("causal"), method="spg", reward=ranks, epsilon=None)
     [[update]] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
     with torch.no_grad():
@@ -587,7 +587,7 @@ def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
 
 
 def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
-    """With a reference that moves and a history of rewards: what was half done is done once."""
+    """Also with a moving reference and a history of rewards: what was interrupted is done once."""
     shape = {"max_steps": 4, "beta": 0.5, "reference_sync_steps": 2, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}
     calls: list[int] = []
 
@@ -614,7 +614,7 @@ def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path)
 
 
 def test_updates_that_an_earlier_version_stored_are_read(tmp_path, monkeypatch):
-    """Its checkpoints have other module names of the classes, and other names of their fields."""
+    """In its checkpoints the modules of the classes, and their fields, have other names."""
     trainer = make("grpo", tmp_path, num_iterations=2, reward=ranks, beta=0.1)
     rows = [trainer.train_dataset[index] for index in range(4)]
     updates, expected = trainer.experience([rows]), trainer.experience([rows])

@@ -1,7 +1,7 @@
-"""GRPO of a causal model against TRL's trainer: of the same weights, completions and rewards the gradients of every parameter agree.
+"""GRPO of a causal model compared with TRL's trainer: with the same weights, completions and rewards, the gradients agree.
 
 Two rollouts of two updates each (mu = 2) are compared. In the first update the ratio is 1 and the KL 0; in the second the ratio is clipped
-and the KL has a gradient; the third has old log-probabilities of its own, and a reference that is not the policy.
+and the KL has a gradient; the third has other old log-probabilities, and a reference that differs from the policy.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def unscored_if_truncated(completions: list[str], **_: Any) -> list[float | None
 
 @dataclass
 class Case:
-    """A loss: what each trainer is told in its own words, and what both are by the same name."""
+    """A loss: the settings of each trainer, and those that both have under the same name."""
 
     ours: dict[str, Any] = field(default_factory=dict)
     trl: dict[str, Any] = field(default_factory=dict)
@@ -65,12 +65,12 @@ SETTINGS = {
     "clip higher": Case(both={"epsilon": 0.1, "epsilon_high": 0.3}),
     "dual clip": Case({"dual_clip": 1.25}, {"delta": 1.25}),
     "unbiased divergence": Case({"kl_unbiased": True}, {"use_bias_correction_kl": True}),
-    # Moved at each rollout. Between rollouts TRL moves it too, but asks it only at the next one.
+    # Moved at each rollout. TRL also moves it between rollouts, but uses it only at the next one.
     "moving reference": Case({"reference_sync_steps": 2}, {"sync_ref_model": True, "ref_model_sync_steps": 2}),
     "mask truncated": Case({"mask_truncated": True}, {"mask_truncated_completions": True}),
-    # Ours masks what has no reward. TRL gives it no advantage, but divides by its tokens and keeps its KL, unless it is told to mask it.
+    # Unmask masks what has no reward. TRL sets its advantage to 0, but counts its tokens and keeps its KL, unless set to mask it.
     "unscored": Case({}, {"mask_truncated_completions": True}, reward=unscored_if_truncated),
-    # bnpo takes the mean over the tokens of a micro-batch, then over micro-batches: ours only where there is one.
+    # bnpo takes the mean over the tokens of a micro-batch, then over micro-batches: equal to Unmask's if there is one.
     "bnpo": Case({}, {"loss_type": "bnpo"}, both={"gradient_accumulation_steps": 1, "per_device_train_batch_size": 8}),
 }
 
@@ -93,7 +93,7 @@ def completed(tokenizer: Any, prompts: Sequence[str]) -> tuple[list[list[int]], 
 
 
 def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
-    """The gradients of each update, and the share of its tokens that was clipped."""
+    """The gradients of each update, and the fraction of its tokens that was clipped."""
     watch = Watch()
     rows = [{"prompt": prompt} for prompt in COMPLETIONS]
     model = tiny("causal", dtype=torch.float64)
@@ -118,7 +118,7 @@ def theirs(case: Case, config: dict[str, Any]) -> Gradients:
     watch = Watch()
     model, tokenizer = stock_on_disk(Path(config["output_dir"]) / "model")
     plain = {"bf16": False, "activation_checkpointing": False, "report_to": "none"}
-    # Our defaults: TRL's own KL is multiplied with the ratio, which has a gradient too.
+    # Unmask's default: TRL's KL is by default multiplied by the ratio, which also has a gradient.
     loss = {"loss_type": "dapo", "scale_rewards": "none", "use_bias_correction_kl": False}
     config = {name: value for name, value in config.items() if name != "max_length"} | plain | loss | case.both | case.trl
 

@@ -1,4 +1,4 @@
-"""The updates on a rollout: the first has a ratio of exactly 1, and each has masks of its own."""
+"""In the first update on a rollout the ratio is exactly 1; each update has other masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RATIOS = [name for name, method in METHODS.items() if not issubclass(method, Pol
 
 
 def watched(trainer: GRPOTrainer) -> list[tuple[float, float]]:
-    """The largest deviation of a ratio from 1 and the largest divergence, of every loss that the trainer finds."""
+    """The largest deviation of a ratio from 1 and the largest KL, of every loss that the trainer computes."""
     calls: list[tuple[float, float]] = []
     trainer.per_view.separable = False  # every loss is then computed whole, once
 

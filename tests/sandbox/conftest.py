@@ -1,4 +1,4 @@
-"""Sandboxes for tests, which say what is missing where there are none."""
+"""Sandboxes for tests; without one a test is skipped, and says what is missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unmask.sandbox.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Sandboxes with little time."""
+    """Sandboxes with short time limits."""
     require_sandbox()
     pool = Pool(limits=Limits(seconds=3.0))
     yield pool

@@ -21,7 +21,7 @@ times = pytest.mark.parametrize("times", [ONCE, pytest.param(OFTEN, marks=pytest
 
 
 class Host:
-    """What an attack might reach: a file, a port, an abstract socket, an environment variable."""
+    """Targets on the host: a file, a port, an abstract socket, an environment variable."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch):
         self.canary = folder / "canary"
@@ -128,7 +128,7 @@ def test_nothing_is_taken_beyond_the_limits(pool, name, times):
 
 
 def test_a_sandbox_that_ran_one_program_never_runs_another(pool):
-    """Each candidate has a process of its own: its memory tells of no earlier one."""
+    """Each candidate has its own process, whose memory holds nothing of an earlier one."""
     program = "import builtins\nruns = getattr(builtins, 'runs', 0) + 1\nbuiltins.runs = runs\ndef f(x): return runs"
     found = pool.run([python_job(program, PythonTests("assert f(0) == 1", {"f": "f"}))] * 3 * len(pool._slots))
     assert {outcome.status for outcome in found} == {"ok"}

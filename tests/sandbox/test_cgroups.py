@@ -1,4 +1,4 @@
-"""Control groups limit what they are told to, end with their processes, and are swept up after those who could not."""
+"""Control groups enforce their limits, are removed with their processes, and are cleaned up after processes that could not do so."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ except OSError:
 
 
 def test_the_files_of_version_2(monkeypatch, tmp_path):
-    """Of a folder that stands for the hierarchy: only a host of version 2 has a real one."""
+    """In a folder that imitates the hierarchy, as only a host with version 2 has a real one."""
     (tmp_path / "cgroup.controllers").touch()
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "_own", lambda controller: tmp_path)

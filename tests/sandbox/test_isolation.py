@@ -1,4 +1,4 @@
-"""What the host offers is found by trying, told, and demanded."""
+"""What the host offers is found by trying, reported, and required."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a sandbox cannot start, nothing of it is left."""
+"""A sandbox that cannot start leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_process_that_cannot_be_made_leaves_no_descriptor_and_no_process(monke
 
 
 def test_what_is_killed_counts_no_more():
-    """Dead processes that nobody has reaped fill a control group: after a few programs nothing would start in it."""
+    """Zombies fill a control group: after a few programs nothing could start in it."""
     require_sandbox()
     host = probe()
     if "cgroups" in host.missing:

@@ -1,4 +1,4 @@
-"""OCaml programs: what a run must show to count, and what is kept."""
+"""OCaml programs: what a run must print to count, and what is cached."""
 
 from __future__ import annotations
 

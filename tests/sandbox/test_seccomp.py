@@ -1,4 +1,4 @@
-"""What the filter lets a process do, tried in a sandbox that has it."""
+"""What the seccomp filter permits, tried in a sandbox that has it."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_a_streamed_run_resumed_is_the_same_bit_for_bit(packing, workers, tmp_pa
 
 
 def batches_of(trainer):
-    """The sample ids of each batch that it will be trained on."""
+    """The sample ids of each training batch."""
     seen = []
     step = trainer.training_step
 
@@ -105,7 +105,7 @@ def batches_of(trainer):
 
 
 def test_a_stream_trains_as_its_rows_do(tmp_path):
-    """Rows in the same order: a list that is not shuffled."""
+    """Compared with the same rows in a list that is not shuffled."""
     run = {"packing": True, "max_length": 7, "max_steps": 2, "train_sampling_strategy": "sequential"}
     ends = []
     for rows in (TEXTS, Dataset.from_list(TEXTS), Dataset.from_list(TEXTS).to_iterable_dataset()):

@@ -1,4 +1,4 @@
-"""SFT learns the completion and its end, from the prompt and what is left of the completion."""
+"""SFT learns the completion and its end token, given the prompt and the visible rest of the completion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unmask.supervised.sft import SFTTrainer
 
 
 def parts(trainer: SFTTrainer, *rows: int) -> tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]:
-    """A batch, its completions and its prompts [B, T]."""
+    """A batch, and the masks of its completions and prompts [B, T]."""
     made = batch(trainer, *rows)
     real_BT = made["documents"] > 0
     return made, made["maskable"], real_BT & ~made["maskable"]
@@ -154,7 +154,7 @@ CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor 
     ids=["block", "canvas", "last"],
 )
 def test_a_turns_own_end_is_learnt_and_what_is_behind_it_is_eos(more, filling, tmp_path):
-    """The row ends as the sampler leaves it: at the first end token, the rest of its block being EOS."""
+    """The row ends where the sampler ends it: at the first end token, with EOS in the rest of the block."""
     lm = tiny("block_causal", 5, vocab_size=16)
     lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     set_chat_template(lm, CHATML)

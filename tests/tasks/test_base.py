@@ -1,4 +1,4 @@
-"""What holds for every task: fixed splits, right gold answers, wrong corruptions, verdicts for any text."""
+"""Every task has fixed splits, accepts its gold answers, rejects corrupted ones, and gives a verdict for any text."""
 
 from __future__ import annotations
 

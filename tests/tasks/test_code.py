@@ -17,7 +17,7 @@ HUMANEVAL = ("humaneval", "HumanEval.jsonl.gz")
 
 @pytest.fixture(autouse=True, scope="module")
 def little_time():
-    """Hacks that hang shall not hang for long."""
+    """Short time limits, for hacks that hang."""
     require_sandbox()
     pool = Pool(limits=Limits(seconds=5.0))
     original, program.shared_pool = program.shared_pool, lambda: pool
@@ -67,7 +67,7 @@ def test_a_completion_goes_on_with_the_stub_or_gives_the_function_whole():
 
 
 def test_the_tests_helpers_are_the_datasets():
-    """find_zero's tests call `poly`, which a candidate may define as it likes."""
+    """find_zero's tests call `poly`, which a candidate may redefine."""
     task, rows = read("humaneval", *HUMANEVAL)
     row = next(row for row in rows if row["entry_point"] == "find_zero")
     assert not task.verify("    return 0.0\n\ndef poly(xs, x):\n    return 0.0\n", row).solved

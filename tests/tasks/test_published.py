@@ -1,5 +1,5 @@
 # ruff: noqa: E501 (tables)
-"""The published files: every row is read, its own answer is right, another row's is not, and malformed ones name file and line."""
+"""The published files: every row is read, its answer is right, another row's is not, and errors name file and line."""
 
 from __future__ import annotations
 

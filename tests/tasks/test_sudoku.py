@@ -1,4 +1,4 @@
-"""4x4 Sudoku against definitions written another way, and the published file."""
+"""4x4 Sudoku compared with independent definitions, and with the published file."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def rows(draw):
 
 
 def test_there_are_288_grids():
-    """All rows of 1 to 4 in any order, tried without looking at the other code."""
+    """All combinations of rows are tried, independently of the other code."""
     lines = ["".join(line) for line in itertools.permutations("1234")]
     pairs = [a + b for a in lines for b in lines if not any(map(str.__eq__, a, b))]
     tops = [pair for pair in pairs if all(len(set(pair[c : c + 2] + pair[c + 4 : c + 6])) == 4 for c in (0, 2))]

@@ -1,6 +1,6 @@
 """One process of a run that test_sharding.py starts: torchrun ... sharded.py VERB MODE FOLDER.
 
-It trains, saves, resumes, and writes down what only it can see.
+It trains, saves, resumes, and records what only this process can see.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ BLOCKS += [{"prompt": "g", "chosen": "abcab", "rejected": "bcdbcd"}, {"prompt": 
 
 
 def pass_for_gpus() -> None:
-    """Accelerate shards across GPUs alone: these processes pass for some, and memory for pinned."""
+    """Let these processes pass for GPUs, and their memory for pinned, as accelerate shards across GPUs only."""
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
 
 
 def trainer(verb: str, folder: Path, **more: Any) -> DiffusionTrainer:
-    """The same run in all modes, but for what shards it."""
+    """The same run in all modes, except for the sharding."""
     given = settings(folder, **RUN | more)
     if verb == "sft":
         args: Any = SFTConfig(**given)
     elif verb == "grpo":
         args = GRPOConfig(**given | ROLLOUT)
     else:
-        few = {} if verb == "kto-blocks" else {"samples": 2}  # of which blocks, whose likelihood is exact, have none
+        few = {} if verb == "kto-blocks" else {"samples": 2}  # which blocks, whose likelihood is exact, do not have
         args = DPOConfig(**given, **few, loss_type="sigmoid" if verb == "dpo" else "kto")
     if args.fsdp:
         pass_for_gpus()
@@ -69,7 +69,7 @@ def switches(mode: str) -> dict[str, Any]:
     if mode.startswith("fsdp"):
         return {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_offload": mode != "fsdp"}}
     zero: dict[str, Any] = {"stage": int(mode[4])}
-    if zero["stage"] == 3:  # else weights as small as these are never shared out
+    if zero["stage"] == 3:  # else weights as small as these are never sharded
         zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     if mode.endswith("offload"):
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -79,7 +79,7 @@ def switches(mode: str) -> dict[str, Any]:
 
 
 def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
-    """How many numbers of weights and of Adam's first moments this process holds, and where its optimizer works."""
+    """The number of weights and of Adam's first moments that this process holds, and the device of its optimizer."""
     parameters = list(run.model.parameters())
     if mode.startswith("fsdp"):
         held = [parameter.to_local() for parameter in parameters]  # only a DTensor has it
@@ -102,7 +102,7 @@ def seen(run: DiffusionTrainer, mode: str) -> dict[str, Any]:
 
 
 def samples_per_token(lines: list[dict[str, float]]) -> list[float]:
-    """The quotient of the two rates of each line, on which no clock has a say."""
+    """The quotient of the two rates of each line, which does not depend on time."""
     return [line["samples_per_second"] / line["tokens_per_second"] for line in lines if "loss" in line]
 
 
@@ -126,7 +126,7 @@ QUESTIONS = [{"prompt": prompt} for prompt in ("ab", "ha", "ccg")]
 
 
 def ragged(folder: Path, mode: str, **more: Any) -> GRPOTrainer:
-    """The same ragged run in all modes, in float64; in float32 where it is compared with ZeRO 3, which takes no more."""
+    """The same ragged run in all modes, in float64, or in float32 if it is compared with ZeRO 3, which does not support more."""
     args = GRPOConfig(**settings(folder, **ROLLOUT | RAGGED | more))
     if args.fsdp:
         pass_for_gpus()
@@ -137,7 +137,7 @@ def ragged(folder: Path, mode: str, **more: Any) -> GRPOTrainer:
 
 
 def run_ragged(mode: str, folder: Path, **more: Any) -> None:
-    """Make the run and say how many views and steps the completions of this process took, and what an evaluation gives."""
+    """Make the run, and record how many views and steps the completions of this process took, and the metrics of an evaluation."""
     run = ragged(folder, mode, per_device_train_batch_size=2, **switches(mode) | more)
     run.train()
     views = [[update.views.count for update in updates] for updates in run.buffer]
@@ -146,7 +146,7 @@ def run_ragged(mode: str, folder: Path, **more: Any) -> None:
 
 
 class LosingServer(LocalBackend):
-    """Sends nothing. The third time the first process says that it cannot."""
+    """A backend that sends no weights. The third time it fails in the first process."""
 
     def __init__(self, lm: DiffusionLM):
         super().__init__(lm)
@@ -175,7 +175,7 @@ CONVERSIONS: dict[str, dict[str, Any]] = {
 
 
 def conversion(folder: Path, **more: Any) -> ConvertTrainer:
-    """The same conversion in all modes, but for what shards it; of tied weights with bidirectional attention."""
+    """The same conversion in all modes, except for the sharding, with tied weights and bidirectional attention."""
     args = ConvertConfig(**settings(folder, **RUN | CONVERSION | {"stages": STAGES} | more))
     if args.fsdp:
         pass_for_gpus()
@@ -183,7 +183,7 @@ def conversion(folder: Path, **more: Any) -> ConvertTrainer:
 
 
 def stopped_amid(stage: int, whole: Path, folder: Path) -> None:
-    """Leave in a folder what a conversion leaves that was stopped after the first step of a stage."""
+    """Leave the folder in the state of a conversion that was stopped after the first step of a stage."""
     if PartialState().is_main_process:
         for number in range(1, stage + 1):
             shutil.copytree(whole / f"stage-{number}", folder / f"stage-{number}")
@@ -193,7 +193,7 @@ def stopped_amid(stage: int, whole: Path, folder: Path) -> None:
 
 
 def run_conversion(mode: str, folder: Path, **more: Any) -> None:
-    """Convert in one go, by the first stage alone, and resumed in the middle of every stage."""
+    """Convert without interruption, with only the first stage, and resumed in the middle of every stage."""
     more |= {"per_device_train_batch_size": 2} | switches(mode)
     whole = conversion(folder / "run", **more)
     whole.train()
@@ -214,7 +214,7 @@ def run_conversion(mode: str, folder: Path, **more: Any) -> None:
 
 
 def lose_server(mode: str, folder: Path) -> None:
-    """Lose the server amid the run, and go on from the checkpoint that this leaves."""
+    """Lose the server amid the run, and resume from the checkpoint that this leaves."""
     shares = {"per_device_train_batch_size": 2, "save_strategy": "no"} | switches(mode)
     first = trainer("grpo", folder, **shares)
     first.collector.backend = LosingServer(first.lm)
@@ -230,7 +230,7 @@ def lose_server(mode: str, folder: Path) -> None:
 
 
 def write(folder: Path, report: dict[str, Any]) -> None:
-    """Leave what this process has seen, together with the others."""
+    """Write what the processes have recorded."""
     (folder / f"rank-{PartialState().process_index}.json").write_text(json.dumps(report))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()

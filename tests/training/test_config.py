@@ -1,4 +1,4 @@
-"""What a stage's config chooses by itself: mixed precision where it is known to pay."""
+"""The default of mixed precision: on where it is faster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from unmask.training.model_history import chosen_settings
 
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU where mixed precision pays, as far as the choice goes."""
+    """A GPU on which mixed precision is faster, as far as the choice depends on it."""
     monkeypatch.setattr(stage_config, "amp_pays", lambda: True)
 
 
@@ -110,7 +110,7 @@ def test_precision_that_is_assigned_and_does_not_work_is_told(tmp_path, monkeypa
 
 @pytest.mark.usefixtures("ampere")
 def test_what_is_chosen_is_what_runs(tmp_path):
-    """In the same bits as where it is asked for, on weights in float32."""
+    """The results equal those of the explicit setting bit for bit, with weights in float32."""
     chosen, asked = make("sft", tmp_path / "a", use_cpu=False), make("sft", tmp_path / "b", bf16=True)
     exact = make("sft", tmp_path / "c")
     for trainer in (chosen, asked, exact):

@@ -1,4 +1,4 @@
-"""Settings declared with what is refused of them."""
+"""Settings are declared together with their bounds."""
 # ruff: noqa: RUF009 (the calls make fields)
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Processes that share the weights out make equally many passes, whatever each has to do. Two that really do: see test_sharding.py."""
+"""Processes with sharded weights make equally many passes, for any work of each. test_sharding.py runs two real ones."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_a_process_that_is_through_goes_along_with_the_others(mine, theirs, fail
 
     def gather(passing: torch.Tensor) -> torch.Tensor:
         said.append(bool(passing))
-        return torch.tensor([passing.item(), len(said) <= theirs])  # of the other process: so many passes, then none
+        return torch.tensor([passing.item(), len(said) <= theirs])  # the other process: this many passes, then none
 
     passes: list[bool] = []
     monkeypatch.setattr(distributed, "gather", gather)
@@ -41,12 +41,12 @@ def test_a_process_that_is_through_goes_along_with_the_others(mine, theirs, fail
         if fails:
             raise GenerationError("NaN")
     assert len(passes) == max(mine, theirs)
-    assert said == [True] * mine + [False] * (max(mine, theirs) - mine + 1)  # once before each pass, and when all are through
+    assert said == [True] * mine + [False] * (max(mine, theirs) - mine + 1)  # before each pass, and at the end
     assert passes == [True] * mine + [False] * (len(passes) - mine) and lm.model._forward_pre_hooks == before
 
 
 def test_what_fails_on_one_process_fails_on_all(monkeypatch):
-    """Seen from a process, of which the others are made up."""
+    """Seen from one process; the others are simulated."""
     told: list[Any] = []
 
     def gather(own: list[Any]) -> list[Any]:

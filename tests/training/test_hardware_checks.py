@@ -1,6 +1,6 @@
 """Memory and speed switches: each takes effect, and one that cannot is refused before the first step.
 
-What it takes several processes to see is in test_sharding.py.
+What takes several processes to test is in test_sharding.py.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ pytestmark = [
 ]
 needs_bitsandbytes = pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes (the extra `cuda`)")
 ATTENTIONS = [("bidirectional", None), ("block_causal", 2)]  # plain rows, and [x_t ; x_0]
-TRAINERS = ["sft", "grpo"]  # with a loss in one piece, and with rollouts and views
+TRAINERS = ["sft", "grpo"]  # with a loss computed at once, and with rollouts and views
 
 
 def counted(trainer: DiffusionTrainer) -> list[torch.dtype]:
-    """Filled by every call of a layer's first projection, with the dtype of what it gives."""
+    """A list with the output dtype of every call of a layer's first projection."""
     calls: list[torch.dtype] = []
     module = trainer.lm.model.model.layers[0].self_attn.q_proj
     module.register_forward_hook(lambda module, args, out: calls.append(out.dtype))
@@ -285,7 +285,7 @@ def test_flash_attention_is_refused_where_it_could_not_act(capability, options, 
 
 
 def compiled_run(folder: Path, verb: str, attention: str, block_size: int | None, backend: str) -> int:
-    """How many graphs a run of eight steps makes; its losses are those of the plain one."""
+    """The number of graphs of a run of eight steps, whose losses must equal the plain ones."""
 
     def run(**more: Any) -> list[float]:
         return losses(prepared(verb, folder, tiny(attention, block_size), max_steps=8, learning_rate=1e-3, **more))
@@ -325,7 +325,7 @@ def test_compiled_steps_share_a_graph_whatever_is_hidden(verb, attention, block_
     ],
 )
 def test_every_pass_runs_compiled_and_in_few_graphs(verb, attention, block_size, tmp_path, monkeypatch):
-    """Training, rollouts, scoring and evaluation alike, and those of a frozen reference or teacher."""
+    """The passes of training, rollouts, scoring and evaluation, and those of a frozen reference or teacher."""
     ran: list[int] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

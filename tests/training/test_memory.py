@@ -21,7 +21,7 @@ CARD = torch.device("cuda", 0)
 
 
 class Allocator:
-    """What torch.cuda tells of a card of 10 GB."""
+    """torch.cuda's figures for a card of 10 GB."""
 
     def __init__(self) -> None:
         self.allocated = self.reserved = 0
@@ -35,7 +35,7 @@ class Allocator:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    """A GPU, which this machine need not have."""
+    """A simulated GPU."""
     allocator = Allocator()
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: allocator.allocated)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: allocator.reserved)
@@ -106,7 +106,7 @@ def test_peak_memory_knows_the_unit_of_the_system(system, unit, monkeypatch):
 def test_peak_memory_agrees_with_the_kernel():
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     high_water_mark = int(status["VmHWM"].split()[0]) * 1024
-    # At least the mark of this program; a little of the one that started it may count too.
+    # At least this program's peak; a little of the program that started it may be included.
     assert 0.8 * high_water_mark < peak_memory_bytes() < 100 * high_water_mark
 
 

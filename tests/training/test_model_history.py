@@ -1,4 +1,4 @@
-"""What training leaves in the model's history and card: exact counts, through accumulation, resume and every way of saving."""
+"""What training records in the model's history and card: exact counts, also with accumulation, resume and every way of saving."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unmask.training.model_history import last_metrics
 
 
 def tokens_of(trainer) -> int:
-    """Of the training data, once through."""
+    """The number of tokens in an epoch of the training data."""
     return sum(len(row["input_ids"]) for row in trainer.train_dataset)
 
 
@@ -87,7 +87,7 @@ def test_stages_follow_one_another(tmp_path):
     tuner = SFTTrainer(lm, SFTConfig(**settings(tmp_path / "sft")), PAIRS)
     tuner.train()
     tuner.save_model(tmp_path / "tuned")
-    tuner.save_model(tmp_path / "tuned")  # no stage is told twice
+    tuner.save_model(tmp_path / "tuned")  # no stage is recorded twice
     assert [entry["verb"] for entry in history(load(tmp_path / "tuned"))] == ["pretrain", *["convert"] * 3, "sft"]
     assert "| convert 3 |" in (tmp_path / "tuned/README.md").read_text()
 

@@ -1,4 +1,4 @@
-"""The noise that a config describes: what is refused, and what a trainer then hides."""
+"""The noise settings of a config: what is refused, and what a trainer hides with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of few bits, and of host memory: each takes effect, resumes, and is refused where it could not act."""
+"""Low-bit optimizers, and an optimizer in host memory: each takes effect, resumes, and is refused where it cannot work."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_an_optimizer_is_refused_on_a_device_that_it_cannot_work_on(tmp_path, mo
 
 # Weights in bfloat16, rounded stochastically
 
-ROUNDED: dict[str, Any] = {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}  # as the recipe bfloat16 has it
+ROUNDED: dict[str, Any] = {"optim": "adamw_torch_8bit", "optim_args": "bf16_stochastic_round=True"}  # as in the recipe bfloat16
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao (the extra `torchao`)")
 
 
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
-    """torchao compiles its step, which takes a minute on a CPU. The operations are the same."""
+    """Switch off torchao's compilation of its step, which takes a minute on a CPU. The operations are the same."""
     torch.compiler.set_stance("force_eager")
     yield
     torch.compiler.set_stance("default")
@@ -180,7 +180,7 @@ def test_an_optimizer_in_host_memory_holds_float32_states_beside_bfloat16_weight
 
 
 def sorted_as(model: list[Any], held: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The copies in the order of the model, whose vectors stand in a group of their own: they do not decay."""
+    """The copies in the order of the model. Its vectors, which have no weight decay, are in a separate group."""
     vectors, tables = iter([copy for copy in held if copy.dim() == 1]), iter([copy for copy in held if copy.dim() > 1])
     return [next(vectors if weight.dim() == 1 else tables) for weight in model]
 

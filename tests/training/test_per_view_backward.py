@@ -1,4 +1,4 @@
-"""A loss of many views has the gradient that it has in one piece, however it is cut into passes, and never holds more than one of them.
+"""A loss over many views has the gradient of the loss computed at once, for any split into passes, with the memory of one pass.
 
 Shapes: B completions, M views, T positions.
 """
@@ -35,7 +35,7 @@ def case_id(name: str, more: dict[str, Any]) -> str:
 def trainer_of(
     folder: Path, name: str, attention: tuple[str, int | None, bool] = ("bidirectional", None, False), **more: Any
 ) -> GRPOTrainer:
-    """A trainer of a toy in float64, and of a method with a KL; it keeps all groups."""
+    """A trainer of a toy model in float64, with a method that has a KL term; it drops no groups."""
     shape = {"num_generations": 2, "max_completion_length": 5, **held(name), "difficulty": [-99.0, 99.0]}
     args = GRPOConfig(**settings(folder, method=name, **shape) | more)
     trainer = GRPOTrainer(toy(attention=attention), ranks, args, [{"prompt": prompt} for prompt in ("ab", "ba", "aab", "b")])
@@ -44,7 +44,7 @@ def trainer_of(
 
 
 def experience(trainer: GRPOTrainer, *sizes: int) -> list[list[Update]]:
-    """Micro-batches of completions, of these sizes."""
+    """Micro-batches of completions with these sizes."""
     rows = iter([trainer.train_dataset[index] for index in range(sum(sizes))])
     return trainer.experience([[next(rows) for _ in range(size)] for size in sizes])
 
@@ -56,7 +56,7 @@ def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:
 
 
 def plain(trainer: GRPOTrainer, update: Update, items: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The loss in one piece, and its gradients."""
+    """The loss computed at once, and its gradients."""
     trainer.args.score_chunk = ALL_AT_ONCE
     loss = trainer.loss_on(update, trainer.per_view.log_probs(trainer.lm, update)) / items
     loss.backward()
@@ -87,12 +87,12 @@ def test_in_any_number_of_passes_the_gradient_is_that_of_the_whole(name, more, a
             if chunk == 1 and attention != BLOCKS:
                 assert len(learning) == scored
                 assert bool(looking) == (not trainer.per_view.separable)
-        moved(trainer.lm, 0.02)  # the next update is of other weights
+        moved(trainer.lm, 0.02)  # the weights of the next update are others
 
 
 @pytest.mark.parametrize(("name", "more"), CASES, ids=[case_id(*case) for case in CASES])
 def test_accumulated_gradients_are_those_of_one_large_batch(name, more, tmp_path):
-    """And so are masks, which do not depend on the cut."""
+    """Masks, which do not depend on the split, are also the same."""
     trainer = trainer_of(tmp_path, name, **more)
     made = []
     for sizes in ((6,), (1, 2, 3)):
@@ -106,7 +106,7 @@ def test_accumulated_gradients_are_those_of_one_large_batch(name, more, tmp_path
 
 @pytest.mark.parametrize("name", ["diffu-grpo", "espo", "cj-grpo"])
 def test_the_first_update_on_a_rollout_needs_no_scores_of_the_policy_that_sampled(name, tmp_path):
-    """With them its gradient is the same."""
+    """Its gradient is the same with and without them."""
     trainer = trainer_of(tmp_path, name, num_iterations=2)
     [[first, second]] = experience(trainer, 4)
     assert first.old_BMT is None and second.old_BMT is not None

@@ -1,4 +1,4 @@
-"""The reference stays what the policy was, or follows it slowly; under adapters it is the base itself."""
+"""The reference stays the initial policy, or follows it slowly; with adapters it is the base model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def scores(lm: DiffusionLM) -> torch.Tensor:
 
 
 def train(lm: DiffusionLM) -> None:
-    """Move all that is trained."""
+    """Change all trained weights."""
     with torch.no_grad():
         for weight in lm.model.parameters():
             if weight.requires_grad:
@@ -57,7 +57,7 @@ def test_under_adapters_the_reference_is_the_base_and_no_copy():
     with reference.model_in_use() as scored:
         assert scored.model is lm.model
         torch.testing.assert_close(scores(scored), base)
-    assert not torch.allclose(scores(lm), base, atol=1e-3)  # and after it the adapters are on again
+    assert not torch.allclose(scores(lm), base, atol=1e-3)  # and the adapters are on again afterwards
 
 
 @pytest.mark.parametrize("more", [{"init_lora_weights": False}, {"init_lora_weights": "pissa"}, {"bias": "all"}])
@@ -151,7 +151,7 @@ def test_a_reference_that_was_saved_with_other_settings_is_refused(pattern, told
 
 @pytest.mark.parametrize("pattern", [("bidirectional", None, False), ("bidirectional", None, True), ("block_causal", 4, False)])
 def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
-    """So that of the policy's own folder it is the policy."""
+    """The reference from the policy's own folder therefore equals the policy."""
     attention, block_size, shift = pattern
     for part in stock(torch.bfloat16):
         part.save_pretrained(tmp_path / "stock")
@@ -161,7 +161,7 @@ def test_a_stock_checkpoint_is_read_as_the_policy_is(pattern, tmp_path):
 
 
 def test_a_second_model_is_held_where_the_training_is(tmp_path):
-    """Under FSDP and DeepSpeed the policy is still elsewhere when its reference is made."""
+    """Under FSDP and DeepSpeed the policy has not been moved yet when its reference is made."""
     lm, meta = tiny(), torch.device("meta")
     lm.save(tmp_path / "other")
     for path in (None, str(tmp_path / "other")):

@@ -1,4 +1,4 @@
-"""FSDP2 and DeepSpeed: two processes share a model out, train as one does, resume, and save it whole."""
+"""FSDP2 and DeepSpeed: two processes shard a model, train like one process, resume, and save the whole model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODES: dict[str, Any] = {"fsdp": (), "fsdp-offload": ()} | dict.fromkeys(("zero1
 
 
 def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
-    """Have two processes make a run; what each of them has seen."""
+    """Start a run in two processes; the records of each."""
     folder.mkdir()
     script = REPOSITORY / "tests" / "training" / "sharded.py"
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": os.environ["HOME"]}
@@ -104,7 +104,7 @@ def test_a_sharded_conversion_is_the_same_conversion(verb, mode, tmp_path):
 @pytest.mark.parametrize("verb", RATIOS)
 @pytest.mark.parametrize("mode", ["ddp", "fsdp", pytest.param("zero3", marks=MODES["zero3"])])
 def test_processes_with_different_numbers_of_passes_make_the_same_run(mode, verb, tmp_path):
-    """With those of FSDP and ZeRO 3 every pass is one of all processes."""
+    """Under FSDP and ZeRO 3 all processes take part in every pass."""
     alone = ragged(tmp_path / "alone", mode, per_device_train_batch_size=4, ratio=RATIOS[verb])
     start = weights(alone.lm)
     alone.train()

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class Clock:
-    """Seconds that pass when told to."""
+    """A clock that is set by hand."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -52,7 +52,7 @@ def test_time_goes_to_the_innermost_phase_and_none_is_lost(steps):
     phases = Phases(CPU, clock=clock)
     spent: dict[str, float] = defaultdict(float)
     for tree in steps:
-        clock.now += 50  # between the steps: nobody's
+        clock.now += 50  # between steps: belongs to no phase
         with phases("scoring"):
             clock.now += 3
         phases.begin_step()
@@ -140,15 +140,15 @@ print(json.dumps([first, phases.take()["memory/scoring_gb"], peak, later, before
 """300 MB and then 100 MB are held in two phases."""
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells the peak of a part of a process")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux reports the peak of a part of a process")
 def test_memory_is_that_of_the_phase_that_held_it():
-    """In a process of its own: in one that has held more before, what is held may lie in pages that it never gave back."""
+    """Measured in a new process: an older one may reuse pages that it never returned."""
     ran = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
     first, again, peak, later, before, whole = json.loads(ran.stdout.splitlines()[-1])
     small, middle, large = (first[f"memory/{name}_gb"] for name in ("reward", "backward", "scoring"))
     assert middle - small == pytest.approx(0.1, abs=0.03) and large - small == pytest.approx(0.3, abs=0.03)
     assert again < large - 0.2 and peak == later == large
-    assert whole >= max(before, large * 1e9)  # that of the whole process goes on
+    assert whole >= max(before, large * 1e9)  # the peak of the whole process continues
 
 
 def test_where_the_system_does_not_tell_there_is_no_memory(monkeypatch):

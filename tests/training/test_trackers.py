@@ -1,4 +1,4 @@
-"""Trackers see one run, whichever trainer and however many parts; those that cannot work are refused at once."""
+"""Trackers see one run, for any trainer and number of stages; those that cannot work are refused at once."""
 
 from __future__ import annotations
 

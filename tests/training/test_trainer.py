@@ -1,4 +1,4 @@
-"""The shared trainer: the same training however it is cut up, resumed or checkpointed, and no silent failure."""
+"""The base trainer: the same training for any micro-batches, resume or checkpointing, and no silent failure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def trained(verb: str, folder: Path, **more: Any) -> dict[str, torch.Tensor]:
     return weights(trainer.lm)
 
 
-# SGD, since Adam's first step blows rounding up to the size of the learning rate.
+# SGD, because Adam's first step amplifies rounding errors to the size of the learning rate.
 ONE_STEP = {"max_steps": 1, "optim": "sgd", "learning_rate": 1.0}
 
 
@@ -94,7 +94,7 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
     trainer.state.epoch = 1.0
     assert masks(*range(8)) == second
     with trainer.measuring("eval"):
-        assert masks(*range(8)) == together  # evaluations compare: always the masks of epoch 0
+        assert masks(*range(8)) == together  # evaluations always use the masks of epoch 0, to be comparable
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -248,7 +248,7 @@ def test_other_rows_can_be_evaluated_as_they_are_given(verb, rows, tmp_path):
 
 
 def test_what_a_run_logs_is_told_from_its_summary(tmp_path):
-    """By which a resumed run knows the end of an earlier one: also where transformers writes the time of the run in every line."""
+    """A resumed run recognises the end of an earlier one by it, even if transformers writes the run time into every line."""
     trainer = make("sft", tmp_path, max_steps=4, include_num_input_tokens_seen="all")
     trainer.train()
     lines = (tmp_path / "training_logs.json").read_text().splitlines()
@@ -294,7 +294,7 @@ def test_the_best_model_is_that_of_a_metric_that_evaluations_have(tmp_path):
 
 
 def test_a_rank_without_rows_has_a_loss_of_the_type_of_the_others(tmp_path):
-    """Processes exchange them as they are."""
+    """Processes exchange losses without conversion."""
     trainer = make("sft", tmp_path, tiny(dtype=torch.float64))
     rows = batch(trainer, 0)
     parts = rows, {name: value[:0] if isinstance(value, torch.Tensor) else value for name, value in rows.items()}

@@ -1,4 +1,4 @@
-"""A character-level Llama of two layers, rows of different lengths, and quiet settings: a training run takes a blink."""
+"""A character-level Llama of two layers, rows of different lengths, and minimal settings, for very short training runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PREFERENCES = [{"prompt": p["prompt"], "chosen": p["completion"], "rejected": p[
 
 
 def stock(dtype: torch.dtype = torch.float32, **config: Any) -> tuple[LlamaForCausalLM, PreTrainedTokenizerBase]:
-    """A causal model of transformers and its tokenizer, without a mask token: always the same weights."""
+    """A causal model of transformers and its tokenizer without a mask token, with the same weights at each call."""
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.chat_template = CHAT_TEMPLATE
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 48}
@@ -56,7 +56,7 @@ def tiny(
 
 
 def settings(folder: Path, **more: Any) -> dict[str, Any]:
-    """What every config of these tests shares."""
+    """The settings of every config in these tests."""
     return {
         "output_dir": str(folder),
         "max_steps": 2,
@@ -81,7 +81,7 @@ def ranks(completions: list[str], **_: Any) -> list[float]:
 
 
 def low_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward that differs wherever completions do, as good as always."""
+    """A reward that nearly always differs between different completions."""
     return [1 / sum(number * token for number, token in enumerate(ids, start=1)) for ids in completion_ids]
 
 
@@ -123,7 +123,7 @@ def weights(lm: DiffusionLM) -> dict[str, torch.Tensor]:
 
 
 def moved(lm: DiffusionLM, by: float = 0.1, among: str = "") -> DiffusionLM:
-    """The model, its weights (those with this in their name) moved at random, always in the same way."""
+    """The model, with the weights whose names contain this changed at random, by the same amounts at each call."""
     with torch.no_grad():
         for number, (name, weight) in enumerate(lm.model.named_parameters()):
             if among in name:
@@ -154,7 +154,7 @@ def unmask(*args: str | Path) -> Any:
 
 
 class Before(TrainerCallback):
-    """Calls `act` when this many optimizer steps are done, after the next one's batches were made."""
+    """Calls `act` after this many optimizer steps, when the next step's batches have been made."""
 
     def __init__(self, step: int, act: Callable[[], None]):
         self.step, self.act = step, act

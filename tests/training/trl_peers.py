@@ -1,6 +1,6 @@
-"""What comparisons with TRL's trainers share: the gradients that steps are made with, and how far they are apart.
+"""Helpers of the comparisons with TRL's trainers: the gradients of each step, and the distance between two.
 
-What remains between the two: TRL computes the head in float32, whatever the dtype of the model. Our model has one token more, the mask,
+The remaining difference: TRL computes the head in float32 for every model dtype. Unmask's model has one more token, the mask,
 which it never predicts: its rows have no gradient.
 """
 
@@ -19,7 +19,7 @@ Gradients = list[dict[str, Tensor]]
 
 
 class Watch(TrainerCallback):
-    """Keeps the gradients that each optimizer step is made with."""
+    """Keeps the gradients of each optimizer step."""
 
     def __init__(self) -> None:
         self.seen: Gradients = []
@@ -29,7 +29,7 @@ class Watch(TrainerCallback):
 
 
 def stock_on_disk(path: Path) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The stock model in float64, as loaded from there, where TRL looks for its reference model too."""
+    """The stock model in float64, loaded from disk, where TRL finds its reference model too."""
     source, tokenizer = stock()
     source.save_pretrained(path)
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64), tokenizer

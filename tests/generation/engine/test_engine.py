@@ -1,4 +1,4 @@
-"""Requests with any settings share passes, enter and leave between steps, and do not change each other."""
+"""Requests with any settings share passes, enter and leave between steps, and do not affect each other."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_shared_prompt_is_computed_once(attention, block_size):
 
 @pytest.mark.parametrize("attention, block_size", PATTERNS[:4])
 def test_reused_prompt_tokens_are_counted(attention, block_size):
-    """Of 23 tokens those in whole blocks are shared, also with later requests while a sequence with the prompt is running."""
+    """Of 23 tokens those in whole blocks are shared, also with later requests while a sequence with this prompt is running."""
     lm = tiny("phi", attention, block_size, eos_bias=-9.0)
     config = SamplerConfig(max_new_tokens=4, temperature=1.0)
     requests = make_requests(lm, [[4, 5, 6, 7, 8] * 4 + [4] * 3] * 9, config)

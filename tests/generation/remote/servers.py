@@ -16,7 +16,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @contextmanager
 def served(lm: DiffusionLM, port: int = 0, api_key: str | None = None) -> Iterator[str]:
-    """The address of a server of this model."""
+    """The address of a server with this model."""
     with open_port("127.0.0.1", port) as listener:
         server = uvicorn.Server(uvicorn.Config(make_app(lm, api_key), log_level="error", ws="none"))
         thread = threading.Thread(target=server.run, args=([listener],))

@@ -48,7 +48,7 @@ CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True)
 
 
 def changed(lm: DiffusionLM, seed: int = 7) -> DiffusionLM:
-    """The same model with other weights, as after more training."""
+    """The same model with other weights, as after further training."""
     trained, generator = lm.frozen_copy(), torch.Generator().manual_seed(seed)
     for weight in trained.model.parameters():
         weight += 0.3 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
@@ -127,7 +127,7 @@ def test_weights_are_sent_every_sync_steps_and_only_the_last_are_kept(fake, tmp_
         held[step] = Path(vllm.version).name
     backend.close()
     assert held == {4: "step-4", 5: "step-4", 6: "step-6", 7: "step-6", 8: "step-6", 9: "step-9"}
-    assert backend.due(None)  # an evaluation is of the weights as they are
+    assert backend.due(None)  # an evaluation uses the current weights
     assert [path.name for path in (tmp_path / "weights").iterdir()] == ["step-9"]
     last, expected = (own.model.state_dict() for own in (unmask.load(vllm.version, dtype="float64"), changed(lm, 9)))
     assert last.keys() == expected.keys() and all(torch.equal(last[name], expected[name]) for name in last)
@@ -323,7 +323,7 @@ class Serve:
     def __init__(self, model: Path, port: int):
         command = [sys.executable, "-m", "unmask", "serve", str(model), "--port", str(port)]
         environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-        heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # which a shell's background jobs ignore
+        heeds_interrupts = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # background jobs of a shell ignore it
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=heeds_interrupts
         )
@@ -335,7 +335,7 @@ class Serve:
 
 @pytest.mark.slow
 def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
-    """And then dies for good."""
+    """The second time it does not come back."""
     lm = tiny(attention="bidirectional", layers=3)
     lm.save(tmp_path / "model")
     lm = unmask.load(tmp_path / "model")  # float32, as the server reads it

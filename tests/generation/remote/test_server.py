@@ -29,7 +29,7 @@ CONFIG = SamplerConfig(max_new_tokens=8, temperature=1.0, seed=5, trace=True, ba
 
 
 def other_weights(lm: DiffusionLM) -> DiffusionLM:
-    """The same model with other weights, as after more training."""
+    """The same model with other weights, as after further training."""
     trained = lm.frozen_copy()
     generator = torch.Generator().manual_seed(7)
     for weight in trained.model.parameters():

@@ -200,7 +200,7 @@ def test_a_refused_prompt_stops_the_others():
 
 
 def test_patience_begins_with_the_first_failure():
-    """Not with the request, whose answer may have taken long."""
+    """It does not begin with the request, whose answer may have taken long."""
     failed = []
 
     def die(path, body):

@@ -1,4 +1,4 @@
-"""Log-probabilities chunk by chunk: those of all logits at once, with their gradients, and never more logits than a chunk."""
+"""Log-probabilities by chunks equal those of all logits at once, with their gradients; at most a chunk of logits exists."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def scaled(monkeypatch):
 
 @pytest.fixture
 def chunks(monkeypatch):
-    """Logits come in chunks of four rows, but where `monkeypatch` is undone."""
+    """Logits are computed in chunks of four rows, unless `monkeypatch` is undone."""
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", CHUNK * (VOCABULARY + 1))
 
 
 def asked(lm, targets=1, seed=1):
-    """Noised rows, and some tokens asked for: one a row, or several."""
+    """Noised rows, and target tokens: one or several per row."""
     clean, generator = random_ids(2, 9), torch.Generator().manual_seed(seed)
     hidden = torch.rand(2, 9, generator=generator) < 0.7
     inputs = lm.single(torch.where(hidden, lm.mask_token_id, clean), None, hidden, hidden)
@@ -44,7 +44,7 @@ def asked(lm, targets=1, seed=1):
 
 
 def scored(lm, temperature=1.0, targets=1, seed=1):
-    """Log-probabilities, and the gradients of a sum that weighs each differently."""
+    """Log-probabilities, and the gradients of a sum that weights each differently."""
     lm.model.zero_grad()
     log_prob = lm.log_probs(*asked(lm, targets, seed), temperature)
     (log_prob * torch.arange(1, 1 + log_prob.numel()).view_as(log_prob)).sum().backward()
@@ -52,7 +52,7 @@ def scored(lm, temperature=1.0, targets=1, seed=1):
 
 
 def both(monkeypatch, lm, **more):
-    """At once, and in chunks."""
+    """Computed at once, and in chunks."""
     whole = scored(lm, **more)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", CHUNK * (VOCABULARY + 1))
     return whole, scored(lm, **more)
@@ -129,7 +129,7 @@ def test_no_more_logits_than_a_chunk_are_ever_made(name, monkeypatch):
     log_prob, _ = scored(lm)
     rows = len(log_prob)
     assert rows > 2 * CHUNK and max(sizes) == max(backward) == CHUNK
-    # All rows once and once again for the gradient; and the first row by the model itself, for the check.
+    # All rows twice, the second time for the gradient; and the first row by the model itself, for the check.
     assert sum(sizes) == 2 * rows + 1 and sum(backward) == rows + 1
     del sizes[:]
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_what_a_model_does_after_its_head_must_be_known(monkeypatch):
             lm.log_probs(*asked(lm))
     assert nothing_left(lm)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 10**9)
-    lm.log_probs(*asked(lm))  # at once nothing need be known
+    lm.log_probs(*asked(lm))  # computed at once, nothing has to be known
     assert len(calls) == 3
 
 

@@ -1,4 +1,4 @@
-"""The time embedding: nothing at first, then a function of the share of hidden tokens; and kept by all that keeps a model."""
+"""The time embedding is zero at first, then a function of the fraction of hidden tokens; every way of saving a model keeps it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCUMENTS = torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2, 2, 0], [0, 1, 1, 1, 1, 1, 1, 
 
 
 def awake(lm, scale=0.5):
-    """The same model after some training of the time embedding."""
+    """The same model with a trained time embedding."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for weight in lm.model.unmask_time.out.parameters():
@@ -60,7 +60,7 @@ def test_at_first_it_changes_nothing_then_all_that_hides_something(name):
 
 
 def told(lm, monkeypatch):
-    """The shares that the embedding was given."""
+    """A list of the fractions that the embedding gets."""
     shares, forward = [], TimeEmbedding.forward
     monkeypatch.setattr(TimeEmbedding, "forward", lambda self, share_BT: (shares.append(share_BT), forward(self, share_BT))[1])
     return shares

@@ -1,4 +1,4 @@
-"""Attention by tiles: the same numbers, and nothing computed where nobody sees anything."""
+"""Attention by tiles: the same numbers, and nothing computed for tiles in which nothing is visible."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORTH = 0.7
 
 @contextmanager
 def tiles_of(size):
-    """Tiles of this size (None: those in use); what reaches SDPA is counted, in pairs of query and key."""
+    """Set the size of tiles (None: the default), and count the pairs of query and key that reach SDPA."""
     computed, sdpa = [], F.scaled_dot_product_attention
 
     def counted(query, key, value, **options):
@@ -37,12 +37,12 @@ def tiles_of(size):
 
 
 def area(allowed_QK, tile):
-    """Of the tiles in which anything is visible."""
+    """The pairs of query and key in tiles in which anything is visible."""
     return sum(tile**2 for rows in allowed_QK.split(tile) for part in rows.split(tile, 1) if part.any())
 
 
 def assert_equals_the_whole(mask, heads, scaling, side=None):
-    """Numbers and gradients; what was computed."""
+    """Check outputs and gradients; the number of computed pairs."""
     expected = F.scaled_dot_product_attention(*heads, attn_mask=mask.allowed_BQK, enable_gqa=True, scale=scaling).transpose(1, 2)
     with tiles_of(side) as computed:
         out, _ = unmask_attention(None, *heads, None, unmask_mask=mask, scaling=scaling)

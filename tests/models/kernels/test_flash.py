@@ -1,4 +1,4 @@
-"""FlashAttention gives what the attention function gives under its mask, wherever no token is hidden within its document."""
+"""FlashAttention equals the attention function under its mask, if no token is invisible within its document."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = {
 
 
 def by_definition(query: Any, key: Any, value: Any, bounds: Any, _: Any, longest: int, __: int, **options: Any) -> torch.Tensor:
-    """What `varlen_attn` says that it computes."""
+    """`varlen_attn` by its definition."""
     assert bounds.dtype == torch.int32 and longest == int(bounds.diff().max()) and bounds[-1] == len(query)
     assert options["window_size"] in ((-1, -1), (-1, 0)) and options["enable_gqa"] == (query.shape[1] != key.shape[1])
     rows = [[part[start:end].transpose(0, 1) for part in (query, key, value)] for start, end in pairwise(bounds.tolist())]
@@ -33,7 +33,7 @@ def by_definition(query: Any, key: Any, value: Any, bounds: Any, _: Any, longest
 
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The definition in place of the kernel, which no CPU has; filled by every call with the number of tokens."""
+    """Use the definition in place of the kernel, which needs a GPU; a list of the number of tokens of each call."""
     calls: list[int] = []
     monkeypatch.setattr(
         flash, "varlen_attn", lambda query, *rest, **more: (calls.append(len(query)), by_definition(query, *rest, **more))[1]
@@ -43,7 +43,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def compare(rows: str, pattern: str, device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any) -> None:
-    """Outputs and gradients at all but padding, against the same function under the mask alone."""
+    """Compare outputs and gradients, except at padding, with those of the same function under the mask only."""
     document_BT = torch.tensor(ROWS[rows], device=device)
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(len(document_BT), heads, 30, 16, generator=generator).to(device, dtype).requires_grad_() for heads in (4, 2, 2)]

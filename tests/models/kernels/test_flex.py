@@ -1,4 +1,4 @@
-"""FlexAttention's masks are those of the attention function, and so is what comes out."""
+"""FlexAttention's masks and outputs are those of the attention function."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tiles_that_nobody_sees_are_skipped():
 def compare(
     pattern: str, block_size: int | None, window: int | None, rows: Layout, monkeypatch: pytest.MonkeyPatch, **options: float
 ) -> None:
-    """The attention function through FlexAttention, against itself through SDPA."""
+    """Compare the attention function on FlexAttention with the same on SDPA."""
     keys = Layout(*(part.to(options.get("device", "cpu")) for part in (rows.document_BT, rows.position_BT, rows.copy_BT)))
     device = options.pop("device", "cpu")
     inputs = [part.to(device).requires_grad_(device == "cuda") for part in tensors(keys)]

@@ -1,4 +1,4 @@
-"""Rollouts of tiny models, and scores of chance on them, for the tests of methods.
+"""Rollouts of tiny models with random log-probabilities, for the tests of methods.
 
 Shapes: B completions, M views, T positions.
 """
@@ -27,20 +27,20 @@ LENGTH = 8
 
 
 def stopping(attention="causal", block_size=None, logit_shift=None):
-    """A model that often ends early: part of its canvases is never denoised."""
+    """A model that often ends early, so that a part of its canvases is never denoised."""
     return tiny("phi", attention, block_size, logit_shift, eos_bias=1.0)
 
 
 @cache
 def rollout_of(lm, **settings):
-    """A generation at temperature 1, cut at its ends, and the rollout made of it; settings are those of the sampler."""
+    """A generation at temperature 1 with these sampler settings, and its rollout."""
     defaults = {"max_new_tokens": LENGTH, "temperature": 1.0, "trace": True}
     generation = cut_at_end(lm, sampler.generate(lm, PROMPTS, SamplerConfig(**(defaults | settings))))
     return generation, make_rollout(lm, generation, slice(None), settings.get("block_size"))
 
 
 def usual(attention, block_size=None, /, **settings):
-    """A model of a pattern and a rollout of it, by decoding blocks of two tokens where it has no others."""
+    """A model with a pattern, and a rollout of it; bidirectional models decode in blocks of two tokens."""
     lm = stopping(attention, block_size)
     if attention == "bidirectional":
         settings = {"block_size": 2} | settings
@@ -52,13 +52,13 @@ def tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
 
 
 def one(rollout: Rollout, row: int) -> Rollout:
-    """A row of a rollout by itself, without its padding."""
+    """One row of a rollout, without its padding."""
     own_T = rollout.documents_BT[row] > 0
     return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in tensors(rollout).items()}, one_document=True)
 
 
 def whole(group_BT: torch.Tensor) -> Rollout:
-    """Completions of all maskable tokens, whose ids do not matter."""
+    """Completions whose tokens are all maskable; their ids do not matter."""
     completion_BT = group_BT >= 0
     ones_BT = torch.ones_like(group_BT)
     blocks_BT = torch.where(completion_BT, 0, -1)
@@ -80,7 +80,7 @@ def keys(rollout: Rollout) -> torch.Tensor:
 
 
 def held(name: str) -> dict[str, float]:
-    """A divergence, for methods whose loss has one."""
+    """A KL term, for methods whose loss has one."""
     return {"beta": 0.1} if "beta" in settings_of(get_method(name)) else {}
 
 
@@ -90,7 +90,7 @@ def config(name, **more):
 
 
 def plan(name, rollout, key_B=None, seed=0, iteration=0, end="hidden", **more) -> Views:
-    """A method's views, with what stands behind the end as `beyond_eos` says."""
+    """A method's views, with tokens after the end treated as `beyond_eos` says."""
     draw, args = Draw(seed, keys(rollout) if key_B is None else key_B, iteration), config(name, **more)
     return plan_views(lambda rollout: args.build_method().plan(rollout, draw), rollout, end)
 
@@ -100,13 +100,13 @@ def masks(views: Views) -> tuple[torch.Tensor, ...]:
 
 
 def states(views: Views, row: int, own_T: torch.Tensor) -> list[tuple[list, ...]]:
-    """What the views of a row hide, score and weigh, but for those that score nothing."""
+    """What the views of a row hide, score and weight, without views that score nothing."""
     parts = [part_BMT[row][:, own_T] for part_BMT in masks(views)]
     return [tuple(part_T.tolist() for part_T in view) for view in zip(*parts, strict=True) if view[1].any()]
 
 
 def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spread: float = 0.7) -> tuple[LossInputs, torch.Tensor]:
-    """LossInputs of chance, and the items by which their loss is divided. All but the third completion count."""
+    """Random LossInputs, and the number of items by which their loss is divided. The third completion does not count."""
     random = torch.Generator().manual_seed(seed)
 
     def around(center, width):
@@ -128,7 +128,7 @@ def made_up(rollout: Rollout, views: Views, args: GRPOConfig, seed: int = 0, spr
 
 @dataclass(frozen=True)
 class Completion:
-    """One completion of a batch, for slow code: log-probabilities by view and position, positions in lists."""
+    """One completion of a batch, for slow code: log-probabilities by view and position, and lists of positions."""
 
     policy: torch.Tensor
     old: torch.Tensor
@@ -148,7 +148,7 @@ class Completion:
 
 
 def completions(scores: LossInputs) -> list[Completion]:
-    """Those that count."""
+    """The completions that count."""
     made = []
     for row in keys(scores.rollout).tolist():
         if row == 2:
@@ -180,7 +180,7 @@ def k3(reference, policy):
 
 
 def assert_loss(name, by_hand, spread=0.7, **settings):
-    """A method's loss of a batch, its value and its gradients are those of slow code: `by_hand` of all completions."""
+    """Check that the value and the gradients of a method's loss equal those of slow code, `by_hand` of all completions."""
     args = config(name, **settings)
     for attention, block_size in (("bidirectional", None), ("block_causal", 3)):
         _, rollout = usual(attention, block_size, stop_at_eos=args.stop_at_eos)

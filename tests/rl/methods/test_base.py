@@ -1,4 +1,4 @@
-"""What holds for every method, and for the rollouts they read; losses by tokens, against slow code.
+"""What holds for every method and its rollouts; token losses compared with slow code.
 
 Shapes: B completions, M views, T positions.
 """
@@ -151,7 +151,7 @@ def test_what_was_never_revealed_stays_hidden():
         assert views.hidden_BMT.transpose(1, 2)[never_BT].all() and not views.target_BMT.transpose(1, 2)[never_BT].any()
 
 
-# The table of methods in the design: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight that only d1's
+# What defines each method: advantage, clip range, ratio, KL (kind, weight, to what), aggregation. A weight that only d1's
 # recipes give is 0 here: they come with the recipes of tasks.
 D1 = ("k3", 0.0, "reference")
 TABLE = {
@@ -230,7 +230,7 @@ def test_a_method_makes_as_many_views_as_the_table_says(name):
 
 
 def token_terms(completion, low, high, beta=0.0, clamp=100.0):
-    """The surrogate of each token of a completion, and beta times its divergence."""
+    """The surrogate of each token of a completion, and beta times its KL."""
     terms = {}
     for token in completion.tokens:
         new, old = completion.value(completion.policy, token), completion.value(completion.old, token)
@@ -268,7 +268,7 @@ def over_views(batch, of_view):
 
 
 def trace_rl(constant=None):
-    """TraceRL's loss: of LLaDA, or with a constant of SDAR."""
+    """TraceRL's loss: LLaDA's, or with a constant SDAR's."""
 
     def of_view(completion, tokens):
         plain, held = (token_terms(completion, 0.2, 0.2, beta) for beta in (0.0, 0.01))
@@ -335,7 +335,7 @@ def test_gspo_has_one_ratio_for_a_completion():
 
 
 def test_the_divergence_times_the_ratio_is_that_of_the_policy_whoever_sampled():
-    """And so is its gradient."""
+    """The same holds for its gradient."""
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).requires_grad_()
     policy, old, reference = logits.log_softmax(1)
     exact = (policy.exp() * (policy - reference)).sum()
@@ -358,7 +358,7 @@ def test_weights_for_another_sampler_weigh_the_surrogate_and_not_the_divergence(
 
 
 def one_by_one(scores):
-    """Shares of which one at a time is left."""
+    """Weights of which only one at a time is not zero."""
     for place in (scores.token_weight_BT > 0).nonzero():
         token_weight_BT = torch.zeros_like(scores.token_weight_BT)
         token_weight_BT[tuple(place)] = scores.token_weight_BT[tuple(place)]
@@ -403,7 +403,7 @@ def test_a_method_of_ones_own_is_named_by_a_config(monkeypatch):
 
 
 def test_a_default_that_is_no_field_is_refused(monkeypatch):
-    """Without an annotation Python would leave the inherited default in place."""
+    """Without an annotation the inherited default would silently stay."""
     monkeypatch.setattr("unmask.rl.methods.base.METHODS", dict(METHODS))
     with pytest.raises(ConfigError, match=r"Mine.epsilon has no annotation. Write epsilon: TYPE = VALUE"):
 

@@ -1,4 +1,4 @@
-"""coupled-GRPO scores each token three times over: with all hidden, and in one of two complementary views.
+"""coupled-GRPO has three views: one hides all tokens, the other two are complementary.
 
 Shapes: B completions, T positions, N listed masks, L tokens of the completion.
 """

@@ -1,4 +1,4 @@
-"""diffu-GRPO hides the whole completion and what follows it, and some of the prompt; it scores the completion."""
+"""diffu-GRPO hides the completion, what follows it, and some of the prompt; it scores the completion."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_masks_follow_from_seed_key_and_iteration_alone():
 
 
 def test_a_causal_model_is_scored_as_it_is():
-    """Its conditionals do not depend on what is hidden: the scores are the sampler's."""
+    """Its conditionals do not depend on what is hidden: its log-probabilities are the sampler's."""
     lm = stopping()
     generation, rollout = rollout_of(lm)
     with torch.no_grad():

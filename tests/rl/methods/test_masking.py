@@ -1,4 +1,4 @@
-"""Masking strategies plan in a method's place: by the same rules, with the weights that the method's loss is made for."""
+"""Masking strategies replace a method's plan: by the same rules, with the weights that the method's loss needs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REPLACEABLE = [name for name, method in METHODS.items() if not method.separable]
 
 
 def config(**more):
-    """Settings with three views, where they are counted."""
+    """Settings with three views, if the method counts them."""
     counted = more.get("masking") not in ("coupled", "optimized") or "samples" in settings_of(get_method(more["method"]))
     return GRPOConfig(**{"output_dir": "unused", "use_cpu": True} | ({"samples": 3} if counted else {}) | more)
 
@@ -123,7 +123,7 @@ def test_the_mask_rate_follows_progress(attention, block_size, progress):
 
 @pytest.mark.parametrize("method", REPLACEABLE)
 def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkeypatch):
-    """Bit for bit, whatever was asked before: the table is nothing but memory."""
+    """They are equal bit for bit in any order of calls: the table is only a cache."""
     rate = {"prompt_mask_rate": 0.5} if "prompt_mask_rate" in settings_of(get_method(method)) else {}
     settings = config(method=method, num_iterations=2, **rate)
     calls, drawn = [], masking.drawn_patterns
@@ -157,7 +157,7 @@ def test_with_adaptive_loss_optimized_hides_the_same_and_each_token_weighs_one_o
 
 
 class EverySet(MaskingStrategy):
-    """Each number k of hidden tokens as often as any other, and each set of k tokens as any other of k."""
+    """Every number k of hidden tokens equally often, and every set of k tokens equally often."""
 
     def plan(self, rollout, draw, config, progress):
         [position] = {tuple(row.nonzero().flatten().tolist()) for row in rollout.completion_BT}
@@ -172,7 +172,7 @@ class EverySet(MaskingStrategy):
 
 
 def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
-    """Against the mean over all orders of the sum of log-probabilities, each given what comes later in the order hidden."""
+    """Compared with the mean over all orders of the summed log-probabilities, each with the later tokens of the order hidden."""
     rollout = sampled().rows(slice(0, 1))
     length = 4
     completion_BT = torch.zeros_like(rollout.completion_BT)
@@ -286,7 +286,7 @@ def test_what_the_strategy_of_a_trainer_does_not_read_is_refused_there(tmp_path)
 
 
 class Halves(MaskingStrategy):
-    """A user's own: each token in one of two views."""
+    """A user's strategy: each token in one of two views."""
 
     def __init__(self):
         self.calls, self.planned = [], []
@@ -326,7 +326,7 @@ def test_a_strategy_of_ones_own_plans_what_the_trainer_scores(tmp_path, monkeypa
 
 
 class Wrong(MaskingStrategy):
-    """Right views, with some of it changed."""
+    """Correct views with one defect."""
 
     def __init__(self, change):
         self.change = change
@@ -397,7 +397,7 @@ def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
 
 @pytest.mark.parametrize("by", [-30.0, 30.0])
 def test_a_ratio_of_tokens_that_weigh_by_their_mask_rate_is_bounded(by):
-    """Of eight tokens one that is hidden alone weighs 8: its 30 nats are 240, beyond the numbers of float32."""
+    """A token that is hidden alone, of eight, has weight 8: its 30 nats are 240, whose exponential overflows float32."""
     settings = config(method="uni-grpo", masking="optimized", adaptive_loss=True, beta=0.1)
     assert settings.log_ratio_clamp == 20.0 and config(method="uni-grpo", masking="optimized").log_ratio_clamp is None
     rollout = sampled("bidirectional", None)

@@ -1,6 +1,6 @@
-"""The losses and gradients that the authors' own code gave for the same model, completions and masks (data/published.json names it).
+"""Losses and gradients recorded from the authors' code for the same model, completions and masks (data/published.json names it).
 
-The model is that of tests/published.py. The policy that sampled has H + 0.2 cos, the reference H + 0.2 sin.
+The model is that of tests/published.py. The old policy has H + 0.2 cos, the reference H + 0.2 sin.
 
 Shapes: B completions, M views, T positions, D hidden width, K vocabulary.
 """
@@ -64,10 +64,10 @@ class Injected:
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         assert stream == Stream.TIME
-        return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)  # coupled-GRPO's share
+        return torch.full((BATCH, views), (self.rate - 0.2) / 0.6, dtype=torch.float64)  # coupled-GRPO's fraction
 
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
-        if stream == Stream.TIME:  # ESPO's counts, each from the middle of its stretch
+        if stream == Stream.TIME:  # ESPO's counts, each in the middle of its stratum
             size = LENGTH - PROMPT + 1
             count_BM = self.hidden_BMT[:, : self.samples, PROMPT:].sum(2)
             time_BM = (count_BM + 0.5) / size * self.samples - torch.arange(self.samples)

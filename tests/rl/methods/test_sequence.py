@@ -1,4 +1,4 @@
-"""UniGRPO, ESPO, GDPO and BGPO: estimates of whole sequences' likelihoods, and losses of their changes.
+"""UniGRPO, ESPO, GDPO and BGPO: estimates of sequence likelihoods, and losses of their ratios.
 
 Shapes: B completions, M views, T positions; L tokens of a group, k of them hidden.
 """
@@ -26,7 +26,7 @@ def tables(request):
 
 
 def mean_over_all_masks(name, tables, samples):
-    """Of a method's estimate of a likelihood."""
+    """The mean of a method's estimate of a likelihood."""
     groups, by_group = tables
     draw = listed_counts(groups.shape[1])
     rollout = whole(groups.expand(len(draw.time_N), -1))
@@ -41,7 +41,7 @@ def test_estimates_average_to_the_exact_bound(tables, name, samples):
 
 
 def scores_by_count(tables):
-    """L/k times the mean over all sets of k hidden tokens of their score, for k = 1..L, of each group."""
+    """L/k times the mean log-probability of k hidden tokens over all sets of them, for k = 1..L, of each group."""
     made = []
     for positions, table in tables:
         size = len(positions)
@@ -73,7 +73,7 @@ def test_the_bias_of_the_quadrature_goes_to_zero_with_the_nodes(tables):
 
 
 def test_two_nodes_are_exact_for_two_tokens():
-    """Each count then has its own node, of half the weight."""
+    """Each count then has its own node, with half the weight."""
     group_BT = torch.tensor([[-1, 0, 0, -1, 1, 1, 2]]).expand(5, -1)
     views = plan("gdpo", whole(group_BT), samples=2)
     assert (views.hidden_BMT[:, :, 1:3].sum(2) == torch.tensor([1, 2])).all() and (views.hidden_BMT[:, :, 6].all())
@@ -151,7 +151,7 @@ def test_views_of_exact_counts_weigh_what_they_promise(name):
 
 
 def bound(completion, log_prob_MT, weigh):
-    """The sum over views and groups of `weigh(view, size, hidden)` times the score."""
+    """The sum over views and groups of `weigh(view, size, hidden)` times the log-probability."""
     total = 0.0
     for view, hidden in enumerate(completion.hidden):
         for group in {completion.groups[token] for token in hidden}:
@@ -244,7 +244,7 @@ def test_bounds_that_are_far_apart_leave_the_loss_finite(kl):
 
 
 def far_apart(name, by, **settings):
-    """The loss and its gradient in float32, as training has it, where the policy has moved this far in each token."""
+    """The loss and its gradient in float32, as in training, after the policy moved this many nats for each token."""
     _, rollout = usual("bidirectional")
     args = config(name, **settings)
     scores, _ = made_up(rollout, plan(name, rollout, **settings), args)
@@ -257,7 +257,7 @@ def far_apart(name, by, **settings):
 
 @pytest.mark.parametrize("by", [-30.0, 30.0])
 def test_k3_of_espos_whole_bounds_is_bounded(by):
-    """A token's 30 nats are 240 of the whole, beyond the numbers of float32."""
+    """30 nats per token are 240 in all, whose exponential overflows float32."""
     assert config("espo", kl="k3").log_ratio_clamp == 20.0 and config("espo").log_ratio_clamp is None
     for total in far_apart("espo", by, kl="k3", beta=0.1):
         assert total.isfinite().all()
@@ -285,7 +285,7 @@ def test_bgpo_is_linear_where_the_advantage_is_positive_and_exponential_up_to_3_
 
 
 def test_bgpos_loss_lies_above_that_of_the_ratio_of_means():
-    """It is a bound: what it promises is kept."""
+    """It is a bound, as promised."""
     _, rollout = rollout_of(stopping("bidirectional"))
     args = config("bgpo", dual_clip=None)
     scores, _ = made_up(rollout, plan("bgpo", rollout), args, spread=2.0)

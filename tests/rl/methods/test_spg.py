@@ -1,4 +1,4 @@
-"""SPG's views lie in blocks, and its two bounds sandwich what they should.
+"""SPG's views hide tokens in blocks, and its two bounds enclose the likelihood.
 
 Shapes: B completions, M views, T positions, S sets of hidden tokens, L tokens.
 """
@@ -107,13 +107,13 @@ def test_over_all_masks_the_upper_bound_lies_above_the_lower_one_and_rises_with_
     for table in tables:
         bounds = [toy.lower_bound(table), *(upper_of(table, beta) for beta in (0.01, 0.5, 1.0, 1.5, 2.0, 4.0, 16.0))]
         assert all(high > low + 1e-6 for low, high in itertools.pairwise(bounds))
-        assert bounds[1] == pytest.approx(bounds[0], rel=0.02)  # where beta goes to 0 they meet
+        assert bounds[1] == pytest.approx(bounds[0], rel=0.02)  # they meet as beta goes to 0
 
 
 def test_the_upper_bound_is_one_for_beta_of_the_length_and_a_surrogate_for_the_published_15(tables):
     gaps = {beta: [upper_of(table, beta) - toy.any_order(table) for table in tables] for beta in (1.5, 4.0, 8.0)}
     assert min(gaps[4.0]) > 0 and min(gaps[8.0]) > 0
-    assert min(gaps[1.5]) < -0.01  # no bound: what it claims to lie above lies above it
+    assert min(gaps[1.5]) < -0.01  # it is no bound: it is below the likelihood
 
 
 def test_the_lower_bound_lies_below_the_exact_likelihood(tables):

@@ -1,4 +1,4 @@
-"""Trajectory replay scores every token once, in the state in which it was drawn or shortly before: the policy of the sampler.
+"""Trajectory replay scores every token once, in the state in which it was drawn or shortly before.
 
 Shapes: B completions, M views, T positions, N listed choices.
 """
@@ -172,7 +172,7 @@ def test_just_grpo_replays_what_was_decoded_from_left_to_right(attention, block_
 
 @every_pattern
 def test_just_grpo_scores_each_token_from_those_before_it(attention, block_size):
-    """However the text was decoded; in a model by blocks the rest of the block is hidden."""
+    """This holds for any decoding; in a block-causal model the rest of the block is hidden."""
     lm, rollout = usual(attention, block_size)
     log_prob_BT = scores_of(lm, rollout, plan("just-grpo", rollout))
     for row in range(len(PROMPTS)):
@@ -189,7 +189,7 @@ def test_just_grpo_scores_each_token_from_those_before_it(attention, block_size)
 
 
 class Orders:
-    """A draw that lists every order of the steps."""
+    """A Draw that lists every order of the steps."""
 
     def __init__(self, orders):
         self.order_NV = torch.tensor(orders, dtype=torch.float64)
@@ -251,7 +251,7 @@ def test_a_completion_of_few_steps_keeps_them_all():
 
 
 def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
-    """As the sampler saw them: a later token of the completion was drawn beside them."""
+    """The sampler saw them when it drew later tokens of the completion."""
     _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False, policy="random")
     views = plan("cj-grpo", rollout)
     shown_BMT = rollout.beyond_BT[:, None] & ~views.hidden_BMT & views.target_BMT.any(2, keepdim=True)
