@@ -6,8 +6,7 @@ from unmask.tasks.countdown import Countdown, Countdown4
 from unmask.tasks.gsm8k import GSM8K
 from unmask.tasks.math500 import Math500
 from unmask.tasks.ocaml import Exercism, MultiPLT
-from unmask.tasks.sudoku import Sudoku
-from unmask.tasks.sudoku9 import Sudoku9
+from unmask.tasks.sudoku import Sudoku, Sudoku9
 from unmask.tasks.text import MultipleChoice, Text
 
 __all__ = [
