@@ -123,7 +123,7 @@ class GridPuzzle(Puzzle):
             remedy = f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at least one)."
             raise DataError(f"{puzzle!r} is not a {side}x{side} puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
         if not (isinstance(solution, str) and self.solves(solution, puzzle)):
-            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
+            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Fix or remove the row."
             raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
         return self.posing(puzzle, solution)
 
