@@ -24,20 +24,18 @@ class Group:
     """
 
     def __init__(self, name: str, memory: int, processes: int):
-        limits = {"memory": ("memory.limit_in_bytes", memory), "pids": ("pids.max", processes)}
         if (ROOT / "cgroup.controllers").exists():
             parent = _own_group("")
             (parent / "cgroup.subtree_control").write_text("+memory +pids")  # refused if the group has processes
             folder = parent / name
-            self.folders = [folder]
-            settings = [(folder / "memory.max", memory), (folder / "memory.swap.max", 0), (folder / "pids.max", processes)]
+            limits = {folder / "memory.max": memory, folder / "memory.swap.max": 0, folder / "pids.max": processes}
         else:
-            self.folders = [_own_group(controller) / name for controller in limits]
-            settings = [(folder / file, value) for folder, (file, value) in zip(self.folders, limits.values(), strict=True)]
+            limits = {_own_group("memory") / name / "memory.limit_in_bytes": memory, _own_group("pids") / name / "pids.max": processes}
+        self.folders = list(dict.fromkeys(file.parent for file in limits))
         try:
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
-            for file, value in settings:
+            for file, value in limits.items():
                 if file.exists() or "swap" not in file.name:
                     file.write_text(str(value))
         except OSError:

@@ -85,14 +85,13 @@ class Member:
     def receive(self, seconds: float) -> bytes | None:
         """The next frame. None after `seconds`; empty if the process ended, or sent more than `MAX_FRAME`."""
         deadline = time.monotonic() + seconds
-        while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4], "big"):
+        while len(self._received) < (end := 4 + int.from_bytes(self._received[:4], "big")):
             if not select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
             part = os.read(self.control, 1 << 16)
             if not part or len(self._received) > MAX_FRAME:
                 return b""
             self._received += part
-        end = 4 + int.from_bytes(self._received[:4], "big")
         frame, self._received = self._received[4:end], self._received[end:]
         return frame
 

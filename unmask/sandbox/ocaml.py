@@ -64,9 +64,9 @@ class Toolchain:
     """
 
     compiler: str
-    libraries: tuple[str, ...]
-    test_libraries: tuple[str, ...]
-    archives: tuple[str, ...]
+    libraries: list[str]
+    test_libraries: list[str]
+    archives: list[str]
     place: str
 
     def commands(self, tests: OCamlTests) -> list[list[str]]:
@@ -109,8 +109,7 @@ def toolchain(host: Host) -> Toolchain:
         libraries, test_libraries = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
         archives = _query("-format", "%d/%a", "-predicates", "native", "-recursive", *PACKAGES).split()
         for command in (
-            [compiler, "-c", *QUIET, *test_libraries, "gate.ml"],
-            [compiler, "-c", *QUIET, *test_libraries, "finish.ml"],
+            [compiler, "-c", *QUIET, *test_libraries, "gate.ml", "finish.ml"],
             [compiler, *QUIET, "-I", "+compiler-libs", "ocamlcommon.cmxa", "vet.ml", "-o", "vet"],
         ):
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
@@ -118,9 +117,8 @@ def toolchain(host: Host) -> Toolchain:
         what = f"OCaml programs cannot be compiled here: {getattr(error, 'stderr', None) or error}".strip()
         remedy = "apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev"
         raise SandboxError(what, where="sandbox", remedy=remedy) from error
-    native = tuple(archive for archive in archives if archive.endswith(".cmxa"))
     place = f"{INSIDE}/ocaml" if host.isolated else str(folder)
-    return Toolchain(compiler, tuple(libraries), tuple(test_libraries), native, place)
+    return Toolchain(compiler, libraries, test_libraries, [archive for archive in archives if archive.endswith(".cmxa")], place)
 
 
 def _query(*arguments: str) -> str:

@@ -81,9 +81,8 @@ class Slot:
 
     def close(self) -> None:
         self.stop()
-        for group in self.groups:
-            if group:
-                group.remove()
+        for group in filter(None, self.groups):
+            group.remove()
 
     def _start(self) -> Cell:
         return Cell(self.host, self.limits, self.uids, self.groups)

@@ -123,10 +123,10 @@ def encode(value, keep):
 
 def decode(value, handle):
     """The value of encoded JSON, of built-in types only. `handle` resolves the number of a handle."""
-    if not isinstance(value, list | dict):
-        return value
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
+    if not isinstance(value, dict):
+        return value
     ((tag, content),) = value.items()
     if tag in COLLECTIONS:
         return COLLECTIONS[tag](decode(item, handle) for item in content)
