@@ -1,6 +1,6 @@
-(* Stands between a candidate and its tests: linked after the one and before the other, and not to be seen by the candidate.
+(* Reports the results of the tests. It is linked after the candidate, which cannot name it, and before the tests.
 
-   It says "ready" once the candidate is initialised, is then told the nonce, and signs every finding with it. *)
+   It sends "ready" once the candidate is initialised, then reads the nonce, and signs every result with it. *)
 
 let control : Unix.file_descr = Obj.magic 3
 
