@@ -222,7 +222,7 @@ def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
 
 
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
     with pytest.raises(ConfigError, match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use local"):
         make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
 

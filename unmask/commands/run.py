@@ -27,7 +27,7 @@ from unmask.rl.completion_log import SAMPLES_NAME
 from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import bound_memory, naming_full_memory, sharded_by
+from unmask.training.hardware_checks import bound_memory, naming_full_memory, weight_sharding_setting
 from unmask.training.run_log import LOG_NAME
 
 DATA_REPORT = "data_report.json"
@@ -109,7 +109,7 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
         evaluated = trainer.lm
-        if sharded_by(args):  # then a pass would take all processes
+        if weight_sharding_setting(args):  # then a pass would take all processes
             evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
         write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
     # A process that leaves while others still talk to it aborts.

@@ -79,7 +79,7 @@ class StageTrainer(DiffusionTrainer):
         # Sharded weights and the best checkpoint can only be loaded by `train`, which then makes no step.
         if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
             return False
-        if self.sharded or self.args.load_best_model_at_end:
+        if self.uses_fsdp_or_deepspeed or self.args.load_best_model_at_end:
             return False
         check_weights(checkpoint)
         self._load_from_checkpoint(str(checkpoint))
@@ -224,7 +224,7 @@ class ConvertTrainer:
         for number, (first, last) in enumerate(pairwise([0, *self.ends]), start=1):
             if number < start:
                 continue
-            if self.trainer is not None and self.trainer.sharded:
+            if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
                 self._gather(self.trainer)
             self.trainer = None  # frees the optimizer's states
             self.trainer = self._run(number, first, last, resume)

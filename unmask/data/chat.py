@@ -67,7 +67,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: 
     return ids
 
 
-def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
+def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
@@ -89,7 +89,7 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]), ends)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
+def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
     """The prompt ids and completion ids of an example with `text`, `messages`, or `prompt` and `completion`. For the first two, the prompt
     is only the beginning of sequence, if any."""
     if "text" in example:
@@ -102,15 +102,15 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends:
         ids = _encode(tokenizer, render_template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
-    return render_pair(tokenizer, example["prompt"], example["completion"], ends)
+    return encode_pair(tokenizer, example["prompt"], example["completion"], ends)
 
 
-def render_turns(
+def encode_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = ()
 ) -> tuple[list[int], list[int], list[bool]]:
     """The ids before the last answer of a conversation, the ids of this answer, and which of the former are learnt.
 
-    The ids are those of `render_pair`, regardless of `learn`. The last answer ends with exactly one end token; later messages are left out.
+    The ids are those of `encode_pair`, regardless of `learn`. The last answer ends with exactly one end token; later messages are left out.
     An earlier answer is learnt with the end that the template writes, without white space after it.
 
     Args:
@@ -132,7 +132,7 @@ def render_turns(
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
     messages = [_without_end(tokenizer, message, ends) for message in messages]
     last = answers.pop()
-    prompt, answer = render_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
+    prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
     learnt = [False] * len(prompt)
     if learn == "all" and answers:
         whole = _prompt_text(tokenizer, messages[:last])
@@ -149,7 +149,7 @@ def render_turns(
     return prompt, answer, learnt
 
 
-def render_preference(
+def encode_preference(
     tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
 ) -> tuple[list[int], list[int], list[int]]:
     """The ids of the prompt, the chosen and the rejected completion. Without `prompt`, it is the common beginning of the two."""
@@ -159,8 +159,8 @@ def render_preference(
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
             what = "they have no common beginning that could be the prompt"
             raise DataError(what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty")
-    prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen, ends)
-    return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected, ends)[1]
+    prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends)
+    return prompt_ids, chosen_ids, encode_pair(tokenizer, prompt, rejected, ends)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:

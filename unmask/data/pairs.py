@@ -17,7 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import EQUAL_RESPONSES, Ends, Learn, render, render_preference, render_turns
+from unmask.data.chat import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -104,7 +104,7 @@ def pair_rows(
     for index, example in enumerate(examples):
         with report.row(index):
             converted = reader.read(example)
-            prompt, completion, learnt = _render(tokenizer, converted, learn, ends)
+            prompt, completion, learnt = _encode(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.record_lengths(prompt=len(prompt), completion=len(completion))
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
@@ -136,7 +136,7 @@ def preference_rows(
     reader, pairs = Reader(PREFERENCES), list[dict[str, Any]]()
     for index, example in enumerate(examples):
         with report.row(index):
-            prompt, chosen, rejected = render_preference(tokenizer, reader.read(example), ends)
+            prompt, chosen, rejected = encode_preference(tokenizer, reader.read(example), ends)
             if chosen == rejected:
                 remedy = "Remove the row: it states no preference."
                 raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL_RESPONSES)
@@ -170,11 +170,11 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
     return make_row(ids, documents, maskable, sample_id)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
+def _encode(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
     """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a conversation)."""
     if learn is not None and "messages" in example:
-        return render_turns(tokenizer, example["messages"], learn, ends)
-    prompt, completion = render(tokenizer, example, ends)
+        return encode_turns(tokenizer, example["messages"], learn, ends)
+    prompt, completion = encode_example(tokenizer, example, ends)
     return prompt, completion, [False] * len(prompt)
 
 

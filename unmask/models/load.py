@@ -86,7 +86,7 @@ def load(
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, source)
     tokenizer = read_tokenizer(where, source, config, family)
-    model = _place(where, config, dtype, source, family, resolve_device(device), quantization, device_map)
+    model = _load_on_device(where, config, dtype, source, family, resolve_device(device), quantization, device_map)
     align_weights(model)
     settings = pattern_settings(config, attention, block_size, logit_shift)
     if eos_token_ids is not None:
@@ -96,7 +96,7 @@ def load(
     return make_diffusion(model, tokenizer, **settings)
 
 
-def _place(
+def _load_on_device(
     where: str,
     config: PretrainedConfig,
     dtype: str,
@@ -112,11 +112,11 @@ def _place(
             remedy = "Leave one of the two out"
             raise ModelError("quantised weights are not spread over devices", where="device_map, quantization", remedy=remedy)
         memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-        return _weights(where, config, dtype, source | {"device_map": split_layers(config, _dtype(dtype), memory)}, family)
+        return _load_model(where, config, dtype, source | {"device_map": split_layers(config, _dtype(dtype), memory)}, family)
     if quantization is None:
-        return _weights(where, config, dtype, source, family).to(device)
+        return _load_model(where, config, dtype, source, family).to(device)
     source = source | {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
-    model = _weights(where, config, dtype, source, family)  # never in memory as a whole
+    model = _load_model(where, config, dtype, source, family)  # never in memory as a whole
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # At the first evaluation on a CPU, bitsandbytes would permanently repack the weights with rounded scales.
@@ -329,11 +329,11 @@ def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | No
     return family.read_config(published, where), family
 
 
-def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, family: Family | None) -> PreTrainedModel:
+def _load_model(where: str, config: PretrainedConfig, dtype: str, source: dict, family: Family | None) -> PreTrainedModel:
     remedy, torch_dtype = "Give a causal language model with safetensors weights", _dtype(dtype)
     names = family.key_mapping if family else None
     try:
-        with _not_shared_out(), family.splitting() if family else contextlib.nullcontext():
+        with _loading_unsharded(), family.splitting() if family else contextlib.nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
                 where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
             )
@@ -350,7 +350,7 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
 
 
 @contextlib.contextmanager
-def _not_shared_out() -> Iterator[None]:
+def _loading_unsharded() -> Iterator[None]:
     """Inside, transformers loads whole weights. With ZeRO 3 it would partition them before a mask token could be added; the trainer
     partitions them later."""
     reference = zero._hf_deepspeed_config_weak_ref

@@ -20,7 +20,7 @@ from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
 from unmask.training.config import METRIC_SCHEDULERS, Conflict, TrainingConfig
 from unmask.training.config_fields import check_settings, naming_setting_too, setting
-from unmask.training.hardware_checks import sharded_by
+from unmask.training.hardware_checks import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
@@ -274,7 +274,7 @@ class GRPOConfig(TrainingConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
-        shards, lora = sharded_by(self), run.lora is not None
+        shards, lora = weight_sharding_setting(self), run.lora is not None
         whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
         what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
         yield Conflict(f"rollout.backend and {shards}", self.rollouts.backend != "local" and shards and not lora, what, remedy)

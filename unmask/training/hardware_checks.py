@@ -179,7 +179,7 @@ def check_flash_attention(args: Any, subject: TrainedModel) -> None:
         raise ConfigError("it does not support block-causal attention", where="flash_attention and model.attention", remedy=remedy)
 
 
-def sharded_by(args: Any) -> str | None:
+def weight_sharding_setting(args: Any) -> str | None:
     """The setting that shards the weights; None: each process holds all of them."""
     if args.fsdp:
         return "fsdp"
@@ -192,7 +192,7 @@ def check_sharding(args: Any, subject: TrainedModel) -> None:
     Raises:
         ConfigError: FSDP in one process or on CPUs, which accelerate silently ignores; adapters on sharded weights.
     """
-    if subject.adapters and (key := sharded_by(args)):
+    if subject.adapters and (key := weight_sharding_setting(args)):
         remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out (--recipe a40-48gb-x3-ddp)"
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
