@@ -1,4 +1,4 @@
-"""Completing and infilling with the engine. A step is `Engine._step` (`engine/engine.py`); `naive.py` defines its tokens."""
+"""Completing and infilling with the engine. A step is `Engine._denoise` (`engine/engine.py`); `naive.py` defines its tokens."""
 
 from __future__ import annotations
 

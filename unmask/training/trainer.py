@@ -215,7 +215,7 @@ class DiffusionTrainer(Trainer):
     # Evaluation.
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError without rows, or for the prefix train."""
+        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Without rows it raises ConfigError."""
         rows = self.held_out_rows(eval_dataset)
         with self.measuring(metric_key_prefix):
             self.measure(rows)
