@@ -88,8 +88,8 @@ class Apart(Engine):
 
     def _prefill(self, entering: set[SequenceState]) -> None:
         for sequence in entering:
-            sequence.clean = block_start(sequence.request.start, self.lm.block_size)
-        entries = [BatchEntry(s.slots[0], s.clean, s.clean, s.clean) for s in self.running if s in entering]
+            sequence.num_cached = block_start(sequence.request.start, self.lm.block_size)
+        entries = [BatchEntry(s.slots[0], s.num_cached, s.num_cached, s.num_cached) for s in self.running if s in entering]
         commit(self.lm, self.slots, entries)
 
 

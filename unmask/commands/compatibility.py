@@ -12,7 +12,6 @@ from unmask.errors import ConfigError
 from unmask.models.load import DTYPES, pattern_settings, read_config
 from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import TrainedModel, check_hardware_settings
-from unmask.training.optimizers import check_rounding
 
 
 def check_together(config: RunConfig, args: TrainingConfig) -> None:
@@ -37,7 +36,6 @@ def check_together(config: RunConfig, args: TrainingConfig) -> None:
         for attention in args.patterns() or [pattern()["attention"] if matters else "causal"]:
             subject = TrainedModel(attention, DTYPES[config.model.dtype], config.lora is not None, quantised, split)
             check_hardware_settings(args, subject)
-            check_rounding(args, subject)
         args.check_model(pattern, config)
 
 

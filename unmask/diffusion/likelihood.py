@@ -36,15 +36,8 @@ def elbo(
 def exact_log_likelihood(
     lm: DiffusionLM, ids_BT: Tensor, attention_mask_BT: Tensor | None, maskable_BT: Tensor, *, chunk: int | None = None
 ) -> Tensor:
-    """log p(maskable tokens | the others) [B], in nats, exactly.
-
-    A shifted causal model needs one pass. Any other model is the uniform mixture over the orders in which the tokens of
-    a group can be revealed, (1/L!) sum over orders of the product of conditionals, summed by dynamic programming over the
-    2^L subsets of a group; groups (blocks) follow one another.
-
-    Raises:
-        GenerationError: a group has more than 12 maskable tokens.
-    """
+    """log p(maskable tokens | the others) [B], in nats, exactly: one pass of a causal model, else `any_order`. Raises GenerationError for a
+    group of more than 12 maskable tokens."""
     if lm.autoregressive:
         views = all_masked_views(maskable_BT)
         return view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk).sum((1, 2))
@@ -60,11 +53,8 @@ def _exact_row(
         return torch.zeros(1, dtype=torch.float64, device=group_BT.device)
     width = int(group_sizes(group_1T).max())
     if width > MAX_EXACT_WIDTH:
-        raise GenerationError(
-            f"an exact likelihood over {width} tokens needs 2**{width} passes",
-            where="estimator='exact'",
-            remedy=f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens",
-        )
+        remedy = f"Use estimator='elbo', or completions (or blocks) of at most {MAX_EXACT_WIDTH} tokens"
+        raise GenerationError(f"an exact likelihood over {width} tokens needs 2**{width} passes", where="estimator='exact'", remedy=remedy)
     mask_1T = None if attention_mask_BT is None else attention_mask_BT[row]
     log_prob_1MT = view_log_probs(lm, ids_BT[row], mask_1T, exact_views(group_1T, width), chunk=chunk)
     return any_order(group_1T, log_prob_1MT.double())

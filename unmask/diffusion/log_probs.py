@@ -96,6 +96,6 @@ def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor
 
 
 def weighted_cross_entropy(log_prob_BMT: Tensor, views: Views) -> Tensor:
-    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch: the negative ELBO if the views' weights
-    are those of the ELBO (Sahoo et al. 2024, MDLM)."""
+    """-sum(weight * log p), to be divided by the maskable tokens of the whole batch; with the weights of the ELBO, its negative (Sahoo et
+    al. 2024, MDLM)."""
     return -(views.weight_BMT * log_prob_BMT).sum()

@@ -1,8 +1,7 @@
 """Keyed, counter-based random numbers (Philox4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 
-Every random decision is a pure function of (seed, sequence key, step, position, stream, view): never of a batch index, a
-rank or the global generator. Masks and samples are therefore the same in any batch, on any number of devices, and after a
-resume.
+Every random decision is a pure function of (seed, sequence key, step, position, stream, view). Masks and samples are therefore the same in
+any batch, on any number of devices, and after a resume.
 """
 
 from __future__ import annotations
@@ -53,14 +52,8 @@ def sequence_keys(sequences: Sequence[Sequence[int]]) -> list[int]:
 def uniform(
     seed: int, key: Tensor, *, step: Tensor | int = 0, position: Tensor | int = 0, stream: Stream, view: Tensor | int = 0
 ) -> Tensor:
-    """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another.
-
-    Args:
-        seed: any integer.
-        key: int64 sequence keys (`sequence_keys`, or ids of samples).
-        step, position, view: below 2**32 each.
-        stream: the purpose of the draw.
-    """
+    """float64 numbers in [0, 1) with 53 random bits; the tensors broadcast against one another. `key`: int64, of `sequence_keys` or ids of
+    samples; `step`, `position` and `view` are below 2**32."""
     mixed = key ^ _splitmix64(seed)
     words = [torch.as_tensor(word, dtype=torch.int64, device=key.device) for word in (position, step, int(stream), view)]
     mixed, *words = torch.broadcast_tensors(mixed, *words)

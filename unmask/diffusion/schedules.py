@@ -1,8 +1,8 @@
 """Noise: the mask rate at time t, the distribution of times, and the weight of a hidden token.
 
-alpha(t) is the fraction of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. The weight -alpha'(t) / (1 - alpha(t)) of a
-hidden token's log-probability makes the expected weighted sum over t ~ U(0, 1) equal to the ELBO for every schedule (Shi et
-al. 2024, "Simplified and generalized masked diffusion", eq. 4).
+alpha(t) is the fraction of tokens still visible, from alpha(0) = 1 to alpha(1) = 0. With the weight -alpha'(t) / (1 - alpha(t)) the
+expected weighted sum of log-probabilities over t ~ U(0, 1) is the ELBO for every schedule (Shi et al. 2024, "Simplified and generalized
+masked diffusion", eq. 4).
 """
 
 from __future__ import annotations
@@ -89,11 +89,7 @@ class Noise:
         return (rate - self.schedule.mask_rate(time - 1 / self.timesteps)) * self.timesteps / rate
 
     def paired(self) -> Noise:
-        """The noise of a complementary pair: no time has its complement before `low`.
-
-        Raises:
-            ConfigError: discrete times, or a band without such times.
-        """
+        """The noise of a complementary pair: no time has its complement before `low`. Refuses discrete times, and a `low` above 1/2."""
         if self.timesteps is not None:
             what = "discrete times have no complementary pairs: the complement's times fall between them"
             raise ConfigError(what, where="num_timesteps", remedy="Leave out num_timesteps, or complementary")

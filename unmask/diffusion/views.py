@@ -1,11 +1,8 @@
-"""Views: noised copies of a batch. Every objective is a way to plan them.
+"""Views: noised copies of a batch, by a plan that sets the hidden tokens, the targets among them, and the weight of each.
 
-A plan says which tokens are hidden, which of them are targets, and the weight of each. Weights are scaled so that
-`(weight * log_prob).sum()` over views and tokens estimates the log-likelihood bound of the sequence.
-
-Maskable tokens are divided into groups that are noised together: the whole completion in a bidirectional model, one
-attention block in a block-causal one. A bound is then the sum over groups of the bound of each group given the clean
-groups before it.
+Weights are scaled so that `(weight * log_prob).sum()` over views and tokens estimates the log-likelihood bound of the sequence. Maskable
+tokens are divided into groups that are noised together: the whole completion in a bidirectional model, one attention block in a
+block-causal one. The bound is the sum over groups of the bound of each group given the clean groups before it.
 
 Shapes: B batch, M views, T tokens. L is the number of maskable tokens in a group, k how many of them are hidden.
 """
@@ -33,8 +30,7 @@ class Views:
         hidden_BMT: True where the model sees the mask token.
         target_BMT: True for targets, whose log-probability is computed.
         weight_BMT: float32, 0 elsewhere.
-        causal: whether the last view hides nothing and is read by the model as a causal one: each token is predicted from those
-            before it.
+        causal: whether the last view hides nothing, and each of its tokens is predicted from those before it.
     """
 
     hidden_BMT: Tensor
@@ -79,8 +75,8 @@ class Draw:
         seed: of the run.
         key_B: int64, one per sequence: a sample id or a hash of its tokens.
         iteration: distinguishes plans for the same sequence (epochs, inner updates).
-        order_B: how many sequences training visits before each of these. Then times are spread evenly over successive
-            sequences and their groups, however these are cut into batches, instead of being drawn independently.
+        order_B: the number of sequences that training visits before each of these. With it times are spread evenly over successive
+            sequences and their groups, however these are batched; else they are independent.
     """
 
     seed: int
@@ -91,9 +87,8 @@ class Draw:
     def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
         """[B, M, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
         view_1M1 = torch.arange(views, device=position_BT.device)[None, :, None]
-        return uniform(
-            self.seed, self.key_B[:, None, None], step=self.iteration, position=position_BT[:, None, :], stream=stream, view=view_1M1
-        )
+        key_B11, position_B1T = self.key_B[:, None, None], position_BT[:, None, :]
+        return uniform(self.seed, key_B11, step=self.iteration, position=position_B1T, stream=stream, view=view_1M1)
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         """[B, M] float64 in [0, 1): a number for each view of a sequence."""
@@ -105,9 +100,6 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) 
 
     Args:
         group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
-        draw: the source of randomness.
-        noise: alpha(t), the times, and the weights.
-        views: number of views.
     """
     time_BMT = noise.time(stratified(draw, group_BT, views))
     hidden_BMT = (draw.uniform(columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
@@ -115,10 +107,10 @@ def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) 
 
 
 def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
-    """Two views, each hiding what the other shows, so that every token is learnt from in each step.
+    """Two views, each hiding what the other shows, so that every token is learnt in each step.
 
-    The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the schedule has
-    this rate, and the change of variables: -alpha'(t) / alpha(t) for the ELBO.
+    The complement of a view at mask rate r has mask rate 1 - r. Its weight is that of the time at which the schedule has this rate, times
+    the change of variables: -alpha'(t) / alpha(t) for the ELBO.
     """
     noise = noise.paired()
     time_BMT = noise.time(stratified(draw, group_BT, 1))
@@ -133,24 +125,19 @@ def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float)
     """Weights of hidden tokens that grow with the visible text nearby (CART: Dream 7B, Ye et al. 2025, eq. 7).
 
     Each weight is multiplied by half the sum over visible tokens at distance d of the geometric distribution p (1 - p)^(d - 1). Visible
-    are the shown tokens of the token's own run, and all of the document's earlier runs (the clean blocks).
-
-    Args:
-        views: with weights that do not depend on the text.
-        run_BT: `unmask.models.attention.runs`: the block or document of every token.
-        document_BT: packed documents are numbered.
-        p: how fast the influence of a token falls with its distance.
+    are the shown tokens of the same run (`unmask.models.attention.runs`: block or document), and all of the document's earlier runs (the
+    clean blocks). Packed documents are numbered.
     """
     hidden_BMT, length = views.hidden_BMT, run_BT.shape[1]
     near_BMT = torch.zeros_like(views.weight_BMT)
     reach = min(length - 1, math.ceil(math.log(CART_CUT) / math.log1p(-p)))
     for distance in range(1, reach + 1):
-        share = p / 2 * (1 - p) ** (distance - 1)
+        weight = p / 2 * (1 - p) ** (distance - 1)
         same_BT = document_BT[:, distance:] == document_BT[:, :-distance]
         together_BT = same_BT & (run_BT[:, distance:] == run_BT[:, :-distance])
         before_BMT, after_BMT = ~hidden_BMT[..., :-distance], ~hidden_BMT[..., distance:]
-        near_BMT[..., distance:] += share * (same_BT[:, None] & (before_BMT | ~together_BT[:, None]))
-        near_BMT[..., :-distance] += share * (together_BT[:, None] & after_BMT)
+        near_BMT[..., distance:] += weight * (same_BT[:, None] & (before_BMT | ~together_BT[:, None]))
+        near_BMT[..., :-distance] += weight * (together_BT[:, None] & after_BMT)
     return replace(views, weight_BMT=views.weight_BMT * near_BMT)
 
 
@@ -213,26 +200,21 @@ def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
 
 def exact_views(group_BT: Tensor, width: int) -> Views:
     """A view for every set of tokens of a group that can have been revealed before another one: view s shows the tokens whose bit in s is
-    set, bits being numbered in the order of positions. The views of a group of L tokens are the first 2^L - 1.
+    set, bits being numbered in the order of positions. The views of a group of L tokens (at most `width`) are the first 2^L - 1.
 
     Their log-probabilities give the exact likelihood (`unmask.diffusion.likelihood.any_order`); they are not summed, and all weights are 1.
-
-    Args:
-        group_BT: as in the other plans; no group has more than `width` tokens.
     """
     subset_1M1 = torch.arange(2**width - 1, device=group_BT.device)[None, :, None]
     shown_BMT = subset_1M1 >> place_in_group(group_BT)[:, None] & 1 == 1
-    own_BMT = subset_1M1 < 2 ** group_sizes(group_BT)[:, None] - 1
-    return _weighted(~shown_BMT & own_BMT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device))
+    first_BMT = subset_1M1 < 2 ** group_sizes(group_BT)[:, None] - 1
+    return _weighted(~shown_BMT & first_BMT & (group_BT >= 0)[:, None], torch.ones(1, 1, 1, device=group_BT.device))
 
 
 def all_masked_views(
     completion_BT: Tensor, prompt_BT: Tensor | None = None, draw: Draw | None = None, *, prompt_rate: float = 0.0
 ) -> Views:
-    """One view with the whole completion hidden and scored, each token with weight 1 (diffu-GRPO, Zhao et al. 2025).
-
-    With a `prompt_rate` the prompt's tokens are hidden too, independently with this probability, but never scored.
-    """
+    """One view with the whole completion hidden, each token a target of weight 1 (diffu-GRPO, Zhao et al. 2025). With a `prompt_rate` the
+    prompt's tokens are hidden too, independently with this probability, but are no targets."""
     hidden_BMT = completion_BT[:, None].clone()
     if prompt_rate > 0:
         assert prompt_BT is not None and draw is not None

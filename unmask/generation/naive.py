@@ -28,7 +28,7 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
 
 @torch.no_grad()
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
-    """Complete requests."""
+    """Complete requests one by one."""
     with evaluating(lm):
         traces = [_denoise(lm, request, config) for request in requests]
     return make_generation(lm, requests, traces, config)

@@ -18,7 +18,7 @@ class Trace:
 
     Attributes:
         canvas: token ids; the mask token at positions that decoding did not reach.
-        steps: the step that revealed each position (the last one, with remasking); -1: none did, or it was given.
+        steps: the step that revealed each position (the last one, with remasking); -1: it is hidden, or was never hidden.
         log_probs: of each revealed token under the model at temperature 1 (guidance included), 0 where none was revealed.
         sampled_log_probs: the same under the distribution that it was drawn from; only with `config.trace`.
         entropies: of the model's distribution there, in nats; only with `config.trace`.

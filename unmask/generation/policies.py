@@ -45,18 +45,12 @@ class Decision(NamedTuple):
 def decide(
     logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
 ) -> Decision:
-    """Draw a token for each row and rank it. All randomness is keyed by (seed, key, step, position).
+    """Draw a token for each row and rank it. All randomness is keyed by (seed, key, step, position). NaN logits are a GenerationError.
 
     Args:
         logits_NV: aligned logits at hidden positions.
-        config: policy, temperature, filters, seed.
-        key_N: keys of the rows' sequences.
-        step_N: denoising steps of each sequence so far.
-        position_N: positions counted from the start of the sequence.
+        key_N, step_N, position_N: the sequence's key and denoising steps so far, and the position in it.
         present_NV: the tokens that occur in each row's sequence, for a repetition penalty.
-
-    Raises:
-        GenerationError: the logits are NaN.
     """
     rows, vocabulary = logits_NV.shape
     rows_at_once = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
@@ -117,11 +111,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
 def _draw_tokens(
     logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """A token for each row, and the weights that it is drawn by: after penalty, bans, temperature and filters.
-
-    Args:
-        weight_NV: of the model's distribution, which is the sampled one unless a setting changes it.
-    """
+    """A token for each row, and the weights that it is drawn by: the model's `weight_NV` after penalty, bans, temperature and filters."""
     reshaped = config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
     if reshaped:
         logits_NV = reshape_logits(logits_NV, config, present_NV)
@@ -227,11 +217,7 @@ def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tupl
 
 
 def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
-    """The number of tokens [B] that a step reveals by threshold, factor or entropy bound, at least one.
-
-    Args:
-        priority_BW: of the hidden positions of the current blocks, -inf elsewhere.
-    """
+    """The number of tokens [B] that a step reveals by threshold, factor or entropy bound, at least 1. Visible tokens have priority -inf."""
     sorted_BW = priority_BW.double().sort(dim=-1, descending=True).values
     hidden_BW = sorted_BW > -torch.inf
     if config.threshold is not None:

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config.run import SamplerConfig
@@ -50,15 +51,7 @@ class Request:
 
 
 def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
-    """Encode prompts into requests.
-
-    Args:
-        prompts: strings, chat messages or lists of token ids.
-        keys: of the random numbers; None: a hash of each prompt and its repeat number.
-
-    Raises:
-        GenerationError: a prompt that is empty or too long, or settings that do not fit the model.
-    """
+    """Encode prompts into requests. Arguments and errors as of `unmask.generate`."""
     encoded = encode_all(lm.tokenizer, prompts, "prompts")
     grid = check_settings(lm, config)
     if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even":
@@ -84,11 +77,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
 
 
 def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
-    """Encode texts with mask tokens to fill in into requests.
-
-    Raises:
-        GenerationError: a text without mask tokens or longer than the context, or settings that do not fit the model.
-    """
+    """Encode texts with mask tokens into requests. Arguments and errors as of `unmask.infill`."""
     encoded = encode_all(lm.tokenizer, texts, "texts")
     grid = check_settings(lm, config)
     requests = []
@@ -108,11 +97,8 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
 
 
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
-    """The attention block size, to which decoding blocks are aligned; None for a bidirectional model.
-
-    Raises:
-        GenerationError: settings that do not fit the model.
-    """
+    """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises GenerationError for settings
+    that do not fit the model."""
     grid = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
     if grid is not None and config.block_size not in (None, grid):
         what = f"decoding block {config.block_size} for an attention block of {grid}"
@@ -149,12 +135,8 @@ def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
 
 
 def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> list[list[int]] | None:
-    """Tokens to reveal at each step of each block: at least one step per block, and one token per step.
-
-    Args:
-        sizes: hidden tokens of each block.
-        key: of the sequence's random numbers, for the schedule `ancestral`.
-    """
+    """Tokens to reveal at each step of each block: at least one step per block, and one token per step. `sizes`: hidden tokens of each
+    block; `key`: of the sequence's random numbers, for the schedule `ancestral`."""
     if config.parallel:
         return None
     counts, first = [], 0
@@ -171,7 +153,7 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
             case "ancestral":
                 number_N = torch.arange(first, first + size)
                 noise_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
-                reveals = _ancestral_counts(noise_N.tolist(), steps)
+                reveals = _ancestral_counts(noise_N, steps)
         counts.append([count for count in reveals if count])  # steps that reveal nothing are left out
         first += size
     return counts
@@ -187,20 +169,15 @@ def _dream_counts(size: int, steps: int) -> list[int]:
     return [*counts, size - sum(counts)]
 
 
-def _ancestral_counts(noise: Sequence[float], steps: int) -> list[int]:
+def _ancestral_counts(noise_N: Tensor, steps: int) -> list[int]:
     """Tokens that each step reveals, with zeros, when a hidden token stays hidden with probability s / t, independently of the others
-    (Sahoo et al. 2024): it is revealed at the first time below its number of `noise`, uniform in [0, 1)."""
+    (Sahoo et al. 2024): it is revealed at the first time below its noise, uniform in [0, 1)."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float64)[1:-1]
-    step_N = (torch.tensor(noise, dtype=torch.float64)[:, None] < time_S).sum(-1)
-    return torch.bincount(step_N, minlength=steps).tolist()
+    return torch.bincount((noise_N[:, None] < time_S).sum(-1), minlength=steps).tolist()
 
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str) -> list[list[int]]:
-    """Token ids of strings, chat messages or lists of ids.
-
-    Raises:
-        GenerationError: it is one string, or no list.
-    """
+    """Token ids of strings, chat messages or lists of ids. Raises GenerationError for a single string, or anything that is no list."""
     if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, Iterable):
         what = "is one string" if isinstance(texts, str) else f"is of type {type(texts).__name__}"
         raise GenerationError(f"{where} {what}", where=where, remedy=f"Give a list of {where}")
@@ -208,11 +185,7 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: 
 
 
 def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
-    """The given keys of the random numbers, or hashes of the prompts.
-
-    Raises:
-        GenerationError: their number is wrong, or they are not integers of 64 bits.
-    """
+    """The user's keys, or hashes of the prompts. Raises GenerationError if their number is wrong, or they are not integers of 64 bits."""
     if keys is None:
         return sequence_keys(encoded)
     if len(keys) != len(encoded):

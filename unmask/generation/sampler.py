@@ -1,9 +1,10 @@
-"""Completing and infilling with the engine. A step is `Engine._step` (`engine/engine.py`); `naive.py` defines its tokens."""
+"""Completing and infilling with the engine. A step is `Engine._denoise` (`engine/engine.py`); `naive.py` defines its tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from unmask.config.run import SamplerConfig
@@ -56,7 +57,7 @@ def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None =
 
 
 def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:
-    """Complete requests."""
+    """Complete requests; with lossy settings also measure their agreement with the exact sampler."""
     generation = _run(lm, requests, config)
     if config.lossy is None or not config.agreement_prompts or not requests:
         return generation
@@ -73,9 +74,9 @@ def agreement(exact: Sequence[Sequence[int]], lossy: Sequence[Sequence[int]]) ->
 
 
 def _filled_in(generation: Generation, requests: Sequence[Request]) -> list[list[int]]:
-    """The tokens of the hidden positions."""
-    pairs = zip(generation.tokens, (request.hidden[request.start :] for request in requests), strict=False)
-    return [[token for token, hidden in zip(*pair, strict=False) if hidden] for pair in pairs]
+    """The tokens at the requests' hidden positions."""
+    pairs = zip(generation.tokens, requests, strict=False)
+    return [list(compress(tokens, request.hidden[request.start :])) for tokens, request in pairs]
 
 
 def _run(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig) -> Generation:

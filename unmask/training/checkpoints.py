@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 import zipfile
+from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
@@ -31,15 +32,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def refuse_earlier(folder: Path, *, started: bool) -> None:
-    """Refuse to overwrite the checkpoints of an earlier run.
-
-    Args:
-        folder: the output folder.
-        started: whether this run has made steps, so that the checkpoints are its own.
-
-    Raises:
-        TrainingError: the folder holds a checkpoint of an earlier run.
-    """
+    """Raise TrainingError if the output folder holds a checkpoint of an earlier run: any, unless this run has `started` to make steps."""
     if not started and (earlier := checkpoints(folder)):
         remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
         raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
@@ -47,31 +40,25 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint. Warns of later incomplete ones, which a run leaves if it is killed while saving."""
-    incomplete = []
-    for checkpoint in checkpoints(folder):
-        if steps_done(checkpoint) is not None:
-            break
-        incomplete.append(checkpoint.name)
-    else:
-        checkpoint = None
+    found = checkpoints(folder)
+    incomplete = [path.name for path in takewhile(lambda path: steps_done(path) is None, found)]
+    complete = next(iter(found[len(incomplete) :]), None)
     if incomplete:
-        resumed = checkpoint.name if checkpoint else "the start"
-        message = f"{folder}: {', '.join(incomplete)} is incomplete: resuming from {resumed}"
+        message = f"{folder}: {', '.join(incomplete)} is incomplete: resuming from {complete.name if complete else 'the start'}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-    return checkpoint
+    return complete
 
 
 def checked_checkpoint(folder: Path, named: str | Literal[True], *, wrapped: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:
-        folder: the output folder.
         named: a path, as in `named_checkpoint`; True: the last complete checkpoint in the output folder, if there is one.
         wrapped: whether FSDP or DeepSpeed wrote it; its files are then not checked.
         adapters: whether the run trains adapters.
 
     Raises:
-        TrainingError: it is missing or incomplete, or either the run or the checkpoint has adapters and the other has none.
+        TrainingError: it is missing or incomplete, or only one of the run and the checkpoint has adapters.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
     if checkpoint is not None and not wrapped:
@@ -81,11 +68,7 @@ def checked_checkpoint(folder: Path, named: str | Literal[True], *, wrapped: boo
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path that a user gives: a checkpoint, or the folder of a run, for its last complete one.
-
-    Raises:
-        TrainingError: there is none.
-    """
+    """The checkpoint at a user's path: a checkpoint, or the folder of a run, for its last complete one; if none, a TrainingError."""
     if _is_checkpoint(path):
         return path
     if (checkpoint := last_checkpoint(path)) is None:
@@ -94,11 +77,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def named_stage(path: Path) -> tuple[int, Path]:
-    """The stage number and checkpoint at a path that a user gives: a checkpoint, a stage, or the folder of a conversion.
-
-    Raises:
-        TrainingError: there is none.
-    """
+    """The stage number and checkpoint at a user's path: a checkpoint, a stage, or the folder of a conversion; if none, a TrainingError."""
     stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
     whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
     checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
@@ -110,11 +89,7 @@ def named_stage(path: Path) -> tuple[int, Path]:
 
 
 def check_last(checkpoint: Path, output: Path) -> None:
-    """Refuse a checkpoint with later ones in the output folder, which the next --resume would use instead.
-
-    Raises:
-        TrainingError: there is a later one.
-    """
+    """Raise TrainingError for a checkpoint with later ones in the output folder, which the next --resume would use instead."""
     folder = checkpoint.resolve().parent
     later = [path.name for path in checkpoints(folder) if int(_step(path)) > int(_step(checkpoint))] if _is_checkpoint(checkpoint) else []
     if later and folder.is_relative_to(output.resolve()):
@@ -131,11 +106,7 @@ def steps_done(checkpoint: Path) -> int | None:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Check that an unsharded checkpoint has all files that a run resumes from.
-
-    Raises:
-        TrainingError: a file is missing or incomplete.
-    """
+    """Raise TrainingError unless an unsharded checkpoint has all files that a run resumes from, complete."""
     if steps_done(checkpoint) is None:
         raise TrainingError("is missing or torn", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
     check_weights(checkpoint)

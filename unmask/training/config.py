@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -168,12 +167,7 @@ class TrainingConfig(TrainingArguments):
         yield Conflict("model.quantization and model.device_map", both, "quantised weights are not spread over devices", one)
 
     def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Refuse settings that the model's attention ignores.
-
-        Args:
-            pattern: reads the model's settings (`unmask.models.load.pattern_settings`), called only if needed.
-            run: the run.
-        """
+        """Raise ConfigError for settings that the model's attention ignores. `pattern` reads it (`unmask.models.load.pattern_settings`)."""
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
         """A training step for the cost model, of rows of `max_length`; None: there is no formula."""
@@ -193,11 +187,7 @@ class TrainingConfig(TrainingArguments):
 
     def choose_precision(self, *, in_float32: bool) -> None:
         """Resolve an unset `bf16`: on if it is faster here and the weights are in float32, else off. Assignments after construction,
-        `args.bf16 = True`, are respected.
-
-        Raises:
-            ConfigError: both `bf16` and `fp16` are on.
-        """
+        `args.bf16 = True`, are respected. Raises ConfigError if both `bf16` and `fp16` are on."""
         args: Any = self
         if (args.bf16, args.fp16) != self._precision:
             if args.bf16 and args.fp16 and not self._chooses_bf16:
@@ -215,8 +205,7 @@ class TrainingConfig(TrainingArguments):
         """Turn off, with a warning, mixed precision that this machine cannot train in."""
         args: Any = self
         if (args.bf16 or args.fp16) and not amp_works(args.bf16):
-            wanted = "bf16" if args.bf16 else "fp16"
-            message = f"{wanted} is set, but this machine cannot train in it: training in float32"
+            message = f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             args.bf16 = args.fp16 = False
         self._precision = args.bf16, args.fp16
@@ -239,11 +228,7 @@ def canvas(lm: DiffusionLM, args: Any) -> int | None:
 
 
 def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
-    """Check that the rows make at least one step, and that there are rows for the evaluations that are set.
-
-    Raises:
-        ConfigError: there are too few.
-    """
+    """Raise ConfigError if the rows make no step, or there are none for the evaluations that are set."""
     if eval_rows is None and args.eval_strategy != "no":
         remedy = "Give held-out rows (data.eval, eval_dataset), or leave it out"
         raise ConfigError("there is nothing to evaluate on", where="eval_strategy", remedy=remedy)
@@ -251,30 +236,11 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
         steps_per_epoch(args, train_rows)
 
 
-@contextmanager
-def naming_metric(args: TrainingConfig, metrics: Iterable[str]) -> Iterator[None]:
-    """Inside, an error about the metric of the best model names the available ones.
-
-    Raises:
-        ConfigError: an evaluation lacks the metric.
-    """
-    try:
-        yield
-    except KeyError as error:
-        what, remedy = f"an evaluation has no {args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
-        raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
-
-
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
-    """Optimizer steps of one epoch; with `dataloader_drop_last` of full micro-batches only.
-
-    Raises:
-        ConfigError: with `dataloader_drop_last`, no micro-batch is full.
-    """
-    size = args.train_batch_size * args.world_size
+    """Optimizer steps of one epoch; with `dataloader_drop_last` of full micro-batches only, of which there must be one (ConfigError)."""
     if not args.dataloader_drop_last:
         return math.ceil(len(rows) / rows_per_step(args))
-    if len(rows) < size:
+    if len(rows) < (size := args.train_batch_size * args.world_size):
         remedy = "Leave it out, or use smaller batches"
         raise ConfigError(f"{len(rows):,} rows do not fill a batch of {size:,}", where="dataloader_drop_last", remedy=remedy)
     return math.ceil(len(rows) // size / args.gradient_accumulation_steps)

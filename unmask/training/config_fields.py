@@ -25,7 +25,6 @@ def setting(
     """A config field with its valid values.
 
     Args:
-        default: its default.
         help: its description.
         low, high: inclusive bounds of a number; NaN is refused.
         choices: the valid words.
@@ -45,11 +44,7 @@ def changed(args: Any, each: Field[Any]) -> bool:
 
 
 def check_types(args: Any) -> None:
-    """Convert fields that were declared by `setting` to their declared types.
-
-    Raises:
-        ConfigError: a value has another type.
-    """
+    """Convert fields that were declared by `setting` to their declared types. Raises ConfigError for a value of another type."""
     hints = get_type_hints(type(args))
     for each in fields(args):
         if "needs" in each.metadata and not each.metadata["choices"]:  # those are words
@@ -57,14 +52,10 @@ def check_types(args: Any) -> None:
 
 
 def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None) -> None:
-    """Refuse settings of a config that are out of their range, unknown words, or without effect.
+    """Raise ConfigError for a field declared by `setting` that is out of its range, an unknown word, or without effect.
 
     Args:
-        args: a config; only fields declared by `setting` are checked.
         given: whether a setting was set; None: whether it differs from its default.
-
-    Raises:
-        ConfigError: one is refused.
     """
     for each in fields(args):
         if "needs" not in each.metadata:

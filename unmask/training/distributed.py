@@ -1,8 +1,4 @@
-"""Work that differs between processes: forward passes of sharded weights, row numbers, and errors of a single process.
-
-A forward pass with sharded weights gathers them, so all processes must make the same number of passes. If one process fails, all must
-fail, because the others would wait for it.
-"""
+"""Work that differs between processes: forward passes of sharded weights, row numbers, and errors of a single process."""
 
 from __future__ import annotations
 
@@ -21,13 +17,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @contextmanager
 def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
-    """Inside, every process may make its own number of forward passes without gradients. A finished process makes empty passes until
-    all are finished. No other collective may run inside.
-
-    Args:
-        lm: a model with sharded weights.
-        device: of the tensors that processes exchange.
-    """
+    """Inside, processes may make different numbers of forward passes without gradients, each of which gathers sharded weights. A finished
+    process makes empty passes until all are finished. No other collective may run inside. `device`: of the exchanged tensors."""
 
     def passing(working: bool) -> torch.Tensor:
         """Gather which processes make a real pass now."""
@@ -50,12 +41,8 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
 
 
 def visits(batch: Mapping[str, Any], micro_batch: int, args: TrainingArguments) -> torch.Tensor:
-    """The number of rows visited before each row of a micro-batch [B], independent of how a step is split into micro-batches.
-
-    Args:
-        batch: this process's micro-batch.
-        micro_batch: its index in the run.
-    """
+    """The number of rows visited before each row [B] of this process's batch, which is this `micro_batch` of the run. It does not depend
+    on how a step is split into micro-batches."""
     first = (micro_batch * args.world_size + args.process_index) * args.train_batch_size
     return first + torch.arange(len(batch["sample_id"]), device=batch["sample_id"].device)
 
@@ -71,14 +58,8 @@ def without_repeats(batch: dict[str, Any], accelerator: Accelerator) -> dict[str
 
 @contextmanager
 def failing_together(where: str) -> Iterator[None]:
-    """Inside, an error of one process is raised on all, which would otherwise wait for it forever. No collective may run inside.
-
-    Args:
-        where: the failed operation, named in the error of the other processes.
-
-    Raises:
-        UnmaskError: of the same class on all processes.
-    """
+    """Inside, an UnmaskError of one process is raised on all, which would otherwise wait for it forever. No collective may run inside.
+    `where`: the operation, which the error of the other processes names."""
     error: UnmaskError | None = None
     try:
         yield

@@ -7,7 +7,7 @@ import copy
 import importlib.util
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
 from transformers.integrations import HfTrainerDeepSpeedConfig
+from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
 from unmask.errors import ConfigError, TrainingError, first_line
@@ -26,13 +27,14 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
 GATHER = "stage3_gather_16bit_weights_on_model_save"
+OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
+STOCHASTIC_ROUNDING = "bf16_stochastic_round"
+"""The entry of `optim_args` for unbiased stochastic rounding of updates of bfloat16 weights."""
 
 
 def amp_works(bf16: bool) -> bool:
     """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
-    if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported() if bf16 else True
-    return bf16
+    return torch.cuda.is_bf16_supported() if bf16 and torch.cuda.is_available() else bf16 or torch.cuda.is_available()
 
 
 def amp_pays() -> bool:
@@ -41,10 +43,8 @@ def amp_pays() -> bool:
 
 
 def zero_preset(stage: int) -> dict[str, Any]:
-    """A DeepSpeed config: ZeRO 1 partitions the optimizer's state, 2 the gradients too, 3 the weights too.
-
-    Other values come from the training arguments ("auto"). The optimizer is torch's, as without DeepSpeed.
-    """
+    """A DeepSpeed config: ZeRO 1 partitions the optimizer's state, 2 the gradients too, 3 the weights too. Other values come from the
+    training arguments ("auto"). The optimizer is torch's, as without DeepSpeed."""
     precision = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
     zero = {"stage": stage} | ({GATHER: True} if stage == 3 else {})
     return AUTO | precision | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
@@ -54,8 +54,7 @@ def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
     """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself.
 
     Raises:
-        ConfigError: DeepSpeed is not installed or not launched, no such preset or file, or a config whose saved models would
-            hold no weights.
+        ConfigError: DeepSpeed is not installed or not launched, no such preset or file, or models would be saved without weights.
     """
     require("deepspeed", "deepspeed", where="deepspeed")
     if "LOCAL_RANK" not in os.environ:
@@ -73,9 +72,8 @@ def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error
     zero = config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get(GATHER):
-        raise ConfigError(
-            "ZeRO 3 would save models without weights", where=f"deepspeed.zero_optimization.{GATHER}", remedy="Set it to true"
-        )
+        where = f"deepspeed.zero_optimization.{GATHER}"
+        raise ConfigError("ZeRO 3 would save models without weights", where=where, remedy="Set it to true")
     return config
 
 
@@ -95,11 +93,7 @@ def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
-    """Inside, an error of the device's allocator says what to do.
-
-    Raises:
-        TrainingError: the device's memory, or the allowed part of it, is full.
-    """
+    """Inside, a full device (or a full allowed part of it) raises a TrainingError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -110,11 +104,7 @@ def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
 
 
 def set_backends(args: Any) -> None:
-    """Set TF32 (which transformers does once in a process) and cuDNN's benchmark mode.
-
-    Raises:
-        ConfigError: there is no cuDNN here.
-    """
+    """Set TF32 (which transformers does once in a process) and cuDNN's benchmark mode. Raises ConfigError without cuDNN."""
     backends: Any = torch.backends
     if args.tf32 is not None:
         backends.fp32_precision = "tf32" if args.tf32 else "ieee"
@@ -140,32 +130,51 @@ class TrainedModel:
     split: bool
     """Whether its layers are on several devices."""
 
-    @classmethod
-    def of(cls, lm: DiffusionLM, *, adapters: bool) -> TrainedModel:
-        """The facts of a model in memory, whose adapters may still have to be added."""
-        return cls(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm))
+
+def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_arguments: Mapping[str, Any]) -> None:
+    """Refuse all that cannot work with this model, before the first step.
+
+    Args:
+        adapters: whether adapters are trained, including those that are still to be added.
+        trainer_arguments: arguments of transformers.Trainer.
+
+    Raises:
+        ConfigError: a setting that the model does not support, or a function that would read the logits of whole rows.
+    """
+    for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
+        if trainer_arguments.get(name) is not None:
+            what = "is never called: a row has no logits of its own, because they depend on which tokens are hidden"
+            raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
+    check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
 
 
 def check_hardware_settings(args: Any, subject: TrainedModel) -> None:
-    """Refuse settings without effect on this model, or with a wrong one. `where` of an error joins the keys of both settings by " and ".
-
-    Raises:
-        ConfigError: as the functions below; or quantised weights would be trained.
-    """
+    """Raise ConfigError for settings without effect on this model, or with a wrong one. Its `where` joins the keys of both by " and "."""
     if subject.quantised and not subject.adapters:
         remedy = "Train adapters (lora), or load it without quantization"
         raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
     check_split(args, subject)
     check_sharding(args, subject)
     check_flash_attention(args, subject)
+    check_rounding(args, subject)
+
+
+def check_rounding(args: Any, subject: TrainedModel) -> None:
+    """Raise ConfigError for stochastic rounding by an optimizer without it, or of weights that are not in bfloat16."""
+    if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
+        return
+    name = OptimizerNames(args.optim).value
+    if name not in OF_TORCHAO:
+        what = f"{name} does not support {STOCHASTIC_ROUNDING}"
+        raise ConfigError(what, where="optim_args and optim", remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
+    if subject.adapters or subject.dtype != torch.bfloat16:
+        other, remedy = ("lora", "lora") if subject.adapters else ("model.dtype", "set model.dtype to bfloat16")
+        what = f"{STOCHASTIC_ROUNDING}, but no trained weight is in bfloat16"
+        raise ConfigError(what, where=f"optim_args and {other}", remedy=f"Leave optim_args out, or {remedy}")
 
 
 def check_flash_attention(args: Any, subject: TrainedModel) -> None:
-    """Refuse FlashAttention 2 where it cannot be used.
-
-    Raises:
-        ConfigError: no GPU that it runs on, weights and computation in 32 bits, or attention by blocks.
-    """
+    """Raise ConfigError for FlashAttention 2 without a GPU that it runs on, in 32 bits, or with attention by blocks."""
     if not args.flash_attention:
         return
     if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
@@ -187,11 +196,8 @@ def weight_sharding_setting(args: Any) -> str | None:
 
 
 def check_sharding(args: Any, subject: TrainedModel) -> None:
-    """Refuse FSDP that would shard nothing, and models that could not be saved whole.
-
-    Raises:
-        ConfigError: FSDP in one process or on CPUs, which accelerate silently ignores; adapters on sharded weights.
-    """
+    """Raise ConfigError for FSDP in one process or on CPUs, which accelerate silently ignores, and for adapters on sharded weights, which
+    could not be saved merged."""
     if subject.adapters and (key := weight_sharding_setting(args)):
         remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out (--recipe a40-48gb-x3-ddp)"
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
@@ -207,15 +213,14 @@ def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> No
 
 
 def with_fresh_accelerator_state(args: Any) -> Any:
-    """A copy of training arguments for one of several runs in a process: accelerate would refuse, or reuse, the first run's DeepSpeed
-    state."""
-    own = copy.copy(args)
+    """A copy of training arguments for one of several runs in a process, for which accelerate would reuse the first run's DeepSpeed."""
+    fresh = copy.copy(args)
     if args.deepspeed:
         AcceleratorState._reset_state()
-        own.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
-        own.hf_deepspeed_config.trainer_config_process(own)
-        own.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=own.hf_deepspeed_config)
-    return own
+        fresh.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
+        fresh.hf_deepspeed_config.trainer_config_process(fresh)
+        fresh.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=fresh.hf_deepspeed_config)
+    return fresh
 
 
 def is_split(lm: DiffusionLM) -> bool:
@@ -224,12 +229,8 @@ def is_split(lm: DiffusionLM) -> bool:
 
 
 def check_split(args: Any, subject: TrainedModel) -> None:
-    """Refuse settings that a model split over devices does not support, and several devices for one that is not split.
-
-    Raises:
-        ConfigError: several GPUs in one process, which transformers would copy the model to; or, of a split model, several processes,
-            shards, one graph of the whole model, FlashAttention over one device's documents, or rollouts, whose caches are on one device.
-    """
+    """Raise ConfigError for several GPUs in one process, to which transformers would copy the model; or, for a model split over devices,
+    for what a split model does not support. FlashAttention reads the documents, and rollouts the cache, on one device only."""
     if not subject.split:
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")

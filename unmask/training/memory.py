@@ -31,13 +31,9 @@ def take_allocated_peak(device: torch.device) -> int:
 
 
 def memory_metrics(device: torch.device) -> dict[str, float]:
-    """The memory metrics of this process for a log line.
-
-    Returns:
-        `memory_gb`, the peak on the training device in 10^9 bytes: the memory that torch's allocator reserved on a GPU, or the resident
-        memory of the process on a CPU. On a GPU also `memory/allocated_gb`, the peak of tensors, and `memory/share`, the fraction of the
-        GPU that `memory_gb` is. Warns once when it exceeds 90%.
-    """
+    """The memory metrics of this process for a log line: `memory_gb`, the peak on the training device in 10^9 bytes, which is the memory
+    that torch's allocator reserved on a GPU, or the resident memory of the process on a CPU. On a GPU also `memory/allocated_gb`, the
+    peak of tensors, and `memory/share`, the fraction of the GPU that `memory_gb` is, with one warning above 90%."""
     if device.type != "cuda":
         return {"memory_gb": peak_memory_bytes() / 1e9}
     allocated, reserved = gpu_peaks(device)

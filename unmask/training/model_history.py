@@ -28,16 +28,12 @@ NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "trai
 
 
 def stage_entry(args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
-    """One entry of a model's history.
+    """One entry of a model's history, of JSON types only.
 
     Args:
-        args: the trainer's config.
         settings: the settings that affect the result.
         state: has the steps, the training tokens without padding, and the log, oldest first.
         rows: the number of rows of training data; None for a stream.
-
-    Returns:
-        JSON types only.
     """
     return {
         "verb": type(args).__name__.removesuffix("Config").lower(),

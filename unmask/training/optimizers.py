@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,20 +12,13 @@ from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from unmask.errors import ConfigError, first_line
-from unmask.training.hardware_checks import TrainedModel, require
+from unmask.training.hardware_checks import OF_TORCHAO, require
 
-OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-STOCHASTIC_ROUNDING = "bf16_stochastic_round"
-"""The entry of `optim_args` for unbiased stochastic rounding of updates of bfloat16 weights."""
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Try an optimizer of bitsandbytes on the device, and check that torchao is installed for its own; transformers checks the others.
-
-    Raises:
-        ConfigError: bitsandbytes is not installed, cannot work on the device, or would update shards; torchao is not installed.
-    """
+    """Raise ConfigError if torchao or bitsandbytes is needed and not installed, or bitsandbytes cannot work on the device or with FSDP."""
     name = OptimizerNames(args.optim).value
     if name in OF_TORCHAO:
         require("torchao", "torchao", where="optim")
@@ -48,43 +39,8 @@ def check_optimizer(args: TrainingArguments) -> None:
         raise ConfigError(what, where="optim", remedy="Use adamw_torch, or a GPU") from error
 
 
-@contextmanager
-def naming_missing_library() -> Iterator[None]:
-    """Inside, an error about an optimizer's library names the setting.
-
-    Raises:
-        ConfigError: the library is not installed.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
-
-
-def check_rounding(args: Any, subject: TrainedModel) -> None:
-    """Refuse stochastic rounding where it has no effect.
-
-    Raises:
-        ConfigError: weights of another dtype than bfloat16, or an optimizer without it.
-    """
-    if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
-        return
-    name = OptimizerNames(args.optim).value
-    if name not in OF_TORCHAO:
-        what = f"{name} does not support {STOCHASTIC_ROUNDING}"
-        raise ConfigError(what, where="optim_args and optim", remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
-    if subject.adapters or subject.dtype != torch.bfloat16:
-        other, remedy = ("lora", "lora") if subject.adapters else ("model.dtype", "set model.dtype to bfloat16")
-        what = f"{STOCHASTIC_ROUNDING}, but no trained weight is in bfloat16"
-        raise ConfigError(what, where=f"optim_args and {other}", remedy=f"Leave optim_args out, or {remedy}")
-
-
 def check_offload(args: Any) -> None:
-    """Refuse `optimizer_offload` where it has no effect, or a wrong one.
-
-    Raises:
-        ConfigError: sharded weights, float16 with its scaler, or an optimizer that differs between CPU and GPU.
-    """
+    """Raise ConfigError for `optimizer_offload` with sharded weights, float16 and its scaler, or an optimizer that differs on a CPU."""
     if not args.optimizer_offload:
         return
     if args.fsdp or args.deepspeed:
@@ -141,7 +97,5 @@ def keep_on_host(optimizer: Optimizer) -> None:
 
 def _on_host(weight: Tensor) -> Tensor:
     """A copy for the optimizer, in pinned memory if there is a GPU."""
-    copy = torch.empty_like(
-        weight, device="cpu", dtype=torch.promote_types(weight.dtype, torch.float32), pin_memory=weight.device.type == "cuda"
-    )
-    return copy.copy_(weight)
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.empty_like(weight, device="cpu", dtype=dtype, pin_memory=weight.device.type == "cuda").copy_(weight)

@@ -23,9 +23,7 @@ class PairConfig(TrainingConfig):
         low=1,
     )
     bad_rows: Literal["error", "skip"] = setting(
-        "error",
-        "How to handle unusable rows: error, or skip (leave them out and count them by reason)",
-        choices=("error", "skip"),
+        "error", "How to handle unusable rows: error, or skip (leave them out and count them by reason)", choices=("error", "skip")
     )
     truncate_prompt: bool = setting(False, "Keep only the end of a prompt that leaves no room for the completion")
 

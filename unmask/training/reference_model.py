@@ -75,11 +75,7 @@ class Reference:
 
 
 def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = False, path: str | None = None) -> Reference:
-    """The reference of a run; arguments as in `Reference`.
-
-    Raises:
-        ConfigError: as in `Reference`, or only the first process has weights (FSDP's cpu_ram_efficient_loading).
-    """
+    """The reference of a run; arguments and errors as of `Reference`. A ConfigError, too, if only the first process has weights."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.cpu_ram_efficient_loading:
         what = "only the first process has weights to make a reference from"
@@ -88,19 +84,14 @@ def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = F
 
 
 def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
-    """Load another model in the policy's dtype. A model without saved settings gets the policy's attention pattern.
-
-    Raises:
-        ConfigError: its tokens or saved settings differ from the policy's.
-        ModelError: it cannot be loaded.
-    """
+    """Load another model in the policy's dtype. A model without saved settings gets the policy's attention pattern. Raises ConfigError if
+    its tokens or saved settings differ from the policy's, ModelError if it cannot be loaded."""
     config, _ = read_config(path, {})
     has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
     pattern: dict[str, Any] = {} if has_settings else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)
-    sizes = [each.config.vocab_size for each in (other, lm)]
-    if sizes[0] != sizes[1]:
-        what = f"its vocabulary has {sizes[0]} tokens, the policy's {sizes[1]}"
+    if other.config.vocab_size != lm.config.vocab_size:
+        what = f"its vocabulary has {other.config.vocab_size} tokens, the policy's {lm.config.vocab_size}"
         raise ConfigError(what, where=where, remedy="Give a model of the same tokenizer")
     if other.tokenizer.get_vocab() != lm.tokenizer.get_vocab() or other.mask_token_id != lm.mask_token_id:
         what = "its tokens have other ids than the policy's"

@@ -13,11 +13,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate.utils import gather_object
-from torch import Tensor
 from transformers import TrainerCallback
 
 from unmask.artifacts import MetricsLog, write_atomic
-from unmask.errors import TrainingError
 from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
@@ -50,7 +48,7 @@ class RunLog:
     """The metrics of a run, one JSON object a line.
 
     Attributes:
-        folder: the folder of `training_logs.json`.
+        folder: of `training_logs.json`.
         first_step: the steps before this stage of a conversion; else 0.
         stage: the stage number, written to every line of a conversion.
     """
@@ -87,13 +85,10 @@ class RunLog:
 
 
 class RunCallback(TrainerCallback):
-    """Writes the log of the run, updates the progress display, and ends the steps of the phase timer.
-
-    Attributes:
-        memory_gb: the peak memory that the display shows with the next metrics.
-    """
+    """Writes the log of the run, updates the progress display, and ends the steps of the phase timer."""
 
     memory_gb = 0.0
+    """The peak memory that the display shows with the next metrics."""
 
     def __init__(self, progress: Progress | None, log: RunLog, phases: Phases):
         self.progress, self.log, self.phases = progress, log, phases
@@ -112,35 +107,19 @@ class RunCallback(TrainerCallback):
 
 
 class Throughput:
-    """Tokens and samples per second since the last `take`, including pauses for evaluation and checkpoints.
-
-    Attributes:
-        samples: samples of this process since then.
-    """
+    """Tokens and samples per second since the last `take`, including pauses for evaluation and checkpoints."""
 
     def __init__(self) -> None:
-        self.samples = 0
+        self.samples = 0  # of this process since then
         self._tokens: int | None = None
         self._since = time.perf_counter()
 
     def take(self, tokens: int, before: int) -> dict[str, float]:
-        """The rates over all processes. A collective: all processes must call it.
-
-        Args:
-            tokens: training tokens of all processes so far.
-            before: the tokens among them from before a resume.
-        """
+        """The rates over all processes, from their training tokens so far and those of them `before` a resume. A collective."""
         now, new = time.perf_counter(), tokens - (before if self._tokens is None else self._tokens)
         seconds, samples = now - self._since, sum(gather_object([self.samples]))
         self._since, self._tokens, self.samples = now, tokens, 0
         return {"tokens_per_second": new / seconds, "samples_per_second": samples / seconds}
-
-
-def check_finite(name: str, value: Any, step: int) -> None:
-    """Raise TrainingError if a number (a tensor or a Python number) is not finite."""
-    if not math.isfinite(number := float(value.detach() if isinstance(value, Tensor) else value)):
-        remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
-        raise TrainingError(f"the {name} is {number}", where=f"step {step}", remedy=remedy)
 
 
 Sums = dict[str, list[float]]
@@ -166,7 +145,7 @@ class Means:
         sums[1] += count
 
     def take(self, is_due: Callable[[str], bool]) -> dict[str, float]:
-        """The means over all processes of the metrics that are due, which are then reset. A collective: all processes must call it."""
+        """The means over all processes of the metrics that are due, which are then reset. A collective."""
         mine = {name: self._sums.pop(name) for name in [*self._sums] if is_due(name)}
         return {name: total / count for name, (total, count) in _everywhere(mine).items() if count > 0}
 
@@ -175,7 +154,7 @@ class Means:
         return {name: [*parts] for name, parts in self._sums.items()}
 
     def state_everywhere(self) -> Sums:
-        """The sums over all processes, for `load` on one of them. A collective: all processes must call it."""
+        """The sums over all processes, for `load` on one of them. A collective."""
         return _everywhere(self._sums)
 
     def load(self, state: Mapping[str, Sequence[float]]) -> None:
@@ -184,10 +163,9 @@ class Means:
         self._sums.update({name: [*parts] for name, parts in state.items()})
 
 
-def write_sums(checkpoint: Path, sums: Sums, *, write: bool) -> None:
-    """Save the sums since the last log line in a checkpoint, on the process with `write` set."""
-    if write:
-        write_atomic(checkpoint / SUMS_NAME, json.dumps(sums))
+def write_sums(checkpoint: Path, sums: Sums) -> None:
+    """Save the sums since the last log line in a checkpoint."""
+    write_atomic(checkpoint / SUMS_NAME, json.dumps(sums))
 
 
 def read_sums(checkpoint: Path) -> Sums:

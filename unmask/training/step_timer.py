@@ -42,26 +42,20 @@ class Phases:
             phases.count(generated=1024)
         phases.end_step()
 
-    Reinforcement learning has the phases generation, reward, scoring, forward, backward and sync; `other` is what a step does outside
-    of them. Of nested phases the inner one alone counts, so that the times of all phases add up to that of the steps. Outside of a
-    step (in an evaluation) nothing counts. Every phase is a range of that name in a trace of torch.profiler. For one thread.
+    Reinforcement learning has the phases generation, reward, scoring, forward, backward and sync; `other` is the rest of a step. Of nested
+    phases only the inner one counts, so that the times of all phases add up to that of the steps. Outside of a step (in an evaluation)
+    nothing counts. Every phase is a range of that name in a trace of torch.profiler. Not thread-safe.
 
     Args:
         device: of the model.
         synchronize: wait for the GPU where a phase begins and ends. Else its time is that of the Python code, which may run ahead.
-        memory: take the peak memory of each phase: on a GPU what its allocator handed out, on a CPU the resident memory of the
-            process, what it held before included (Linux; nothing elsewhere). Both begin their count anew with each phase, also for
-            others who read it (see `take_peak_memory`, `take_allocated_peak`).
-        clock: seconds that never go back.
+        memory: measure the peak memory of each phase: allocated memory on a GPU, the resident memory of the process on a CPU (Linux;
+            nothing elsewhere). Every phase resets both counters, for other readers too (`take_peak_memory`, `take_allocated_peak`).
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        synchronize: bool = False,
-        memory: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
+        self, device: torch.device, *, synchronize: bool = False, memory: bool = False, clock: Callable[[], float] = time.perf_counter
     ):
         self.device, self.synchronize, self.memory, self.clock = device, synchronize, memory, clock
         self._open: list[str] = []
@@ -69,7 +63,7 @@ class Phases:
         self._taken, self._total = Tally(), Tally()
 
     def begin_step(self) -> None:
-        """The next optimizer step begins; one that failed is over."""
+        """Begin an optimizer step. If the one before failed, this ends it."""
         self._account()
         self._open = [REST]
 
@@ -114,8 +108,8 @@ class Phases:
         }
 
     def performance_stats(self) -> dict[str, Any]:
-        """All since the start of this process: steps, total_seconds, and by phase seconds, share, peak_memory_gb (nothing where it
-        is not measured); tokens and tokens_per_second as in `take`."""
+        """Totals since the start of this process: steps, total_seconds; by phase seconds, share, and peak_memory_gb if measured; tokens and
+        tokens_per_second as in `take`."""
         self._account()
         total = sum(self._total.seconds.values())
         return {
@@ -137,14 +131,12 @@ class Phases:
         """Add the time and memory since the last call to the phase that was running."""
         if self.synchronize and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        now, peak = self.clock(), self._take_peak() if self.memory else None
+        now, peak = self.clock(), None
+        if self.memory:
+            peak = take_allocated_peak(self.device) if self.device.type == "cuda" else take_peak_memory()
         for tally in (self._taken, self._total) if self._open else ():
             name = self._open[-1]
             tally.seconds[name] += now - self._since
             if peak is not None:
                 tally.peak_gb[name] = max(tally.peak_gb[name], peak / 1e9)
         self._since = now
-
-    def _take_peak(self) -> int | None:
-        """The peak memory since the last call, in bytes."""
-        return take_allocated_peak(self.device) if self.device.type == "cuda" else take_peak_memory()

@@ -34,14 +34,12 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
     """The token rows of a text data set: from the token cache if it is set, else in memory, or for a stream made during training.
 
     Args:
-        lm: the model that is trained.
-        args: the trainer's config.
         dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a `datasets.IterableDataset`.
         where: the name of the data set in errors.
 
     Raises:
         DataError: no text, a row without it, a corrupted cache, or held-out rows that are a stream.
-        ConfigError: settings with which a stream cannot be trained on.
+        ConfigError: settings that do not work with a stream.
     """
     texts, length = Column(dataset, args.text_column, where, "text_column (on the command line data.text_column)"), row_length(lm, args)
     if args.token_cache is not None:

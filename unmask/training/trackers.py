@@ -34,15 +34,11 @@ KUBEFLOW_SERVER = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 def check_trackers(report_to: str | list[str] | None, logging_dir: str | None) -> None:
-    """Refuse trackers that cannot work, before a model is loaded.
-
-    Raises:
-        ConfigError: an unknown or missing tracker, or a folder that no tracker would write to.
-    """
+    """Raise ConfigError for a tracker that is unknown or not installed, or a folder to which none would write."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     some = [name for name in names if name not in ("none", "all")]
     if len(names) > 1 and len(some) < len(names):
-        raise ConfigError(f"{names} mixes names with none or all", where="report_to", remedy="Give names, or none or all by itself")
+        raise ConfigError(f"{names} mixes names with none or all", where="report_to", remedy="Give names, or none or all alone")
     for name in some:
         if name not in NEEDS:
             raise ConfigError(f"there is no tracker {name!r}", where="report_to", remedy=did_you_mean(name, [*NEEDS, "none", "all"]))
@@ -64,13 +60,10 @@ def direct(callbacks: Iterable[TrainerCallback], logging_dir: str | None) -> Non
 
 
 class RunTrackers(TrainerCallback):
-    """The trackers of a run of several stages, each with its own Trainer: the trackers see one run with one step count.
+    """The trackers of a run of several stages: they see one run, at its steps, with the stage number as the metric `stage`.
 
-    The Trainers of the stages have this as a callback and an empty `report_to`. Metrics are logged at the steps of the whole run, with the
-    stage number as `stage`. The trackers start with the first stage that trains, and end with `finish`.
-
-    Args:
-        args: of the whole run.
+    The stages' Trainers have this as a callback and an empty `report_to`. The trackers start with the first stage that trains, and end
+    with `finish`. `args`: of the whole run.
     """
 
     def __init__(self, args: Any):

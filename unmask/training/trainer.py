@@ -6,6 +6,7 @@ Shapes: B batch, M masks (views), T tokens.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
@@ -21,23 +22,22 @@ from unmask.data.report import DataReport, Rows, print_report
 from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, TrainingError
+from unmask.errors import ConfigError, TrainingError, first_line
 from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.generation_config import accept_generation_config
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
-from unmask.training.config import TrainingConfig, check_rows, naming_metric
+from unmask.training.config import TrainingConfig, check_rows
 from unmask.training.distributed import lockstep, visits, without_repeats
-from unmask.training.hardware_checks import compile_in_place
+from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.model_history import chosen_settings, stage_entry
-from unmask.training.optimizers import keep_on_host, naming_missing_library
-from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, check_finite, read_sums, write_sums
+from unmask.training.optimizers import keep_on_host
+from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, read_sums, write_sums
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import direct
-from unmask.training.unsupported import refuse_unsupported
 
 if TYPE_CHECKING:
     import peft
@@ -54,12 +54,10 @@ class DiffusionTrainer(Trainer):
 
     Args:
         model: a DiffusionLM, a path or id to load, or a model of transformers with its tokenizer as `processing_class`.
-        args: the trainer's config.
-        train_dataset: rows in the format that the trainer documents.
-        eval_dataset: held-out rows in the same format.
+        train_dataset, eval_dataset: rows in the format that the trainer documents.
         peft_config: trains adapters instead of the weights.
         progress: a progress display to update.
-        log: where metrics are written; None: `training_logs.json` in the output directory.
+        log: of the metrics; None: `training_logs.json` in the output directory.
         phases: measures time and memory by phase of a step; None: a new one.
         data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
@@ -162,11 +160,8 @@ class DiffusionTrainer(Trainer):
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, with these differences.
-
-        True resumes from the last complete checkpoint, or starts from the beginning if there is none. A path may also be a run's folder. A
-        new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced.
-        """
+        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none; a
+        path may also be a run's folder; a new run refuses to overwrite checkpoints; log lines after the checkpoint are replaced."""
         self._throughput = Throughput()
         folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
@@ -220,11 +215,7 @@ class DiffusionTrainer(Trainer):
     # Evaluation.
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on `eval_dataset` (user rows), or on the held-out rows of the trainer.
-
-        Raises:
-            ConfigError: there are no rows, or the prefix is `train`, which is reserved.
-        """
+        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Without rows it raises ConfigError."""
         rows = self.held_out_rows(eval_dataset)
         with self.measuring(metric_key_prefix):
             self.measure(rows)
@@ -247,8 +238,11 @@ class DiffusionTrainer(Trainer):
         raise TrainingError("whole rows have no predictions", where="predict", remedy="Use evaluate, or generate")
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        with naming_metric(self.args, metrics):
+        try:
             return super()._determine_best_metric(metrics, trial)
+        except KeyError as error:
+            what, remedy = f"an evaluation has no {self.args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
+            raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
 
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -293,14 +287,16 @@ class DiffusionTrainer(Trainer):
 
     def create_optimizer(self, *arguments: Any) -> Any:
         new = self.optimizer is None
-        with naming_missing_library():
+        try:
             super().create_optimizer(*arguments)
+        except ImportError as error:  # its library
+            raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
         if new and self.args.optimizer_offload:
             keep_on_host(self.optimizer)
         return self.optimizer
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
-        """Hook that may change the micro-batches of an optimizer step before their items are counted."""
+        """Hook to change the micro-batches of an optimizer step before their items are counted."""
         return batches
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Tensor | None:
@@ -312,7 +308,7 @@ class DiffusionTrainer(Trainer):
     # Metrics.
 
     def record(self, name: str, value: Tensor | float, count: float = 1.0) -> None:
-        """Add a mean over `count` things to the metric's mean in the next log line."""
+        """Add a mean over `count` values to the metric's mean in the next log line."""
         self.means.add(name, float(value) * count, count)
 
     def record_loss(self, loss: Tensor) -> Tensor:
@@ -333,8 +329,7 @@ class DiffusionTrainer(Trainer):
     def measuring(self, prefix: str) -> Iterator[None]:
         """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
         if prefix == "train":
-            what = "train is reserved for the summary of a run"
-            raise ConfigError(what, where="metric_key_prefix", remedy="Use another, such as train_rows")
+            raise ConfigError("train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, as train_rows")
         training, self.means = self.means, Means(f"{prefix}_")
         try:
             yield
@@ -343,7 +338,9 @@ class DiffusionTrainer(Trainer):
 
     def finite(self, name: str, value: Tensor) -> Tensor:
         """Return the value, or raise TrainingError if it is not finite."""
-        check_finite(name, value, self.state.global_step)
+        if not math.isfinite(number := float(value.detach() if isinstance(value, Tensor) else value)):
+            remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
+            raise TrainingError(f"the {name} is {number}", where=f"step {self.state.global_step}", remedy=remedy)
         return value
 
     def get_performance_stats(self) -> dict[str, Any]:
@@ -383,8 +380,9 @@ class DiffusionTrainer(Trainer):
         """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights and metric sums."""
         accept_generation_config(self.lm.model.generation_config)
         if _internal_call:
-            write_sums(Path(str(output_dir)), self.means.state_everywhere(), write=self.args.should_save)
+            sums = self.means.state_everywhere()
             if self.args.should_save:
+                write_sums(Path(str(output_dir)), sums)
                 self.lm.config.save_pretrained(str(output_dir))  # it holds the history, which is not saved with adapters
             without_tables(self.lm)
         if _internal_call or not has_adapters(self.lm):

@@ -33,7 +33,8 @@ from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
 from unmask.errors import GenerationError
 from unmask.generation.remote import http
-from unmask.generation.remote.vllm_client import RemoteError, RemoteLM
+from unmask.generation.remote.http import RemoteError
+from unmask.generation.remote.vllm_client import RemoteLM
 
 TOKENIZER = character_tokenizer("abcdef")
 

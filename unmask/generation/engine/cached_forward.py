@@ -21,7 +21,7 @@ from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 
 class Extent(NamedTuple):
-    """What a pass computes of a sequence: the clean positions from `read` to `base`, the block from there to `stop`, and its drafts."""
+    """The part of a sequence that a pass computes: clean positions from `read` to `base`, the block from there to `stop`, and drafts."""
 
     read: int
     base: int
@@ -38,9 +38,7 @@ class Queries:
         real_BQ: False for padding.
         copy_BQ: 0 for clean tokens, 1 for the current block, 2 and more for its drafts.
         column_BQ: the cache column of the query's key and value.
-        end_BQ: a query attends to the columns before this one,
-        draft_BQ2: and to this range of columns, of its own draft; None: there are no drafts.
-        ids_BQ, hidden_BQ: token ids, and whether they are hidden.
+        end_BQ, draft_BQ2: a query attends to the columns before `end`, and to the columns of its draft (None: there are no drafts).
     """
 
     position_BQ: Tensor
@@ -56,19 +54,17 @@ class Queries:
 def cached_pass(
     lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
 ) -> Tensor:
-    """The current block of every sequence over cached keys, and drafts of its next states, which do not attend to each other.
-
-    The pass also commits the clean tokens before the block that the cache lacks. With a logit shift it computes the last clean token
-    before the block again, since that predicts the first token of the block.
-    """
+    """The current block of every sequence over cached keys, and drafts of its next states, which do not attend to each other. The pass
+    also computes the clean tokens before the block that are not cached, and with a logit shift the last clean token again, because it
+    predicts the first token of the block."""
     shift, device = int(lm.logit_shift), member_N.device
     extents = [_extent(lm, entry) for entry in entries]
-    clean = max(extent.base - extent.read for extent in extents)
+    num_clean = max(extent.base - extent.read for extent in extents)
     width = max(extent.stop - extent.base for extent in extents)
     copies = 1 + max(extent.num_drafts for extent in extents)
     read_B1, base_B1, stop_B1, drafts_B1 = torch.tensor(extents, device=device)[:, :, None].unbind(1)
-    offset_Q = torch.cat([torch.arange(-clean, 0, device=device), torch.arange(width, device=device).repeat(copies)])  # from the base
-    ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(width), (clean, 0))
+    offset_Q = torch.cat([torch.arange(-num_clean, 0, device=device), torch.arange(width, device=device).repeat(copies)])  # from the base
+    ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(width), (num_clean, 0))
     position_BQ = base_B1 + offset_Q
     real_BQ = (position_BQ >= read_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
     queries = _queries(lm, slots, entries, position_BQ, real_BQ, base_B1, stop_B1)
@@ -76,7 +72,7 @@ def cached_pass(
         if entry.draft is not None:
             block = slice(entry.start - extent.base, entry.stop - extent.base)
             for values_BQ, draft_GW in ((queries.ids_BQ, entry.draft.ids_GW), (queries.hidden_BQ, entry.draft.hidden_GW)):
-                values_BQ[member, clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
+                values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
     if copies > 1:  # a draft has columns behind the block, and attends to these and to the clean tokens
         draft_BQ = real_BQ & (ahead_Q > 0)
         first_BQ = stop_B1 + (ahead_Q - 1) * width
@@ -85,14 +81,14 @@ def cached_pass(
         queries.end_BQ = torch.where(draft_BQ, base_B1, queries.end_BQ)
         queries.draft_BQ2 = torch.stack([first_BQ, first_BQ + stop_B1 - base_B1], -1).where(draft_BQ[..., None], 0)
     offset_N = position_N - base_B1[member_N, 0]
-    query_N = torch.where(offset_N < shift, clean - 1, clean + ahead_N * width + offset_N - shift)
+    query_N = torch.where(offset_N < shift, num_clean - 1, num_clean + ahead_N * width + offset_N - shift)
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
     return _run(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
 
 def commit(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
-    """Compute the keys and values of the clean tokens before the current blocks."""
-    spans = [(entry.clean, entry.base(lm)) for entry in entries]
+    """Cache the keys and values of the clean tokens before the current blocks."""
+    spans = [(entry.num_cached, entry.base(lm)) for entry in entries]
     start_B1, base_B1 = torch.tensor(spans, device=slots.ids_SC.device)[:, :, None].unbind(1)
     position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
@@ -114,7 +110,7 @@ def partial_pass(
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
     base = entry.base(lm)
-    read = min(entry.clean, max(base - int(lm.logit_shift), 0))
+    read = min(entry.num_cached, max(base - int(lm.logit_shift), 0))
     return Extent(read, base, base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0)
 
 

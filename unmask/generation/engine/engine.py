@@ -33,12 +33,11 @@ Item = TypeVar("Item")
 class Engine:
     """Samples sequences of one model, each with its own settings. The result of one does not depend on the others.
 
-    Call `submit`, then `step` until the request is among the finished ones. Not thread-safe.
+    Call `submit`, then `step` until the request is finished. Not thread-safe.
 
     Args:
         batch_size: sequences that run at once, at least 1.
-        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: only
-            batch_size bounds them.
+        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
 
     Attributes:
         num_forward_passes: passes so far, of any number of sequences.
@@ -93,32 +92,31 @@ class Engine:
 
     def cancel(self, ticket: int) -> bool:
         """Drop a request and free its slot; False if it is unknown or finished."""
-        for sequence in [*self.waiting, *self.running]:
-            if sequence.ticket == ticket:
-                if sequence in self.running:
-                    self._leave(sequence)
-                else:
-                    self.waiting.remove(sequence)
-                return True
-        return False
+        sequence = next((each for each in [*self.waiting, *self.running] if each.ticket == ticket), None)
+        if sequence in self.running:
+            self._leave(sequence)
+        elif sequence is not None:
+            self.waiting.remove(sequence)
+        return sequence is not None
 
     def run(self) -> Iterator[tuple[int, Trace]]:
         """All accepted requests, in the order in which they finish."""
         while self.waiting or self.running or self.finished:
             if not self.finished:
-                self._step()
+                self._denoise()
             while self.finished:
                 yield self.finished.popleft()
 
     def step(self) -> list[tuple[int, Trace]]:
-        """One denoising step of all running sequences; returns those that finished, by ticket."""
-        self._step()
+        """One denoising step of all running sequences. Returns the tickets and traces of the finished ones that `run` has not returned."""
+        self._denoise()
         finished = list(self.finished)
         self.finished.clear()
         return finished
 
     @torch.no_grad()
-    def _step(self) -> None:
+    def _denoise(self) -> None:
+        """Start waiting sequences, and make one denoising step of the running ones, which may finish some."""
         with evaluating(self.lm):
             self._admit()
             if self.running:
@@ -207,7 +205,7 @@ class Engine:
         copies: dict[tuple[int, int], list[int]] = {}
         for sequence in self.running:
             base = block_start(sequence.request.blocks[0][0], self.lm.block_size)  # from there on tokens differ once revealed
-            if base == 0 or (sequence not in entering and sequence.clean < base):
+            if base == 0 or (sequence not in entering and sequence.num_cached < base):
                 continue
             for slot, ids in zip(sequence.slots, self._texts(sequence), strict=True):
                 source = known.setdefault((sequence.config.deterministic, tuple(ids[:base])), slot)
@@ -224,7 +222,7 @@ class Engine:
             self.prompt_tokens_shared += base * len(targets)
         for sequence in entering:  # only now, when the cache holds them
             first = sequence.request.blocks[0][0]
-            sequence.clean = block_start(first, self.lm.block_size)
+            sequence.num_cached = block_start(first, self.lm.block_size)
             self.prompt_tokens += first * sequence.num_slots
 
     def _predict(self) -> Rows:
@@ -255,15 +253,15 @@ class Engine:
             refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             stale = (start, stop if config.cache == "dual" else length)
             return BatchEntry(slot, length, start, stop, read=(0, length) if refresh else stale)
-        state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.done)
-        return BatchEntry(slot, length, start, stop, sequence.clean, state=state, draft=sequence.draft)
+        state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.steps_done)
+        return BatchEntry(slot, length, start, stop, sequence.num_cached, state=state, draft=sequence.draft)
 
     def _advance(self, sequences: list[SequenceState]) -> None:
         """Advance to the next step or block; finished sequences leave."""
         ended = self._ended(sequences)
         for sequence in sequences:
-            sequence.clean = max(sequence.clean, block_start(sequence.span[0], self.lm.block_size))
-            sequence.step, sequence.done = sequence.step + 1, sequence.done + 1
+            sequence.num_cached = max(sequence.num_cached, block_start(sequence.span[0], self.lm.block_size))
+            sequence.step, sequence.steps_done = sequence.step + 1, sequence.steps_done + 1
             if sequence in ended:
                 sequence.block, sequence.step, sequence.draft = sequence.block + 1, 0, None
         stopped = self._stopped([sequence for sequence in sequences if sequence in ended])

@@ -21,28 +21,18 @@ Pass = Callable[[DiffusionLM, Slots, Sequence[BatchEntry], Tensor, Tensor, Tenso
 
 
 class Rows(NamedTuple):
-    """Predictions at hidden positions, ordered by sequence and position; those of drafts come last.
+    """Predictions at hidden positions, ordered by sequence and position; those of drafts come last."""
 
-    Attributes:
-        logits_NV: aligned logits.
-        member_N: index of the sequence in the pass.
-        position_N: position in the sequence.
-        ahead_N: how many steps ahead the predicted state is drafted; 0: the current state.
-        drafted: whether there are drafts.
-    """
-
-    logits_NV: Tensor
-    member_N: Tensor
-    position_N: Tensor
-    ahead_N: Tensor
-    drafted: bool
+    logits_NV: Tensor  # aligned
+    member_N: Tensor  # index of the sequence in the pass
+    position_N: Tensor  # in the sequence
+    ahead_N: Tensor  # how many steps ahead the predicted state is drafted; 0: the current state
+    drafted: bool  # whether there are drafts
 
     def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Rows:
         """Some of the rows, optionally with their members renumbered."""
         index_J = keep_N.nonzero().squeeze(1)
-        member_J = self.member_N[index_J]
-        if number_B is not None:
-            member_J = number_B[member_J]
+        member_J = self.member_N[index_J] if number_B is None else number_B[self.member_N[index_J]]
         return Rows(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted)
 
 

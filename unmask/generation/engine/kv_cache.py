@@ -1,7 +1,5 @@
-"""Keys and values of the running sequences.
-
-Column c of a slot holds position c. The current block writes its columns at every step, until the pass over its clean tokens
-overwrites them (the keys of the last noisy step are never kept).
+"""Keys and values of the running sequences. Column c of a slot holds position c. The current block writes its columns at every step, until
+the pass over its clean tokens overwrites them: the keys of the last noised step are never kept.
 
 Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
 """
@@ -17,23 +15,16 @@ from transformers.cache_utils import Cache
 
 
 class SlotCache(Cache):
-    """A key-value cache of slots, of the reserved size.
-
-    Attributes:
-        slot_B: the slots of the current pass, in the order of its batch.
-        first: the first of them if they are consecutive.
-        column_BQ: the columns that the pass writes; behind the last one for padding.
-        width: the number of columns that it reads.
-    """
+    """A key-value cache of slots, of the reserved size."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
         self.stored: list[tuple[Tensor, Tensor]] = []
         self.shape = (0, 0)
-        self.slot_B = torch.zeros(0, dtype=torch.long)
-        self.first: int | None = None
-        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)
-        self.width = 0
+        self.slot_B = torch.zeros(0, dtype=torch.long)  # of the current pass, in the order of its batch
+        self.first: int | None = None  # of these slots, if they are consecutive
+        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)  # written by the pass; behind the last column for padding
+        self.width = 0  # the number of columns that the pass reads
 
     def reserve(self, slots: int, columns: int) -> None:
         """Allocate slots and columns; stored keys and values stay, as far as they fit."""

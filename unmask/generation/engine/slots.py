@@ -21,14 +21,9 @@ TABLES = ("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entrop
 
 
 class Draft(NamedTuple):
-    """States of a block one, two, ... steps ahead.
+    """States of a block one, two, ... steps ahead."""
 
-    Attributes:
-        ids_GW: token ids, with the mask token at hidden positions.
-        hidden_GW: True where a token would still be hidden.
-    """
-
-    ids_GW: Tensor
+    ids_GW: Tensor  # with the mask token at hidden positions
     hidden_GW: Tensor
 
 
@@ -39,7 +34,7 @@ class BatchEntry(NamedTuple):
         slot: its index.
         length: of the whole sequence.
         start, stop: the current decoding block.
-        clean: the first position without cached keys.
+        num_cached: positions whose keys and values are cached, from the first one on.
         read: with a lossy cache, the positions to compute; None: exact.
         state: equal for sequences that may be in the same state; None: no other can be.
         draft: drafted states to compute too.
@@ -49,13 +44,13 @@ class BatchEntry(NamedTuple):
     length: int
     start: int
     stop: int
-    clean: int = 0
+    num_cached: int = 0
     read: tuple[int, int] | None = None
     state: tuple | None = None
     draft: Draft | None = None
 
     def base(self, lm: DiffusionLM) -> int:
-        """The start of the current attention block; all before it is clean."""
+        """The start of the current attention block: the tokens before it are clean."""
         return block_start(self.start, lm.block_size)
 
     def end(self, lm: DiffusionLM) -> int:
@@ -69,7 +64,7 @@ class BatchEntry(NamedTuple):
         if lm.attention == "bidirectional":
             return self.length
         drafts = len(self.draft.ids_GW) if self.draft else 0
-        return self.end(lm) - self.clean + drafts * (self.end(lm) - self.base(lm))
+        return self.end(lm) - self.num_cached + drafts * (self.end(lm) - self.base(lm))
 
 
 class Slots:
@@ -77,10 +72,8 @@ class Slots:
 
     Attributes:
         ids_SC: token ids, with the mask token at hidden positions.
-        hidden_SC: True where a token is still to be revealed.
-        step_SC: the step that revealed it; -1: none.
+        step_SC: the step that revealed each token; -1: none.
         log_prob_SC, sampled_SC, entropy_SC: as of `Decision`, of revealed tokens.
-        cache: keys and values.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
@@ -137,7 +130,7 @@ class Slots:
         return slot
 
     def remove(self, slot: int) -> int:
-        """Free a slot: the last one in use moves there. Returns the old index of that one."""
+        """Free a slot: the last one in use moves there. Returns its old index."""
         self.count -= 1
         if slot != self.count:
             for name in TABLES:

@@ -26,10 +26,9 @@ class SequenceState:
     Attributes:
         slots: its slot, and with guidance that of the copy with a hidden prompt.
         block, step: the current decoding block, and its steps so far.
-        done: denoising steps of all blocks so far.
+        steps_done: denoising steps of all blocks so far.
         num_columns: KV-cache columns reserved for the sequence: positions and drafts.
-        num_forward_passes: forward passes so far.
-        clean: the first position without cached keys.
+        num_cached: positions whose keys and values are cached, from the first one on.
         draft: its drafted next states.
     """
 
@@ -40,9 +39,9 @@ class SequenceState:
     slots: list[int] = field(default_factory=list)
     block: int = 0
     step: int = 0
-    done: int = 0
+    steps_done: int = 0
     num_forward_passes: int = 0
-    clean: int = 0
+    num_cached: int = 0
     draft: Draft | None = None
 
     @property
@@ -78,7 +77,7 @@ def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
     again = [sequence.num_remasked for sequence in sequences]
     if any(again):
         _hide_again(slots, sequences, again)
-    slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.done) for sequence in sequences], device=device).unbind(1)
+    slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
     member_C = rows.member_N[row_C]
     at = (slot_B[member_C], rows.position_N[row_C])
     slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[row_C], False
@@ -89,17 +88,17 @@ def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
             table[at] = values_N[row_C].double()
     for sequence in sequences:
         if sequence.num_slots == 2:
-            own, blind = sequence.slots
+            slot, blind = sequence.slots
             block = slice(*sequence.span)
-            filled_W = slots.hidden_SC[own, block] | (slots.step_SC[own, block] >= 0)  # its other tokens belong to the prompt
-            slots.ids_SC[blind, block] = torch.where(filled_W, slots.ids_SC[own, block], slots.mask_token_id)
-            slots.hidden_SC[blind, block] = slots.hidden_SC[own, block]
+            filled_W = slots.hidden_SC[slot, block] | (slots.step_SC[slot, block] >= 0)  # the other tokens belong to the prompt
+            slots.ids_SC[blind, block] = torch.where(filled_W, slots.ids_SC[slot, block], slots.mask_token_id)
+            slots.hidden_SC[blind, block] = slots.hidden_SC[slot, block]
 
 
 def decide_rows(slots: Slots, sequences: list[SequenceState], rows: Rows, ahead: int = 0) -> Decision:
     """The token that would be revealed at each row, by the settings of its sequence."""
-    of_sequences = [(sequence.request.key, sequence.done + ahead, sequence.slots[0]) for sequence in sequences]
-    key_N, step_N, slot_N = torch.tensor(of_sequences, device=rows.member_N.device)[rows.member_N].unbind(1)
+    per_sequence = [(sequence.request.key, sequence.steps_done + ahead, sequence.slots[0]) for sequence in sequences]
+    key_N, step_N, slot_N = torch.tensor(per_sequence, device=rows.member_N.device)[rows.member_N].unbind(1)
     parts = []
     for config, uses_B in _by_settings(sequences, key_N.device):
         at = slice(None) if uses_B is None else uses_B[rows.member_N].nonzero().squeeze(1)

@@ -47,12 +47,8 @@ class Backend(Protocol):
         ...
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Sample from these weights from now on. The first process of a run sends them; the others wait for it before they sample.
-
-        Args:
-            lm: a model like the one that the backend was made for; with adapters merged unless these alone are sent.
-            step: the optimizer steps of the weights, which name them.
-        """
+        """Sample from these weights (adapters merged, unless these alone are sent), named by their optimizer steps. The first process of a
+        run sends them; the others wait for it before they sample."""
         ...
 
     def close(self) -> None:
@@ -61,15 +57,8 @@ class Backend(Protocol):
 
 
 def make_backend(config: RolloutConfig, lm: DiffusionLM, output_dir: str | Path) -> Backend:
-    """The backend of a config.
-
-    Args:
-        lm: the trained model.
-        output_dir: of the run; weights for a server are written there unless the config names a folder.
-
-    Raises:
-        GenerationError: the server is absent or holds another model, or the backend is vllm and the model is not causal.
-    """
+    """The backend of a config, for the trained model. Weights for a server are written to the run's output folder unless the config names
+    another. Raises GenerationError if the server is absent or holds another model, or vLLM cannot run the model."""
     if config.backend == "local":
         return LocalBackend(lm)
     folder = Path(config.folder or Path(output_dir) / "rollout_weights").resolve()
@@ -95,16 +84,12 @@ class LocalBackend:
 
 
 class RemoteBackend:
-    """The base of backends with a server: the weights that it should hold, and the folders from which it reads them.
-
-    Attributes:
-        version: the name of the weights sent last; None: none yet.
-    """
+    """The base of backends with a server: the weights that it should hold, and the folders from which it reads them."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         self.config, self.lm, self.folder = config, lm, folder
         self.api_key = config.api_key or os.environ.get(API_KEY)
-        self.version: str | None = None
+        self.version: str | None = None  # the name of the weights sent last
         self.source: Path | nn.Module = folder
 
     def due(self, step: int | None) -> bool:
@@ -142,8 +127,7 @@ class RemoteBackend:
         """Raise GenerationError for unmerged adapters, or for a model without adapters when these are to be sent."""
         if self.config.sync == "lora":
             check_adapters(lm)
-            return
-        if not isinstance(lm.model, PreTrainedModel):
+        elif not isinstance(lm.model, PreTrainedModel):
             what = f"weights of a {type(lm.model).__name__} cannot be used without its base model"
             raise GenerationError(what, where="sync", remedy="Merge its adapters")
 
@@ -169,11 +153,7 @@ def check_adapters(lm: DiffusionLM) -> None:
 
 
 class ServerBackend(RemoteBackend):
-    """`unmask serve`: any model, with the same tokens as in process.
-
-    Raises:
-        GenerationError: the server is absent, or its model has another vocabulary, attention or architecture.
-    """
+    """`unmask serve`: any model, with the same tokens as in process."""
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):
         super().__init__(config, lm, folder)
@@ -216,10 +196,6 @@ class VLLMBackend(RemoteBackend):
     In the mode "processed_logprobs" the traces have the exact `sampled_log_probs`, and `log_probs` at temperatures 0 and 1 without
     filters, else NaN. In the server's default mode they have `sampled_log_probs` at temperature 0 and, but for the probability of the
     mask token, at temperature 1 without filters; else they are empty. `entropies` are empty.
-
-    Raises:
-        GenerationError: the model is not causal, its weights cannot be sent by `sync`, or the server is absent or its model lacks the
-            mask token.
     """
 
     def __init__(self, config: RolloutConfig, lm: DiffusionLM, folder: Path):

@@ -33,7 +33,6 @@ class HttpClient:
     """Exchanges JSON with one server.
 
     Args:
-        url: of the server.
         kind: the expected server, for errors.
         timeout: seconds to wait for an answer.
         patience: seconds to wait for a server that does not accept requests, from the first failure on.
@@ -52,14 +51,8 @@ class HttpClient:
         return self.read(text, json.loads) if text else None
 
     def send(self, method: str, path: str, **content: Any) -> str:
-        """Send a request; the text of the answer. Retries for `patience` seconds while the server accepts no requests.
-
-        Args:
-            content: arguments of httpx: `json=...`.
-
-        Raises:
-            RemoteError: the server accepts no requests, does not answer, or refuses.
-        """
+        """Send a request with the `content` arguments of httpx (`json=...`); the text of the answer. Retries for `patience` seconds while
+        the server accepts no requests. Raises RemoteError if it accepts none, does not answer, or refuses."""
         deadline: float | None = None  # from the first failure on
         while True:
             try:
@@ -93,7 +86,7 @@ class HttpClient:
         self._client.close()
 
     def _exchange(self, method: str, path: str, **content: Any) -> tuple[int, str]:
-        """Status and text. The timeout bounds the whole exchange, while the one of httpx bounds each read."""
+        """Status and text. The timeout bounds the whole exchange, while that of httpx bounds each read."""
         started, chunks = time.monotonic(), []
         with self._client.stream(method, path, **content) as response:
             for chunk in response.iter_bytes():

@@ -47,13 +47,8 @@ def check_nccl() -> None:
 
 
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
-    """A sender whose `send_weights()` sends the model's current weights. Errors as of `check_nccl`.
-
-    Args:
-        model: its parameters have the names of the server's checkpoint.
-        call: a request to the server.
-        address: of this machine, as the server's workers reach it.
-    """
+    """A sender whose `send_weights()` sends the model's current weights, whose names are those of the server's checkpoint. Errors as of
+    `check_nccl`. `address`: of this machine, as the server's workers reach it."""
     check_nccl()
     try:
         from vllm.distributed.weight_transfer import ModuleSource, WeightTransferTrainerFactory

@@ -37,19 +37,12 @@ class OtherWeightsError(UnmaskError):
 
 
 class RolloutServer:
-    """A model that serves one request at a time.
-
-    Attributes:
-        version: the name that a client gave its weights; None: it has its first ones.
-    """
+    """A model that serves one request at a time."""
 
     def __init__(self, lm: DiffusionLM):
         self.lm = lm
-        self.version: str | None = None
-        self._lock = Lock()  # one forward pass at a time
-
-    def health(self) -> dict[str, Any]:
-        return {"version": self.version, "model": model_facts(self.lm)}
+        self.version: str | None = None  # a client's name of its weights; None: the first ones
+        self._lock = Lock()
 
     def generate(self, request: GenerateRequest) -> str:
         """The JSON of the completions."""
@@ -61,11 +54,7 @@ class RolloutServer:
         return dump_generation(generation)
 
     def update_weights(self, request: UpdateRequest) -> None:
-        """Load the weights of a folder.
-
-        Raises:
-            ModelError: they are not those of a whole model like this one; its weights stay.
-        """
+        """Load the weights of a folder. ModelError if they are not those of a whole model like this one, whose weights then stay."""
         where, remedy = request.path, "Give a folder that DiffusionLM.save wrote from the same model"
         if not Path(where).is_dir():
             raise ModelError("no such folder on the server", where=where, remedy="Use a folder that both sides can read")
@@ -82,11 +71,7 @@ class RolloutServer:
 
 
 def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
-    """The server of a model.
-
-    Args:
-        api_key: the bearer token that clients must send; None: none.
-    """
+    """The server of a model. `api_key`: the bearer token that clients must send, if any."""
     server, app = RolloutServer(lm), FastAPI(title="Unmask")
 
     @app.middleware("http")
@@ -102,7 +87,7 @@ def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return server.health()
+        return {"version": server.version, "model": model_facts(lm)}
 
     @app.post("/generate")
     def generate(body: dict[str, Any]) -> Response:
@@ -117,11 +102,7 @@ def make_app(lm: DiffusionLM, api_key: str | None = None) -> FastAPI:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """A bound address, which accepts no connections until `run`; port 0: any free one.
-
-    Raises:
-        ConfigError: it cannot be bound.
-    """
+    """A bound address, which accepts no connections until `run`; port 0: any free one. Raises ConfigError if it cannot be bound."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -1,7 +1,4 @@
-"""A causal model on a vLLM server, with the interface of `unmask.generate`: completions with log-probabilities, and new weights.
-
-docs/generation.md has the command that starts the server.
-"""
+"""A causal model on a vLLM server, with the interface of `unmask.generate`. docs/generation.md has the command that starts the server."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import sequence_key
 from unmask.errors import GenerationError
 from unmask.generation.output import Generation, text_of
-from unmask.generation.remote.http import HttpClient
-from unmask.generation.remote.http import RemoteError as RemoteError
+from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.nccl import nccl_sender
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.models.chat_template import turn_end
@@ -31,7 +27,7 @@ class RemoteLM:
     """A causal model on a vLLM server.
 
     Args:
-        url: of the server, such as http://localhost:8000.
+        url: such as http://localhost:8000.
         tokenizer: the model's, or its path.
         model: its name on the server; None: the only one.
         timeout: seconds to wait for an answer.
@@ -82,7 +78,7 @@ class RemoteLM:
         futures = [pool.submit(self._complete, body) for body in bodies]
         try:
             for future in as_completed(futures):
-                future.result()  # raises the first error, whichever prompt it is of
+                future.result()  # raises the first error of any prompt
         except RemoteError as error:
             pool.shutdown(cancel_futures=True)
             error.completed = {i: f.result() for i, f in enumerate(futures) if not f.cancelled() and not f.exception()}
@@ -154,7 +150,7 @@ class RemoteLM:
         self.close()
 
     def reset_prefix_cache(self) -> None:
-        """Clear the server's prefix cache."""
+        """Clear the server's prefix cache, whose keys are those of earlier weights."""
         self.http.call("POST", "/reset_prefix_cache")
 
     def _body(self, ids: Sequence[int], config: SamplerConfig, key: int) -> dict[str, Any]:
