@@ -27,8 +27,9 @@ from unmask.rl.completion_log import SAMPLES_NAME
 from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import bound_memory, naming_full_memory, weight_sharding_setting
+from unmask.training.hardware_checks import bound_memory, naming_full_memory
 from unmask.training.run_log import LOG_NAME
+from unmask.training.sharding import weight_sharding_setting
 
 DATA_REPORT = "data_report.json"
 TRAINED_MODEL = "model"

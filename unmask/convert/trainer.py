@@ -35,8 +35,9 @@ from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
 from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.config import row_length, total_steps
-from unmask.training.hardware_checks import is_split, with_fresh_accelerator_state
+from unmask.training.hardware_checks import is_split
 from unmask.training.run_log import Progress, RunLog
+from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
 from unmask.training.trainer import Batch, DiffusionTrainer

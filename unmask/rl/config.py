@@ -20,7 +20,7 @@ from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
 from unmask.training.config import METRIC_SCHEDULERS, Conflict, TrainingConfig
 from unmask.training.config_fields import check_settings, naming_setting_too, setting
-from unmask.training.hardware_checks import weight_sharding_setting
+from unmask.training.sharding import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
