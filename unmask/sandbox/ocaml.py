@@ -188,9 +188,9 @@ def outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
     """The outcome of the results that the nonce signs: ok if each planned test passed once, none failed, and the end was reached."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
     for frame in frames:
-        signature, _, finding = frame.partition(b"\0")
+        signature, _, result = frame.partition(b"\0")
         if signature == nonce:
-            kind, _, name = finding.decode(errors="replace").partition("\0")
+            kind, _, name = result.decode(errors="replace").partition("\0")
             counts[kind][name] += 1
     planned = counts["planned"] + Counter({"": checks})
     passed = sum((planned & counts["passed"]).values())
