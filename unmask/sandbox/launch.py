@@ -26,8 +26,6 @@ class Member:
     """A process in a sandbox, with its child processes.
 
     Args:
-        host: the isolation of this host.
-        limits: resource limits.
         uid: user id to run as, if it can be chosen.
         group: an empty control group.
         role: role of worker.py.
@@ -144,8 +142,7 @@ class Cell:
     def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
         """The results of the tester: None after the time limit, an empty dict if it ends without results.
 
-        Raises:
-            SandboxError: one of the two did not start. Nothing of the program has run.
+        SandboxError if one of the two did not start. Then nothing of the program has run.
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()

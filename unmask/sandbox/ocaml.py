@@ -56,9 +56,7 @@ class Toolchain:
     """The compiler and libraries of this machine, and the support modules compiled with them.
 
     Attributes:
-        compiler: path of the compiler.
-        libraries: compiler options for the libraries of the candidate.
-        test_libraries: compiler options for those of the tests.
+        libraries, test_libraries: compiler options for the libraries of the candidate, of the tests.
         archives: archives to link, in order.
         place: folder of the support modules in a sandbox.
     """

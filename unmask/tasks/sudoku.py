@@ -24,11 +24,7 @@ def solve(puzzle: str) -> list[str]:
 
 
 class Sudoku(GridPuzzle):
-    """4x4 Sudoku.
-
-    Args:
-        min_empty, max_empty: as for `GridPuzzle`. A unique solution allows at most 12. (The published test file has 8 everywhere.)
-    """
+    """4x4 Sudoku. Puzzles with a unique solution have at most 12 empty cells; those of the published test file have 8."""
 
     name = "sudoku"
     digits = "1234"
