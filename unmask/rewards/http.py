@@ -20,17 +20,10 @@ NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
 class HttpReward:
-    """A reward function that queries a server.
+    """A reward function that queries a server. ConfigError if the address is invalid.
 
     It sends a POST of `{"prompt": ..., "completion": ..., <dataset columns>}` for each completion, and expects `{"reward": number or
-    null}`. After three tries without such an answer, a completion has no reward (None).
-
-    Args:
-        url: address of the server.
-        timeout: seconds to wait for an answer.
-
-    Raises:
-        ConfigError: the address is invalid.
+    null}` within `timeout` seconds. After three failed tries a completion has no reward (None).
     """
 
     def __init__(self, url: str, timeout: float = 60.0):

@@ -19,7 +19,7 @@ def shared_pool() -> Pool:
 
 
 def verify_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
-    """The verdict on each program. None stands for a completion without a program, which is malformed."""
+    """The verdict on each program; `malformed` for None, a completion without a program."""
     pool = shared_pool()
     futures = [pool.submit(job) if job else None for job in jobs]
     return [verdict_of(future.result()) if future else Verdict(0.0, "malformed", "no program") for future in futures]

@@ -79,17 +79,17 @@ def number(text: str) -> Fraction | None:
     if len(text) > MAX_ANSWER:
         return None
     if found := FRACTION.fullmatch(text):
-        sign, above, below = found.groups()
-        parts = (above, "", below)
+        sign, whole, divisor = found.groups()
+        decimals = ""
     elif found := NUMBER.fullmatch(text):
-        sign, whole, decimals, bare_decimals, below = found.groups()
-        digits = re.sub("[, ]", "", whole or "0")
-        parts = (digits + (decimals or bare_decimals or ""), decimals or bare_decimals or "", below or "1")
+        sign, whole, decimals, bare_decimals, divisor = found.groups()
+        decimals = decimals or bare_decimals or ""
     else:
         return None
-    if not int(parts[2]):
+    if divisor and not int(divisor):
         return None
-    value = Fraction(int(parts[0]), int(parts[2]) * 10 ** len(parts[1]))
+    digits = re.sub("[, ]", "", whole or "0") + decimals
+    value = Fraction(int(digits), int(divisor or 1) * 10 ** len(decimals))
     return -value if sign == "-" else value
 
 

@@ -85,11 +85,7 @@ class Worker:
         self._lock = threading.Lock()
 
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float) -> Any:
-        """Call the function. Other calls wait meanwhile.
-
-        Args:
-            args, kwargs: arguments of the function.
-            timeout: seconds, from when the process is ready and idle.
+        """Call the function, for at most `timeout` seconds from when the process is ready and idle.
 
         Raises:
             WorkerTimeoutError: the function took longer.

@@ -12,15 +12,12 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A control group for one sandbox after another.
+    """A control group for one sandbox after another. OSError if this process may not create control groups.
 
     Args:
         name: name of its folder.
         memory: bytes that its processes and their files in memory may use.
         processes: maximum number of processes and threads.
-
-    Raises:
-        OSError: this process may not create control groups.
     """
 
     def __init__(self, name: str, memory: int, processes: int):

@@ -67,7 +67,7 @@ class Host:
     """What isolates programs on this host.
 
     Attributes:
-        missing: why each missing layer (a key of `LAYERS`) is missing.
+        missing: the reason, for each missing layer (a key of `LAYERS`).
         folder: what sandboxes see at `INSIDE`: the worker, compiled for their interpreter, and the filter.
         python: interpreter of the sandboxes.
     """
@@ -82,20 +82,18 @@ class Host:
 
     @property
     def counts_processes(self) -> bool:
-        """Whether processes are counted for each sandbox: by its user id or, unless root and since Linux 5.14, by its namespace."""
+        """Whether the kernel counts each sandbox separately: by user id, or (since Linux 5.14, except for root) by namespace."""
         by_namespace = os.geteuid() != 0 and tuple(map(int, re.findall(r"[0-9]+", os.uname().release)[:2])) >= (5, 14)
         return self.isolated and ("users" not in self.missing or by_namespace)
 
-    def command(
-        self, uid: int, entrances: Sequence[str] = (), filter_descriptor: int | None = None, info_descriptor: int | None = None
-    ) -> list[str]:
+    def command(self, uid: int, entrances: Sequence[str] = (), filter_fd: int | None = None, info_fd: int | None = None) -> list[str]:
         """The command that runs the command line behind it in a sandbox.
 
         Args:
             uid: user id in the sandbox, if it can be chosen.
             entrances: files of a control group (`Group.entrance`).
-            filter_descriptor: descriptor of the seccomp filter.
-            info_descriptor: descriptor to which bubblewrap writes the id of the first process.
+            filter_fd: descriptor of the seccomp filter.
+            info_fd: descriptor to which bubblewrap writes the id of the first process.
         """
         if not self.isolated:
             return []
@@ -104,8 +102,8 @@ class Host:
         bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
         bubble += [*_file_system(self.python), "--ro-bind", str(self.folder), INSIDE, "--remount-ro", "/", "--chdir", "/tmp"]
-        bubble += ["--seccomp", str(filter_descriptor)] if filter_descriptor is not None else []
-        bubble += ["--info-fd", str(info_descriptor)] if info_descriptor is not None else []
+        bubble += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
+        bubble += ["--info-fd", str(info_fd)] if info_fd is not None else []
         return [*enter, *become, *bubble]
 
 
@@ -122,7 +120,7 @@ ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
 
 @functools.cache
 def probe() -> Host:
-    """Try what isolates on this host."""
+    """Find out by trial what isolates programs on this host."""
     folder = _new_folder()
     missing = {}
     try:

@@ -26,8 +26,6 @@ class Member:
     """A process in a sandbox, with its child processes.
 
     Args:
-        host: the isolation of this host.
-        limits: resource limits.
         uid: user id to run as, if it can be chosen.
         group: an empty control group.
         role: role of worker.py.
@@ -39,12 +37,12 @@ class Member:
         self._received = b""
         self.first = -1
         """A pidfd of the first process in the sandbox; when it ends, so do all others in it."""
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
-            (self.control, control), (self.info, info) = (_pipe(on_failure, handed_on) for _ in range(2))
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
+            (self.control, control), (self.info, info) = (_pipe(on_failure, at_end) for _ in range(2))
             rules = None
             if "seccomp" not in host.missing:
                 rules = os.open(host.folder / FILTER, os.O_RDONLY)
-                handed_on.callback(os.close, rules)
+                at_end.callback(os.close, rules)
             sandbox = host.command(uid, group.entrance() if group else (), rules, info)
             worker = [host.python, "-I", "-S", f"{INSIDE if host.isolated else host.folder}/{WORKER}"]
             arguments = [role, *map(str, (control, *pipes)), *limits.worker_arguments(host.counts_processes)]
@@ -120,11 +118,11 @@ class Member:
             raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it.")
 
 
-def _pipe(on_failure: contextlib.ExitStack, handed_on: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe. `on_failure` closes its reading end, `handed_on` its writing end."""
+def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe. `on_failure` closes its reading end, `at_end` its writing end."""
     reading, writing = os.pipe()
     on_failure.callback(os.close, reading)
-    handed_on.callback(os.close, writing)
+    at_end.callback(os.close, writing)
     return reading, writing
 
 
@@ -133,19 +131,18 @@ class Cell:
 
     def __init__(self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]):
         self.limits = limits
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
-            asked, asking = _pipe(handed_on, handed_on)
-            answered, answering = _pipe(handed_on, handed_on)
-            self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (asked, answering))
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
+            read_requests, write_requests = _pipe(at_end, at_end)
+            read_answers, write_answers = _pipe(at_end, at_end)
+            self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (read_requests, write_answers))
             on_failure.callback(self.candidate.kill)
-            self.tester = Member(host, limits, uids[1], groups[1], "tester", (answered, asking))
+            self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
     def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
         """The results of the tester: None after the time limit, an empty dict if it ends without results.
 
-        Raises:
-            SandboxError: one of the two did not start. Nothing of the program has run.
+        SandboxError if one of the two did not start. Then nothing of the program has run.
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()

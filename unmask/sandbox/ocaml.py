@@ -56,9 +56,7 @@ class Toolchain:
     """The compiler and libraries of this machine, and the support modules compiled with them.
 
     Attributes:
-        compiler: path of the compiler.
-        libraries: compiler options for the libraries of the candidate.
-        test_libraries: compiler options for those of the tests.
+        libraries, test_libraries: compiler options for the libraries of the candidate, of the tests.
         archives: archives to link, in order.
         place: folder of the support modules in a sandbox.
     """
@@ -188,9 +186,9 @@ def outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
     """The outcome of the results that the nonce signs: ok if each planned test passed once, none failed, and the end was reached."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
     for frame in frames:
-        signature, _, finding = frame.partition(b"\0")
+        signature, _, result = frame.partition(b"\0")
         if signature == nonce:
-            kind, _, name = finding.decode(errors="replace").partition("\0")
+            kind, _, name = result.decode(errors="replace").partition("\0")
             counts[kind][name] += 1
     planned = counts["planned"] + Counter({"": checks})
     passed = sum((planned & counts["passed"]).values())

@@ -120,15 +120,12 @@ def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
 
 
 class Pool:
-    """Sandboxes for many programs.
+    """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is set.
 
     Args:
         slots: number of programs at a time. None: two per processor (starting one is mostly waiting), divided by the local ranks.
         limits: limits of each program.
         accept_unsandboxed: on a host without isolation, run programs as this user, with all its permissions.
-
-    Raises:
-        SandboxError: this host has no isolation, and `accept_unsandboxed` is not set.
     """
 
     def __init__(self, slots: int | None = None, limits: Limits | None = None, *, accept_unsandboxed: bool = False):

@@ -28,8 +28,8 @@ COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": dequ
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")}
 
 
-class Reading:
-    """The settings of `json.loads`, for its scanner."""
+class ScannerSettings:
+    """The settings of `json.loads`."""
 
     strict = True
     object_hook = object_pairs_hook = None
@@ -37,7 +37,7 @@ class Reading:
     parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.__getitem__
 
 
-scan = _json.make_scanner(Reading)  # type: ignore[arg-type]
+scan = _json.make_scanner(ScannerSettings)  # type: ignore[arg-type]
 write_parts = _json.make_encoder(None, None, _json.encode_basestring_ascii, None, ": ", ", ", False, False, True)  # type: ignore[arg-type]
 
 MAKERS = {

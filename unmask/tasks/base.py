@@ -121,14 +121,11 @@ class Task(abc.ABC):
         return {**row, "prompt": messages[:-1], "completion": messages[-1:]}
 
     def rewards(self, shaping: str = "strict") -> list[Reward]:
-        """The reward functions of a shaping.
+        """The reward functions of a shaping. ConfigError if the task does not have it.
 
         Args:
             shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one function for each component of
                 the published reward. The only function of a shaping is named after it: `sudoku`, `sudoku/partial`.
-
-        Raises:
-            ConfigError: the task does not have this shaping.
         """
         known = self.shapings()
         if shaping not in known:
@@ -173,8 +170,7 @@ class Puzzle(Task):
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
         """`count` different rows of a split. They depend on the seed; a smaller count gives the first of them.
 
-        Raises:
-            ConfigError: the split is unknown, or the task has fewer than `count` problems.
+        ConfigError if the split is unknown, or the task has fewer problems.
         """
         if split not in get_args(Split):
             raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'.")

@@ -1,4 +1,4 @@
-"""Countdown: an expression with `+ - * /` that uses each of three or four numbers exactly once and has a given value.
+"""Countdown: an expression with `+ - * /` that uses each of three or four numbers exactly once and equals the target.
 
 A prompt is "30,100,93>23:" (the numbers, the target); a completion is an expression such as "93-(100-30)".
 """
@@ -136,10 +136,10 @@ class Countdown(Puzzle):
         if not TARGET.fullmatch(str(record["output"])):
             what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
             raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
-        numbers, target = [int(number) for number in record["input"].split(",")], int(record["output"])
-        if solve(numbers, target) is None:
-            raise DataError(f"{target} cannot be reached from {numbers}", where=where, remedy="Fix or remove the row.")
-        return self._row(numbers, target)
+        row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
+        if row["completion"] is None:
+            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row.")
+        return row
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
         """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the numbers."""
@@ -182,5 +182,5 @@ class Countdown4(Countdown):
 
 
 def _group(numbers: Sequence[int], target: int) -> str:
-    """The identity of a problem, whatever the order of its numbers."""
+    """The identity of a problem, independent of the order of its numbers."""
     return f"{','.join(map(str, sorted(numbers)))}>{target}"

@@ -28,13 +28,13 @@ def units_of_cells(side: int) -> list[Units]:
 
 
 def flip(missing: list[int], units: Units, bit: int) -> None:
-    """Remove a digit (as a bit) from what the three units of a cell miss, or add it again."""
+    """Remove a digit (as a bit) from those that the three units of a cell lack, or add it again."""
     for unit in units:
         missing[unit] ^= bit
 
 
 def candidates(missing: list[int], units: Units) -> int:
-    """The digits (as bits) that all three units of a cell miss."""
+    """The digits (as bits) that all three units of a cell lack."""
     row, column, box = units
     return missing[row] & missing[column] & missing[box]
 
@@ -99,7 +99,7 @@ class GridPuzzle(Puzzle):
 
     def __init__(self, min_empty: int, max_empty: int):
         if not 1 <= min_empty <= max_empty <= self.most_empty:
-            what = f"min_empty {min_empty} and max_empty {max_empty} are no range within 1 to {self.most_empty}"
+            what = f"min_empty {min_empty} and max_empty {max_empty} are not a range within 1 to {self.most_empty}"
             raise ConfigError(what, where=self.name, remedy=f"Use 1 <= min_empty <= max_empty <= {self.most_empty}.")
         self.min_empty, self.max_empty = min_empty, max_empty
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 import random
 from collections.abc import Mapping
 from itertools import islice
@@ -15,33 +13,18 @@ from unmask.tasks.grids import GridPuzzle, candidates, differences, flip, soluti
 
 GRIDS = sorted(solutions("0" * 16))
 """All 288 solved 4x4 grids."""
-_ALL_GRIDS = (1 << len(GRIDS)) - 1
-_GRIDS_WITH = {
-    (cell, digit): sum(1 << index for index, grid in enumerate(GRIDS) if grid[cell] == digit) for cell in range(16) for digit in "1234"
-}
-"""Bit i of `_GRIDS_WITH[cell, digit]` is set if grid i has that digit there."""
+_GRIDS_WITH = {(cell, digit): {grid for grid in GRIDS if grid[cell] == digit} for cell in range(16) for digit in "1234"}
 
 
 def solve(puzzle: str) -> list[str]:
     """All solutions of a 4x4 puzzle (16 digits, 0 for an empty cell), in ascending order. DataError if the text is no such puzzle."""
     if len(puzzle) != 16 or not set(puzzle) <= set("01234"):
         raise DataError(f"{puzzle!r} is not a 4x4 puzzle", remedy="Write 16 digits, row by row: 1 to 4, and 0 for an empty cell.")
-    mask = _agreeing(puzzle)
-    return [grid for index, grid in enumerate(GRIDS) if mask >> index & 1]
-
-
-def _agreeing(puzzle: str) -> int:
-    """The bit mask of the grids that agree with all clues."""
-    clues = (_GRIDS_WITH[cell, digit] for cell, digit in enumerate(puzzle) if digit != "0")
-    return functools.reduce(operator.and_, clues, _ALL_GRIDS)
+    return sorted(set(GRIDS).intersection(*(_GRIDS_WITH[cell, digit] for cell, digit in enumerate(puzzle) if digit != "0")))
 
 
 class Sudoku(GridPuzzle):
-    """4x4 Sudoku.
-
-    Args:
-        min_empty, max_empty: as for `GridPuzzle`. A unique solution allows at most 12. (The published test file has 8 everywhere.)
-    """
+    """4x4 Sudoku. Puzzles with a unique solution have at most 12 empty cells; those of the published test file have 8."""
 
     name = "sudoku"
     digits = "1234"
@@ -64,7 +47,7 @@ class Sudoku(GridPuzzle):
             solution = rng.choice(self._grids[split])
             empty = set(rng.sample(range(16), count))
             puzzle = "".join("0" if cell in empty else digit for cell, digit in enumerate(solution))
-            if _agreeing(puzzle).bit_count() == 1:
+            if len(solve(puzzle)) == 1:
                 return self.posing(puzzle, solution)
         return None
 
