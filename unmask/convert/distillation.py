@@ -23,32 +23,23 @@ SMALLEST = 1e-9
 
 
 class Lesson(NamedTuple):
-    """The student compared with the teacher, at the target tokens of views in row-major order.
+    """The student compared with the teacher, at the target tokens of views in row-major order."""
 
-    Attributes:
-        log_prob_N: the student's log-probability of the real token, in nats.
-        taught_N: whether the target is the teacher's prediction; otherwise it is the real token.
-        divergence_N: forward KL from the teacher's prediction to the student's, in nats.
-        distance_N: 1 - cosine between their hidden states that predict the token.
-    """
-
-    log_prob_N: Tensor
-    taught_N: Tensor
-    divergence_N: Tensor
-    distance_N: Tensor
+    log_prob_N: Tensor  # the student's log-probability of the real token, in nats
+    taught_N: Tensor  # whether the target is the teacher's prediction; otherwise it is the real token
+    divergence_N: Tensor  # forward KL from the teacher's prediction to the student's, in nats
+    distance_N: Tensor  # 1 - cosine between their hidden states that predict the token
 
 
 def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Lesson:
     """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
-    Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the
-    same gradient as the cross-entropy, with far less variance: averaged over the hidden tokens before it, the teacher's prediction
-    is the token's distribution given the visible tokens. Where a later token is visible this does not hold, because the teacher
-    does not see it, and the student learns from the real token.
+    Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the same
+    gradient as the cross-entropy, with far less variance: averaged over the hidden tokens before a token, the teacher's prediction is its
+    distribution given the visible tokens. The teacher sees no later tokens; where one is visible, the student learns from the real token.
 
     Args:
-        lm: the student.
-        teacher: a causal model with the same vocabulary, frozen.
+        lm, teacher: the student, and a frozen causal model with the same vocabulary.
         ids_BT: the clean tokens.
         document_BT: packed documents are numbered, padding is 0; None: every row is one document.
         views: the hidden tokens and the targets.

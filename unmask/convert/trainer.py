@@ -17,6 +17,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from unmask.config.run import SamplerConfig
+from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import learn
 from unmask.convert.stages import ROW, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
@@ -44,16 +45,12 @@ from unmask.training.trainer import Batch, DiffusionTrainer
 
 if TYPE_CHECKING:
     import peft
-from unmask.convert.config import ConvertConfig
 
 
 class StageTrainer(DiffusionTrainer):
     """The trainer of one stage, on `conversion_rows`: the diffusion loss and the auxiliary losses of the stage.
 
-    Args:
-        stage: its settings.
-        teacher: the frozen causal model, for distillation and alignment.
-        done: the steps of the stages before this one, and the steps of all stages.
+    `teacher` is the frozen causal model, for distillation and alignment; `done` the steps of the stages before this one and of all stages.
     """
 
     streams = True
@@ -69,18 +66,16 @@ class StageTrainer(DiffusionTrainer):
 
     def reported_settings(self) -> dict[str, Any]:
         """The config's settings, with those of this stage in place of `stages`."""
-        settings = super().reported_settings()
-        settings.pop("stages", None)
+        settings = {name: value for name, value in super().reported_settings().items() if name != "stages"}
         return settings | self.stage.model_dump(exclude_defaults=True)
 
     def restore(self) -> bool:
         """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
+        if self.uses_fsdp_or_deepspeed or self.args.load_best_model_at_end:
+            return False  # only `train`, which then makes no step, can load their checkpoints
         checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
         logged = self.metrics.read()
-        # Sharded weights and the best checkpoint can only be loaded by `train`, which then makes no step.
         if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
-            return False
-        if self.uses_fsdp_or_deepspeed or self.args.load_best_model_at_end:
             return False
         check_weights(checkpoint)
         self._load_from_checkpoint(str(checkpoint))
@@ -123,7 +118,7 @@ class StageTrainer(DiffusionTrainer):
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
 
     def _continued(self, batch: Batch) -> Batch:
-        """A copy of the batch in which randomly chosen rows are cut and continued by the model. Only the continuation is learnt."""
+        """A copy of the batch in which the model continues randomly chosen rows from a random cut. Only the continuation is learnt."""
         key_B = batch["sample_id"]
         chosen_B, cut_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
         length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
@@ -145,7 +140,7 @@ class StageTrainer(DiffusionTrainer):
         return batch
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """The parameters with weight decay, without embedding rows that the stage does not train."""
+        """The parameters with weight decay, without embeddings of which the stage trains only the mask token's row."""
         names = [name for name in super().get_decay_parameter_names(model) if ROW not in name]
         if not only_mask_row(self.lm, self.stage):
             return names
@@ -165,10 +160,9 @@ class ConvertTrainer:
         train_dataset: rows with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and `completion`, of which only the
             completion is noised.
         eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
-        progress: a progress display to update.
         peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of the weights that it names.
             Adapters are merged when the model is saved.
-        rest: as in DiffusionTrainer.
+        progress, rest: as in DiffusionTrainer.
 
     Raises:
         ConfigError: a causal pattern, adapters with a time embedding or DeepSpeed, or a stage that trains nothing or has no steps.
@@ -236,9 +230,7 @@ class ConvertTrainer:
 
     def planned_steps(self, args: ConvertConfig) -> int:
         """As in `DiffusionTrainer`; refuses stages without steps."""
-        steps = total_steps(args, self.train_rows)
-        stage_ends(args.stages, steps)
-        return steps
+        return stage_ends(args.stages, total_steps(args, self.train_rows))[-1]
 
     def planned_seconds(self, args: ConvertConfig) -> float:
         """As in `DiffusionTrainer`."""
@@ -249,7 +241,7 @@ class ConvertTrainer:
         return {}
 
     def _from_checkpoint(self, path: Path) -> tuple[int, str]:
-        """The number of a checkpoint's stage, and the checkpoint. Restores the history of the stages before it."""
+        """The number of a checkpoint's stage, and the checkpoint. Restores the history of the earlier stages."""
         number, checkpoint = named_stage(path)
         if number > len(self.ends):
             what = f"is of stage {number}, but this conversion has {len(self.ends)} stages"
@@ -259,14 +251,14 @@ class ConvertTrainer:
             what = f"is after {done} steps of stage {number}, which has {length} steps in this conversion"
             raise TrainingError(what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run")
         for later in range(number + 1, len(self.ends) + 1):
-            if found := checkpoints(self._folder(later)):
+            if found := checkpoints(self._stage_folder(later)):
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
                 raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
         if (config := checkpoint / CONFIG_NAME).is_file():
             setattr(self.lm.config, HISTORY_KEY, json.loads(config.read_text()).get(HISTORY_KEY, []))
         return number, str(checkpoint)
 
-    def _folder(self, number: int) -> Path:
+    def _stage_folder(self, number: int) -> Path:
         return Path(str(self.args.output_dir)) / f"stage-{number}"
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -278,7 +270,7 @@ class ConvertTrainer:
             self.lm.save(folder)
 
     def _gather(self, trainer: StageTrainer) -> None:
-        """Save the whole weights to a folder and reload them for the next stage: wrappers that shard a model leave it changed."""
+        """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a model changed."""
         folder = Path(str(trainer.args.output_dir)) / "whole"
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
@@ -308,7 +300,7 @@ class ConvertTrainer:
         steps = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
         args = with_fresh_accelerator_state(self.args)
-        args.output_dir = str(self._folder(number))
+        args.output_dir = str(self._stage_folder(number))
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}

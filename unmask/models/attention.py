@@ -1,8 +1,7 @@
 """Attention patterns: causal, block-causal and bidirectional, with padding and packing, over stock Hugging Face models.
 
-One attention function is registered with transformers under the name "unmask". The mask reaches it as an extra forward
-keyword (`unmask_mask`), so no modelling code is copied, and no model can silently use its own mask: without the keyword
-the function raises.
+One attention function is registered with transformers under the name "unmask". The mask reaches it as an extra forward keyword
+(`unmask_mask`); without the keyword it raises, so that no model can silently use its own mask.
 
 Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 """
@@ -37,7 +36,7 @@ CELLS_KEPT = 2**26
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of rows: all that a mask and the position embeddings depend on.
+    """All of rows that a mask and the position embeddings depend on.
 
     Attributes:
         document_BT: number of a token's document; 0 is padding.
@@ -82,8 +81,8 @@ class AttentionMask:
     Attributes:
         allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
         positions: of queries and keys, if the model's sliding windows apply (causal pattern only).
-        full: whether it is known that everything is visible.
-        documents: for FlashAttention, the documents within which all is visible, or all before a token.
+        full: everything is known to be visible.
+        documents: for FlashAttention, the documents within which all tokens, or all earlier ones, are visible.
     """
 
     allowed_BQK: Tensor
@@ -105,14 +104,14 @@ class AttentionMask:
         return self._windowed[window]
 
     def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
-        """The mask on another device, made once. Accelerate calls it between layers of a model split over devices."""
-        place = torch.device(device)
-        if place == self.allowed_BQK.device:
+        """The mask on another device, copied once. Accelerate calls it between layers of a model split over devices."""
+        device = torch.device(device)
+        if device == self.allowed_BQK.device:
             return self
-        if place not in self._moved:
-            positions = self.positions and (self.positions[0].to(place), self.positions[1].to(place))
-            self._moved[place] = AttentionMask(self.allowed_BQK.to(place), positions, self.full)
-        return self._moved[place]
+        if device not in self._moved:
+            positions = self.positions and (self.positions[0].to(device), self.positions[1].to(device))
+            self._moved[device] = AttentionMask(self.allowed_BQK.to(device), positions, self.full)
+        return self._moved[device]
 
     def annealed(self, seen: float, key: int) -> AttentionMask:
         """The mask in which a random fraction of the keys after each query is visible; `key` selects them, in rows of any width."""
@@ -124,7 +123,7 @@ class AttentionMask:
 
     @torch.inference_mode(False)  # masks are cached, and a later training step saves these numbers for its gradient
     def added(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask of SDPA, shared by all layers: from a boolean mask every layer would make and keep its own."""
+        """The additive mask of SDPA, shared by all layers: each would make and keep its own from a boolean mask."""
         if dtype not in self._added:
             self._added[dtype] = torch.zeros_like(self.allowed_BQK, dtype=dtype).masked_fill_(~self.allowed_BQK, -torch.inf)
         return self._added[dtype]
@@ -199,9 +198,8 @@ def unpadded_mask(
 
 def mask_cache_stats() -> dict[str, float]:
     """Hits, misses, hit rate and number of cached masks."""
-    asked = _unpadded.hits + _unpadded.misses
-    rate = _unpadded.hits / asked if asked else 0.0
-    return {"hits": _unpadded.hits, "misses": _unpadded.misses, "hit_rate": rate, "size": len(_unpadded)}
+    hits, misses = _unpadded.hits, _unpadded.misses
+    return {"hits": hits, "misses": misses, "hit_rate": hits / max(hits + misses, 1), "size": len(_unpadded)}
 
 
 def clear_mask_cache() -> None:
@@ -214,21 +212,17 @@ def check_pattern(pattern: str, block_size: int | None, causal_context: bool = F
     if pattern not in PATTERNS:
         raise ConfigError(f"unknown attention pattern {pattern!r}", where="attention", remedy=f"Use one of {', '.join(PATTERNS)}")
     if pattern == "block_causal" and (block_size is None or block_size < 1):
-        raise ConfigError(
-            f"block_causal attention with block_size {block_size!r}", where="block_size", remedy="Give a block size of at least 1"
-        )
+        what = f"block_causal attention with block_size {block_size!r}"
+        raise ConfigError(what, where="block_size", remedy="Give a block size of at least 1")
+    remedy = "Leave it out, or use attention='block_causal'"
     if pattern != "block_causal" and block_size is not None:
-        raise ConfigError(
-            f"block_size {block_size} with {pattern} attention", where="block_size", remedy="Leave it out, or use attention='block_causal'"
-        )
+        raise ConfigError(f"block_size {block_size} with {pattern} attention", where="block_size", remedy=remedy)
     if causal_context and pattern != "block_causal":
-        remedy = "Leave it out, or use attention='block_causal'"
         raise ConfigError(f"a causal context with {pattern} attention", where="causal_context", remedy=remedy)
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention module of every layer, found by its name in transformers; of nested ones (BERT) the outer, which has the output
-    projection."""
+    """The attention module of every layer, found by its class name; of nested ones (BERT) the outer, which has the output projection."""
     named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
     return [module for module in named if module not in inner]
@@ -259,11 +253,8 @@ def unmask_attention(
         ModelError: there is no mask, or the model has attention sinks or a position bias.
     """
     if unmask_mask is None:
-        raise ModelError(
-            "the model was called without a mask, and would attend to tokens that it must not see",
-            where=type(module).__name__,
-            remedy="Call it through unmask.DiffusionLM",
-        )
+        what = "the model was called without a mask, and would attend to tokens that it must not see"
+        raise ModelError(what, where=type(module).__name__, remedy="Call it through unmask.DiffusionLM")
     if s_aux is not None or position_bias is not None:
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
     mask = unmask_mask.within(sliding_window)
@@ -273,29 +264,27 @@ def unmask_attention(
         return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
     if flex.usable(query_BHQD) and dropout == 0:
         out_BHQD = flex.attend(query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap)
-        return out_BHQD.transpose(1, 2).contiguous(), None
-    if softcap is None:
+    elif softcap is None:
         out_BHQD = _sdpa(query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1)
-        return out_BHQD.transpose(1, 2).contiguous(), None
-    key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
-    scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
-    score_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
-    weight_BHQK = score_BHQK.masked_fill(~mask.allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
-    weight_BHQK = F.dropout(weight_BHQK, dropout)
-    return (weight_BHQK @ value_BHKD).transpose(1, 2).contiguous(), None
+    else:
+        key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
+        scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
+        score_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
+        weight_BHQK = score_BHQK.masked_fill(~mask.allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
+        out_BHQD = F.dropout(weight_BHQK, dropout) @ value_BHKD
+    return out_BHQD.transpose(1, 2).contiguous(), None
 
 
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """SDPA, by tiles where that saves work. A compiled graph must not depend on where that is."""
+    """SDPA, by tiles where that saves work; a compiled graph must not depend on where it does."""
     if mask.full:
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
-    cut = None
-    if not torch.compiler.is_compiling():
-        cut = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
-    if cut is None:
-        allowed_BQK = mask.allowed_BQK if torch.compiler.is_compiling() else mask.added(query_BHQD.dtype)
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
-    return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, cut, **options)
+    if torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+    tiles = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
+    if tiles is None:
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.added(query_BHQD.dtype), **options)
+    return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, tiles, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)

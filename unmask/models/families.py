@@ -1,8 +1,7 @@
 """The formats in which released models are published.
 
-Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al.
-2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR
-(SGLang, LMDeploy).
+Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al. 2025), Fast-dLLM
+v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).
 """
 
 from __future__ import annotations
@@ -88,9 +87,7 @@ LLADA = Family(
         "model.transformer.ln_f": "model.norm",
         "model.transformer.ff_out": "lm_head",
         "model.transformer.blocks.*.attn_norm": "model.layers.*.input_layernorm",
-        "model.transformer.blocks.*.q_proj": "model.layers.*.self_attn.q_proj",
-        "model.transformer.blocks.*.k_proj": "model.layers.*.self_attn.k_proj",
-        "model.transformer.blocks.*.v_proj": "model.layers.*.self_attn.v_proj",
+        **{f"model.transformer.blocks.*.{part}_proj": f"model.layers.*.self_attn.{part}_proj" for part in "qkv"},
         "model.transformer.blocks.*.attn_out": "model.layers.*.self_attn.o_proj",
         "model.transformer.blocks.*.ff_norm": "model.layers.*.post_attention_layernorm",
         "model.transformer.blocks.*.ff_proj": "model.layers.*.mlp.gate_proj",  # the activation is on this one
@@ -221,7 +218,7 @@ FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2,
 
 
 def family_of(published: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json, by its architecture where families share a model type; None: none."""
+    """The family of a config.json, by its architecture where families share a model type; None: it is of none."""
     model_type, architectures = published.get("model_type"), published.get("architectures") or ()
-    kin = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
-    return next((family for family in kin if family.architecture in architectures), kin[0] if kin else None)
+    candidates = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
+    return next((family for family in candidates if family.architecture in architectures), candidates[0] if candidates else None)

@@ -11,15 +11,9 @@ Value = TypeVar("Value")
 
 
 class SizedCache(Generic[Value]):
-    """Values by key. The least recently used are dropped beyond the bounds; the newest is always kept.
+    """At most `most` values of at most `most_cells` together, by key: the most recently used. The newest is always kept.
 
-    Args:
-        most: bound of the number of values.
-        most_cells: bound of the sum of their sizes.
-
-    Attributes:
-        hits: look-ups of a cached value.
-        misses: look-ups that had to make it.
+    `hits` counts the look-ups of a cached value, `misses` those that had to make it.
     """
 
     def __init__(self, most: int, most_cells: int):
@@ -36,13 +30,7 @@ class SizedCache(Generic[Value]):
         return sum(cells for _, cells in self._kept.values())
 
     def get(self, key: Hashable, make: Callable[[], Value], cells: int) -> Value:
-        """The value of this key; made if it is not cached.
-
-        Args:
-            key: everything that the value depends on.
-            make: makes the value.
-            cells: its size.
-        """
+        """The value of a key, which says everything that the value depends on; of size `cells`, and made if it is not cached."""
         with self._lock:
             if key in self._kept:
                 self.hits += 1

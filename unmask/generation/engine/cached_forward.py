@@ -150,7 +150,7 @@ def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: 
         length_B1 = torch.tensor([[entry.length] for entry in entries], device=index_N.device)
         fraction_BQ = (slots.hidden_SC[slot_indices].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
     elif lm.has_time_embedding:
-        fraction_BQ = lm.hidden_share(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
+        fraction_BQ = lm.hidden_fraction(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
     key_K = torch.arange(max(columns, 1), device=index_N.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:

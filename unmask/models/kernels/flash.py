@@ -20,8 +20,8 @@ class Documents(NamedTuple):
     Attributes:
         index_N: flat indices into [B * T] of the tokens without padding.
         bounds_S1: the start of each document among these, and the end of the last.
-        longest: tokens of the longest.
-        causal: whether tokens attend only to those before them.
+        longest: tokens of the longest document.
+        causal: whether tokens attend only to earlier ones.
     """
 
     index_N: Tensor
