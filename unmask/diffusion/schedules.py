@@ -115,11 +115,7 @@ class Noise:
 
 
 def get_schedule(name: str) -> Schedule:
-    """The schedule of this name.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The schedule of this name. Raises ConfigError if there is none."""
     if name not in SCHEDULES:
         raise ConfigError(f"unknown schedule {name!r}", where="schedule", remedy=f"Use one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]

@@ -75,11 +75,8 @@ def likelihood_of_file(
     lm: DiffusionLM, path: str, rows: int, estimator: Literal["elbo", "exact"] | None, samples: int, seed: int
 ) -> dict[str, Any]:
     """The result of `unmask evaluate --likelihood` on a file's first documents: the negative log-likelihood of each document's tokens after
-    the first, up to the model's context. Without an estimator: exact for a causal model, otherwise the ELBO.
-
-    Raises:
-        DataError: no document has two tokens.
-    """
+    the first, up to the model's context. Without an estimator: exact for a causal model, otherwise the ELBO. Raises DataError if no
+    document has two tokens."""
     texts = column(load_rows(path, max_rows=rows), "text", path)
     documents = [ids[: lm.context_length] for ids in lm.tokenizer(texts).input_ids if len(ids) > 1]
     if not documents:

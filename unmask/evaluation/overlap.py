@@ -34,9 +34,7 @@ def overlap(metrics: Sequence[str], texts: Sequence[str], references: Sequence[s
     Args:
         metrics: "rouge" (F1 of ROUGE-1, ROUGE-2 and ROUGE-L without stemming, averaged over texts), "bleu" (of the corpus, with the
             defaults of sacrebleu: cased, 13a tokens, exponential smoothing), or both.
-        texts: the completions [N].
-        references: one per text [N].
-        groups: one per text [N]; texts of one group are not independent.
+        references, groups: one per text; texts of one group are not independent.
 
     Raises:
         ConfigError: an unknown metric, or a library that is missing.

@@ -37,13 +37,13 @@ class StageResult:
 
 @dataclass(frozen=True, kw_only=True)
 class Denoising:
-    """The frames of one sequence while it is unmasked. A cell is a token or a square of a grid."""
+    """The frames of one sequence while it is denoised. A cell is a token or a square of a grid."""
 
     prompt: str
     frames: Sequence[Sequence[str]]  # from the first canvas to the last, of equal length; "" or "·" is hidden
     revealed: Sequence[Mapping[int, float]]  # per frame: the positions revealed since the previous one, with their confidence (0 to 1)
     columns: int | None = None  # of a grid, which has boxes if this is a square number; None: a line of text
-    clues: AbstractSet[int] = frozenset()  # positions given by the prompt
+    clues: AbstractSet[int] = frozenset()  # positions that the prompt fills
 
     def __post_init__(self) -> None:
         assert self.frames and len(self.frames) == len(self.revealed), f"{len(self.frames)} frames, {len(self.revealed)} sets of reveals"

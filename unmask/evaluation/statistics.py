@@ -37,12 +37,10 @@ class Interval:
 
 
 def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Interval:
-    """Wilson's score interval of a success rate. Its bounds are within 0 and 1, and have a width at 0% and 100% too.
+    """Wilson's score interval of a success rate. Its bounds are within 0 and 1, and differ at 0% and 100% too. Raises DataError unless
+    0 <= successes <= total, and total > 0.
 
     Source: E. B. Wilson, "Probable inference, the law of succession, and statistical inference", JASA 22 (1927).
-
-    Raises:
-        DataError: not 0 <= successes <= total, or total is 0.
     """
     if not 0 <= successes <= total or total == 0:
         raise DataError(f"{successes} successes out of {total}", remedy="Evaluate at least one row, and count each success once")
@@ -84,12 +82,7 @@ def cluster_bootstrap(
     samples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """As `cluster_bootstrap_mean`, for a function of the sums of columns C over N rows.
-
-    Args:
-        values_NC: the summands of each row.
-        statistic: maps the sums [R, C] of R resamples to values [R].
-    """
+    """As `cluster_bootstrap_mean`, for a statistic of the sums over rows: it maps the sums [R, C] of R resamples to values [R]."""
     names, cluster_of_row = np.unique(np.asarray(groups), return_inverse=True)
     if cluster_of_row.shape != values_NC.shape[:1]:
         what = f"{cluster_of_row.size} groups for {len(values_NC)} values"
@@ -110,27 +103,17 @@ def cluster_bootstrap(
 
 def mean_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
     """A mean with its bootstrap interval over groups; Wilson's interval of the groups if all values are 0 or all are 1."""
-    if set(values) in ({0.0}, {1.0}):
-        count = len(set(groups))
-        return wilson_interval(int(values[0]) * count, count)
-    return cluster_bootstrap_mean(values, groups)
+    if set(values) not in ({0.0}, {1.0}):
+        return cluster_bootstrap_mean(values, groups)
+    count = len(set(groups))
+    return wilson_interval(int(values[0]) * count, count)
 
 
-def paired_difference(
-    before: ArrayLike,
-    after: ArrayLike,
-    groups: Sequence[int] | Sequence[str],
-    confidence: float = 0.95,
-    samples: int = 10_000,
-    seed: int = 0,
-) -> Interval:
-    """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals.
-
-    Raises:
-        DataError: the two have different shapes; or as `cluster_bootstrap_mean`.
-    """
+def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:
+    """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals. Raises DataError if
+    their shapes differ, or as `cluster_bootstrap_mean`."""
     row_before, row_after = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if row_before.shape != row_after.shape:
         what = f"{row_before.size} values before and {row_after.size} after"
         raise DataError(what, remedy="Evaluate both on the same rows, in the same order")
-    return cluster_bootstrap_mean(row_after - row_before, groups, confidence, samples, seed)
+    return cluster_bootstrap_mean(row_after - row_before, groups)

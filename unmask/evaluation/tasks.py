@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import compress
 from typing import Any
 
 from unmask.config.run import SamplerConfig
@@ -28,7 +29,6 @@ class TaskResult:
         solved: 1.0 or 0.0 per row.
         values: the shaped reward per row (Sudoku: the fraction of empty cells that is right).
         groups: one per row; rows of one group have the same solution, and intervals resample whole groups.
-        completions: one per row.
         statuses: number of rows by status.
         overlap: ROUGE and BLEU against the reference texts, if requested.
     """
@@ -44,12 +44,12 @@ class TaskResult:
     @cached_property
     def metrics(self) -> dict[str, Interval]:
         """Means with 95% intervals, over all rows and over those whose solution is not in the training split ("unseen"); and `overlap`."""
-        means = {"solved": mean_interval(self.solved, self.groups), "value": mean_interval(self.values, self.groups)}
-        unseen = [index for index, group in enumerate(self.groups) if split_of(group) == "test"]
-        if 0 < len(unseen) < len(self.groups):
-            groups = [self.groups[index] for index in unseen]
-            for name, values in (("solved", self.solved), ("value", self.values)):
-                means[f"{name}, {len(unseen)} unseen"] = mean_interval([values[index] for index in unseen], groups)
+        rows = {"solved": self.solved, "value": self.values}
+        means = {name: mean_interval(values, self.groups) for name, values in rows.items()}
+        unseen = [split_of(group) == "test" for group in self.groups]
+        if 0 < (count := sum(unseen)) < len(unseen):
+            groups = list(compress(self.groups, unseen))
+            means |= {f"{name}, {count} unseen": mean_interval(list(compress(values, unseen)), groups) for name, values in rows.items()}
         return means | self.overlap
 
     def gain_over(self, before: TaskResult) -> Interval:
@@ -86,11 +86,7 @@ def check_metrics(task: Task, metrics: Sequence[str]) -> None:
 
 
 def evaluate_task(
-    lm: DiffusionLM,
-    task: Task,
-    rows: Sequence[Mapping[str, Any]],
-    sampler: SamplerConfig | None = None,
-    metrics: Sequence[str] = (),
+    lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None, metrics: Sequence[str] = ()
 ) -> TaskResult:
     """Complete every row's prompt (greedily unless the sampler says otherwise) and verify the completions.
 

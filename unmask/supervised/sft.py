@@ -30,9 +30,7 @@ class SFTConfig(NoisingConfig, PairConfig):
 
     views: int = setting(1, "Noised copies of each row in a step, with stratified times", low=1)
     aggregation: str = setting(
-        "token",
-        "The unit of equal weight in the loss: token, or sequence (each answer)",
-        choices=("token", "sequence"),
+        "token", "The unit of equal weight in the loss: token, or sequence (each answer)", choices=("token", "sequence")
     )
     learn: Learn = setting("all", "The assistant's turns that are learnt: all, or the last", choices=get_args(Learn))
     packing: bool = setting(False, "Pack examples into rows of max_length; they do not attend to one another")
