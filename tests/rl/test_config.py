@@ -202,7 +202,7 @@ def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(nam
     if name == "coupled-grpo" or masking == "diffusion":
         args.refuse_unread(strategy)
         return
-    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} always hides what is behind the end"):
+    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} always hides what is after the end"):
         args.refuse_unread(strategy)
 
 

@@ -19,7 +19,7 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
     Args:
         verb: the verb.
         option: the option, with its dashes, and as it stands in `args`.
-        args: the command line behind the verb.
+        args: the command line after the verb.
 
     Raises:
         ConfigError: it is one; shows the form that works, with the value that was given.

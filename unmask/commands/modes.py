@@ -11,7 +11,7 @@ from unmask.config.layers import MODES, Layer, Layers, read_settings
 
 def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
     """The layers, of which the first `recipes` are recipes, adapted: recipes for another RL method leave out the settings in which methods
-    differ, and a mode comes behind the recipes."""
+    differ, and a mode comes after the recipes."""
     stage, chosen = VERBS[verb].config, layers.merged().get("training", {})
     ours = [Layer(name, values | {"training": stage.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]]
     layers = Layers([*ours, *layers[recipes:]])
@@ -19,7 +19,7 @@ def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> La
 
 
 def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
-    """Insert a mode's settings behind the first `after` layers, the recipes: files, variables and the command line override them."""
+    """Insert a mode's settings after the first `after` layers, the recipes: files, variables and the command line override them."""
     active = {verb} | hardware_here(use_cpu=layers.value_of("training.use_cpu") is True)
     if layers.value_of("training.fsdp"):
         active.add("fsdp")

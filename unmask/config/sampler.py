@@ -71,7 +71,7 @@ class SamplerConfig(Config):
     """Whether a completion ends with its first end token, whichever of the model's (`DiffusionLM.eos_token_ids`) that is."""
     cache: Literal["exact", "prefix", "dual"] = "exact"
     """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
-    before the current block, dual also those behind it."""
+    before the current block, dual also those after it."""
     refresh_interval: int | None = Field(default=None, ge=1)
     """Number of steps after which a lossy cache is recomputed; unset: at the start of every decoding block only."""
     early_commit: float | None = Field(default=None, gt=0, le=1)

@@ -68,7 +68,7 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Unique names: a repeated one gets a number behind it."""
+    """Unique names: a repeated one gets a number appended."""
     unique: list[str] = []
     for name in names:
         numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))

@@ -87,7 +87,7 @@ class Host:
         return self.isolated and ("users" not in self.missing or by_namespace)
 
     def command(self, uid: int, entrances: Sequence[str] = (), filter_fd: int | None = None, info_fd: int | None = None) -> list[str]:
-        """The command that runs the command line behind it in a sandbox.
+        """The command that runs the command line that follows it in a sandbox.
 
         Args:
             uid: user id in the sandbox, if it can be chosen.
@@ -115,7 +115,7 @@ LAYERS = {
 }
 """The risk if a layer is missing."""
 ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
-"""Shell script that enters control groups through their files and runs the command behind `--`."""
+"""Shell script that enters control groups through their files and runs the command after `--`."""
 
 
 @functools.cache

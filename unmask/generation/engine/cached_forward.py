@@ -73,7 +73,7 @@ def cached_pass(
             block = slice(entry.start - extent.base, entry.stop - extent.base)
             for values_BQ, draft_GW in ((queries.ids_BQ, entry.draft.ids_GW), (queries.hidden_BQ, entry.draft.hidden_GW)):
                 values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
-    if copies > 1:  # a draft has columns behind the block, and attends to these and to the clean tokens
+    if copies > 1:  # a draft has columns after the block, and attends to these and to the clean tokens
         draft_BQ = real_BQ & (ahead_Q > 0)
         first_BQ = stop_B1 + (ahead_Q - 1) * width
         queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
