@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import unmask
 from tests.helpers import REPOSITORY
 from unmask.cli import app
-from unmask.cli.train import VERBS
+from unmask.cli.train import VERB_HELP
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
+ALL_VERBS = [*VERB_HELP, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
 REQUIRED = ["--model", "m", "--output"]
 
 
@@ -85,7 +85,7 @@ def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() 
     assert failed.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERB_HELP)
 def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
     flags = ["--model", "123", "--data", "d.jsonl", "--task", "sudoku", "--output", str(tmp_path), "--resume"]
     result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
@@ -102,7 +102,7 @@ def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", [["--resume", "PATH"], ["--resume=PATH"], ["training.resume_from_checkpoint=PATH"]])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERB_HELP)
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(verb: str, form: list[str], stages: list[Any], tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
@@ -452,7 +452,7 @@ def test_evaluate_measures_one_thing(what: list[str], model: dict[str, Any]) -> 
     assert "either --task or --likelihood" in result.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERB_HELP)
 @pytest.mark.parametrize(
     ("flags", "form"),
     [

@@ -207,7 +207,7 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump())
 
 
-def resuming(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
+def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
     """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` equals `--resume`.
 
     Args:
