@@ -44,9 +44,9 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]:
-    """The calls to `run_stage`."""
+    """The calls to `run_verb`."""
     calls: list[tuple[str, RunConfig, bool]] = []
-    replace(monkeypatch, "unmask.commands.run", run_stage=lambda verb, config, resume: calls.append((verb, config, resume)))
+    replace(monkeypatch, "unmask.commands.run", run_verb=lambda verb, config, resume: calls.append((verb, config, resume)))
     return calls
 
 
@@ -204,7 +204,7 @@ def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.Mon
     def refuse(verb: str, config: RunConfig, resume: bool) -> None:
         raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
 
-    replace(monkeypatch, "unmask.commands.run", run_stage=refuse)
+    replace(monkeypatch, "unmask.commands.run", run_verb=refuse)
     result = run("sft", *REQUIRED, str(tmp_path), "training.lr=1")
     assert result.stderr == "error: training.lr (command line): is not a known key. Did you mean 'learning_rate'?\n"
 
@@ -220,7 +220,7 @@ def test_control_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def interrupt(verb: str, config: RunConfig, resume: bool) -> None:
         raise KeyboardInterrupt
 
-    replace(monkeypatch, "unmask.commands.run", run_stage=interrupt)
+    replace(monkeypatch, "unmask.commands.run", run_verb=interrupt)
     assert run("sft", *REQUIRED, str(tmp_path)).exit_code == 130
 
 

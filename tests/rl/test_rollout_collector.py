@@ -166,7 +166,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
             {"backend": "vllm", "url": "http://h:1", "method": "espo"},
             r"rollout\.backend and method: the loss of espo has no importance weights",
         ),
-        ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
+        ({"url": "http://h:1"}, r"rollout.url: has no effect with backend 'local'"),
     ],
 )
 def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path):

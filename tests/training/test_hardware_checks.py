@@ -83,7 +83,7 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
     training = {"use_cpu": True, "bf16": False, "max_steps": 20, "max_length": 48, "eval_strategy": "no", "report_to": "none"}
     config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
     with pytest.raises(TrainingError, match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller"):
-        run.run_stage(verb, config)
+        run.run_verb(verb, config)
     assert asked == [config.hardware]
 
 

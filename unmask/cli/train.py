@@ -109,9 +109,9 @@ def train(
         overrides=overrides or [],
     )
     if mode or recipes:
-        from unmask.commands.modes import arranged
+        from unmask.commands.modes import adapt_recipes
 
-        layers = arranged(layers, verb, mode, recipes=len(recipes))
+        layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))
     if debug:
         enable_debug_output(ctx)
     resume_from, settings = split_resume(resume, resolve(layers))
@@ -129,9 +129,9 @@ def train(
             show_variance(verb, settings)
         else:
             claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, resume_from))
-            from unmask.commands.run import run_stage
+            from unmask.commands.run import run_verb
 
-            run_stage(verb, settings, resume_from)
+            run_verb(verb, settings, resume_from)
 
 
 def enable_debug_output(ctx: typer.Context) -> None:
@@ -158,9 +158,9 @@ def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None)
 
 
 def show_dry_run(verb: str, settings: RunConfig) -> None:
-    from unmask.commands.dry_run import rehearse
+    from unmask.commands.dry_run import dry_run
 
-    lines = rehearse(verb, settings)
+    lines = dry_run(verb, settings)
     by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
     show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
 
