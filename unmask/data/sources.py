@@ -1,7 +1,7 @@
 """Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes several sources.
 
-Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. A corpus larger than memory should be
-Parquet or a saved dataset, which are memory-mapped, or be streamed.
+Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. Parquet files and saved datasets are
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -76,14 +76,9 @@ def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Ge
 def load_examples(
     path_or_id: str | os.PathLike[str], *, split: str = "train", max_rows: int | None = None, keep_malformed: bool = False
 ) -> Sequence[dict[str, Any] | DataError]:
-    """The rows of a dataset whose columns may mix types.
+    """As `load_rows`, for columns that may mix types: a CSV or JSON file becomes a list of rows instead of a table.
 
-    Args:
-        path_or_id, split, max_rows: as in `load_rows`. A CSV or JSON file becomes a list of rows instead of a table.
-        keep_malformed: return the error of a malformed line of a .jsonl file in place of its row.
-
-    Raises:
-        DataError: as `load_rows`.
+    With `keep_malformed` the error of a malformed line of a .jsonl file stands in place of its row.
     """
     if kind_of(path_or_id) not in RECORDS or Path(path_or_id).is_dir():
         return load_rows(path_or_id, split=split, max_rows=max_rows)

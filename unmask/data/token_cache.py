@@ -32,7 +32,7 @@ class StreamedRows(IterableDataset):
     """An endless stream of text rows, tokenised while training. After the last document it starts again from the first.
 
     Every iteration yields the same rows, so that a resumed run, which skips the batches it has seen, continues exactly. Sample ids keep
-    counting over the passes, so that each pass has other noise. A shuffled `datasets.IterableDataset` has another order in each pass.
+    counting over the passes, so that the noise differs. A shuffled `datasets.IterableDataset` has another order in each pass.
 
     Args:
         texts: a column of a source that can be iterated repeatedly; it is read lazily.
@@ -112,7 +112,7 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_len
 
 
 def _write_cache(cache: Path, rows: Iterator[Row]) -> None:
-    """Write atomically: the folder gets its name when it is complete."""
+    """Write atomically: the folder is renamed when it is complete."""
     import pyarrow as pa
 
     integers = pa.list_(pa.int32())
