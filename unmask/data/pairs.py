@@ -90,7 +90,7 @@ def pair_rows(
     for index, example in enumerate(examples):
         with report.row(index):
             converted = reader.read(example)
-            prompt, completion, learnt = _encode(tokenizer, converted, learn, ends)
+            prompt, completion, learnt = _encode_parts(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.record_lengths(prompt=len(prompt), completion=len(completion))
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
@@ -153,7 +153,7 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
     return make_row(ids, documents, maskable, sample_id)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
+def _encode_parts(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
     """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a conversation)."""
     if learn is not None and "messages" in example:
         return encode_turns(tokenizer, example["messages"], learn, ends)

@@ -53,7 +53,7 @@ class Family:
     # Names in the files, with the names in the stock model, if they differ; `*` is a layer's number. Several names: one tensor in the file
     # holds these, one after another.
     weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    auto_map: Mapping[str, str] = field(default_factory=dict)  # in config.json, to its Python code
+    auto_map: Mapping[str, str] = field(default_factory=dict)  # in config.json, to Python code, which runs only with trust_remote_code
     code: Mapping[str, str] = field(default_factory=dict)  # Python files beside config.json
 
     @property
