@@ -33,12 +33,8 @@ def print_report(rows: Any, wanted: bool) -> Any:
 
 
 class DataReport:
-    """Counts the rows of a data set while they are tokenised, and raises the errors of bad rows, or skips these.
-
-    Args:
-        where: the name of the data set in errors.
-        skip: skip and count bad rows instead of raising their errors.
-    """
+    """Counts the rows of a data set (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
+    counted."""
 
     def __init__(self, where: str, *, skip: bool = False):
         self.where, self.skip = where, skip

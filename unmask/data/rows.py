@@ -25,7 +25,6 @@ TEXTS_AT_ONCE = 256
 """Texts that are tokenised together and held in memory."""
 
 Row = dict[str, Any]
-Token = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
@@ -97,25 +96,18 @@ def iter_text_rows(
     documents = (bos + body + eos for body in _encoded(tokenizer, texts, where) if body)
     # A token is its id, the number of its document, and whether it is learnt.
     tokenised = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
+    rows: Iterator[list[tuple[int, int, bool]]] = (list(islice(document, max_length)) for document in tokenised)
+    if packed:
+        stream = chain.from_iterable(tokenised)
+        rows = iter(lambda: list(islice(stream, max_length)), [])  # until the stream is empty
     empty = True
-    for sample_id, tokens in enumerate(_cut(tokenised, max_length, packed=packed)):
+    for sample_id, tokens in enumerate(rows):
         ids, numbers, maskable = zip(*tokens, strict=True)
         if any(maskable[1:]):
             empty = False
             yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
     if empty:
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
-
-
-def _cut(documents: Iterable[Iterable[Token]], max_length: int, *, packed: bool) -> Iterator[list[Token]]:
-    """The tokens of each row."""
-    if packed:
-        stream = chain.from_iterable(documents)
-        while tokens := list(islice(stream, max_length)):
-            yield tokens
-    else:
-        for document in documents:
-            yield list(islice(document, max_length))
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> Iterator[list[int]]:
