@@ -19,10 +19,10 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks import head
 
 SMALLEST = 1e-9
-"""The least probability of all tokens outside of the top K together."""
+"""Lower bound of the total probability of the tokens outside the top K."""
 
 
-class Lesson(NamedTuple):
+class Comparison(NamedTuple):
     """The student compared with the teacher, at the target tokens of views in row-major order."""
 
     log_prob_N: Tensor  # the student's log-probability of the real token, in nats
@@ -31,7 +31,7 @@ class Lesson(NamedTuple):
     distance_N: Tensor  # 1 - cosine between their hidden states that predict the token
 
 
-def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Lesson:
+def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Comparison:
     """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
     Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the same
@@ -57,7 +57,7 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
     divergence_N = forward_kl(log_p_UK[index_N], log_q[:, 1:])
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
     taught_N = ~later_shown(lm, views, document_BT)[target_BMT]
-    return Lesson(log_q[:, 0], taught_N, divergence_N, distance_N)
+    return Comparison(log_q[:, 0], taught_N, divergence_N, distance_N)
 
 
 def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
@@ -73,7 +73,7 @@ def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Te
 def predictions(
     teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, target_BT: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The teacher's log-probabilities [U, K] of its most probable tokens, these tokens [U, K], and its hidden states [U, D]."""
+    """The teacher's log-probabilities [U, K] of its most probable tokens, the tokens [U, K], and its hidden states [U, D]."""
     log_probs, tokens = [], []
     rows_per_pass = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
     with teacher.capturing() as hidden_states:

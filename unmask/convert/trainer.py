@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from transformers.utils import CONFIG_NAME
 
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
-from unmask.convert.distillation import learn
+from unmask.convert.distillation import compare
 from unmask.convert.stages import ROW, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
@@ -95,9 +95,9 @@ class StageTrainer(DiffusionTrainer):
         if self.teacher is None:
             return self.cross_entropy(lm, batch, views)
         if not views.causal:
-            return self._lesson(lm, self.teacher, batch, views)
+            return self._distillation_loss(lm, self.teacher, batch, views)
         noised, causal = views.apart()
-        return self._lesson(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
+        return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
         step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
@@ -105,14 +105,14 @@ class StageTrainer(DiffusionTrainer):
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
-    def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
-        lesson = learn(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
+    def _distillation_loss(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
+        found = compare(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
         weight_N, count = views.weight_BMT[views.target_BMT], float(views.target_BMT.sum())
-        for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
+        for name, values in (("cross_entropy", -found.log_prob_N), ("kl", found.divergence_N), ("distance", found.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
-        kl_weight_N = self.args.distillation * lesson.taught_N.float()
-        loss = (weight_N * ((1 - kl_weight_N) * -lesson.log_prob_N + kl_weight_N * lesson.divergence_N)).sum()
-        return loss + self.args.alignment * lesson.distance_N.sum()
+        kl_weight_N = self.args.distillation * found.taught_N.float()
+        loss = (weight_N * ((1 - kl_weight_N) * -found.log_prob_N + kl_weight_N * found.divergence_N)).sum()
+        return loss + self.args.alignment * found.distance_N.sum()
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
@@ -122,7 +122,7 @@ class StageTrainer(DiffusionTrainer):
         key_B = batch["sample_id"]
         chosen_B, cut_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
         length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
-        rows = (((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten()).tolist()
+        rows = ((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten().tolist()
         if not rows:
             return batch
         prompts = [batch["input_ids"][row, : 1 + int(cut_B[row] * length_B[row])].tolist() for row in rows]
@@ -185,7 +185,7 @@ class ConvertTrainer:
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
-        self.lms = [self._pattern(lm, stage) for stage in args.stages]
+        self.lms = [self._with_pattern(lm, stage) for stage in args.stages]
         if peft_config is not None:
             self._add_adapters(peft_config)
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
@@ -201,7 +201,7 @@ class ConvertTrainer:
         self.trackers = RunTrackers(self.args)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
-        """Run the stages, or when resuming those that are not finished.
+        """Run the stages, or those that are not finished when resuming.
 
         Args:
             resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A path: the checkpoint of a stage,
@@ -215,14 +215,12 @@ class ConvertTrainer:
             if Path(resume).resolve() == Path(str(self.args.output_dir)).resolve():
                 resume = True
             else:
-                start, resume = self._from_checkpoint(Path(resume))
-        for number, (first, last) in enumerate(pairwise([0, *self.ends]), start=1):
-            if number < start:
-                continue
+                start, resume = self._checkpoint_to_resume(Path(resume))
+        for number, (first, last) in islice(enumerate(pairwise([0, *self.ends]), start=1), start - 1, None):
             if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
                 self._gather(self.trainer)
             self.trainer = None  # frees the optimizer's states
-            self.trainer = self._run(number, first, last, resume)
+            self.trainer = self._run_stage(number, first, last, resume)
             if not isinstance(resume, bool):
                 resume = False  # the later stages start from the beginning
         self.trackers.finish()
@@ -240,7 +238,7 @@ class ConvertTrainer:
         """As in `DiffusionTrainer`."""
         return {}
 
-    def _from_checkpoint(self, path: Path) -> tuple[int, str]:
+    def _checkpoint_to_resume(self, path: Path) -> tuple[int, str]:
         """The number of a checkpoint's stage, and the checkpoint. Restores the history of the earlier stages."""
         number, checkpoint = named_stage(path)
         if number > len(self.ends):
@@ -279,7 +277,7 @@ class ConvertTrainer:
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             shutil.rmtree(folder)
-        self.lms = [self._pattern(lm, stage) for stage in self.args.stages]
+        self.lms = [self._with_pattern(lm, stage) for stage in self.args.stages]
         self.lm = self.lms[-1]
 
     def _add_adapters(self, peft_config: peft.PeftConfig) -> None:
@@ -289,14 +287,14 @@ class ConvertTrainer:
         adapted = with_adapters(self.lms[-1], training_mask_row(peft_config, self.lms[-1])).model
         self.lms = [lm.bind(adapted) for lm in self.lms]
 
-    def _pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
+    def _with_pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
         args, attention = self.args, stage.attention or self.args.attention
         block_size = (stage.block_size or args.block_size or DEFAULT_BLOCK) if attention == "block_causal" else stage.block_size
         context = args.causal_context and attention == "block_causal"
         time_embedding = args.time_embedding or None  # None keeps an existing one
         return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
 
-    def _run(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
+    def _run_stage(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
         steps = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
         args = with_fresh_accelerator_state(self.args)
@@ -305,7 +303,7 @@ class ConvertTrainer:
         if stage.final_rate is not None:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
-        rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
+        rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / steps, last / steps)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
         rows, done = rows_from_step(self.train_rows, args, first), (first, steps)
@@ -331,7 +329,7 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
 
 
 @dataclass
-class Portion:
+class ProgressPart:
     """A fraction of a progress display, from `start` to `stop`."""
 
     whole: Progress

@@ -36,17 +36,11 @@ CELLS_KEPT = 2**26
 
 @dataclass(frozen=True)
 class Layout:
-    """All of rows that a mask and the position embeddings depend on.
+    """The documents, positions and noised copies of tokens, on which masks and position embeddings depend."""
 
-    Attributes:
-        document_BT: number of a token's document; 0 is padding.
-        position_BT: position within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
-        copy_BT: 0 for clean tokens, 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`.
-    """
-
-    document_BT: Tensor
-    position_BT: Tensor
-    copy_BT: Tensor
+    document_BT: Tensor  # number of a token's document; 0 is padding
+    position_BT: Tensor  # within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
+    copy_BT: Tensor  # 0 for clean tokens; 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Layout:
@@ -66,8 +60,8 @@ class Layout:
     def with_noised_copies(self, count: int = 1) -> Layout:
         """The layout `[x_t ; ... ; x_0]`: noised copies before the clean tokens, all at the same positions."""
         copies = [torch.full_like(self.copy_BT, number) for number in range(1, count + 1)]
-        repeats = (1, count + 1)
-        return Layout(self.document_BT.repeat(repeats), self.position_BT.repeat(repeats), torch.cat([*copies, self.copy_BT], 1))
+        document_BT, position_BT = (numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT))
+        return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1))
 
     def last(self, count: int) -> Layout:
         """The layout of the last `count` tokens (the queries of a pass with a key-value cache)."""
@@ -76,19 +70,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that each query attends to.
+    """The keys that each query attends to."""
 
-    Attributes:
-        allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
-        positions: of queries and keys, if the model's sliding windows apply (causal pattern only).
-        full: everything is known to be visible.
-        documents: for FlashAttention, the documents within which all tokens, or all earlier ones, are visible.
-    """
-
-    allowed_BQK: Tensor
-    positions: tuple[Tensor, Tensor] | None
-    full: bool = False
-    documents: Documents | None = None
+    allowed_BQK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
+    positions: tuple[Tensor, Tensor] | None  # of queries and keys, if the model's sliding windows apply (causal pattern only)
+    full: bool = False  # everything is known to be visible
+    documents: Documents | None = None  # for FlashAttention: those within which all tokens, or all earlier ones, are visible
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _added: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
@@ -161,9 +148,9 @@ def runs(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
 def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
-    Clean tokens attend to the clean tokens of their own and earlier blocks (with `causal_context` only to those before them);
-    noised tokens to the noised tokens of their own copy and block and the clean ones of earlier blocks. No token attends to another
-    document or to padding (padding attends to itself only, so that no row is empty).
+    Clean tokens attend to the clean tokens of the same and earlier blocks (with `causal_context` only to earlier tokens); noised tokens to
+    the noised tokens of the same copy and block and the clean ones of earlier blocks. No token attends to another document or to padding.
+    Padding attends only to itself, so that no row is empty.
     """
     query_BQ1, key_B1K = blocks(queries, pattern, block_size)[:, :, None], blocks(keys, pattern, block_size)[:, None, :]
     copy_BQ1, copy_B1K = queries.copy_BT[:, :, None], keys.copy_BT[:, None, :]
@@ -188,8 +175,7 @@ def unpadded_mask(
 
     @torch.inference_mode(False)  # a later training step may save it for its gradient
     def make() -> AttentionMask:
-        layout = Layout.full(length, device)
-        layout = layout.with_noised_copies(copies) if copies else layout
+        layout = Layout.full(length, device).with_noised_copies(copies)
         mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
         return replace(mask, full=pattern == "bidirectional" and copies == 0)
 

@@ -32,21 +32,15 @@ SETTINGS_KEY = "unmask"
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of one forward pass.
+    """The inputs of one forward pass."""
 
-    Attributes:
-        ids_BT: token ids, with the mask token at hidden positions.
-        index_N: flat indices into [B * T] of the rows to compute; None: all.
-        fraction_BT: the fraction of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden.
-        pruned: whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training
-            the ratio of a policy to itself must be 1.
-    """
-
-    ids_BT: Tensor
+    ids_BT: Tensor  # token ids, with the mask token at hidden positions
     layout: Layout
     mask: AttentionMask
-    index_N: Tensor | None = None
-    fraction_BT: Tensor | None = None
+    index_N: Tensor | None = None  # flat indices into [B * T] of the rows to compute; None: all
+    fraction_BT: Tensor | None = None  # of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden
+    # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training the ratio of
+    # a policy to itself must be 1.
     pruned: bool = False
 
 

@@ -35,11 +35,6 @@ class SDARConfig(PretrainedConfig):
 '''
 
 
-def _code(repository: str, **classes: str) -> dict[str, str]:
-    """The `auto_map` to classes in a hub repository; they run only with trust_remote_code."""
-    return {auto: f"{repository}--{name}" for auto, name in classes.items()}
-
-
 LLADA = Family(
     name="llada",
     model_type="llada",
@@ -134,11 +129,10 @@ FAST_DLLM_V2 = Family(
     frozen_padding=True,
     fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
     constants=NO_WINDOWS,
-    auto_map=_code(
-        "Efficient-Large-Model/Fast_dLLM_v2_7B",
-        AutoConfig="configuration.Fast_dLLM_QwenConfig",
-        AutoModelForCausalLM="modeling.Fast_dLLM_QwenForCausalLM",
-    ),
+    auto_map={
+        "AutoConfig": "Efficient-Large-Model/Fast_dLLM_v2_7B--configuration.Fast_dLLM_QwenConfig",
+        "AutoModelForCausalLM": "Efficient-Large-Model/Fast_dLLM_v2_7B--modeling.Fast_dLLM_QwenForCausalLM",
+    },
 )
 LLADA_MOE = Family(
     name="llada_moe",
@@ -164,11 +158,10 @@ LLADA_MOE = Family(
         "routed_scaling_factor": 1,
         "shared_expert_intermediate_size": None,
     },
-    auto_map=_code(
-        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
-        AutoConfig="configuration_lladamoe.LLaDAConfig",
-        AutoModel="modeling_lladamoe.LLaDAMoEModelLM",
-    ),
+    auto_map={
+        "AutoConfig": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct--configuration_lladamoe.LLaDAConfig",
+        "AutoModel": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct--modeling_lladamoe.LLaDAMoEModelLM",
+    },
 )
 LLADA2 = Family(
     name="llada2",
@@ -208,11 +201,10 @@ LLADA2 = Family(
         "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
         "model.layers.*.mlp.gate.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     },
-    auto_map=_code(
-        "inclusionAI/LLaDA2.0-mini",
-        AutoConfig="configuration_llada2_moe.LLaDA2MoeConfig",
-        AutoModelForCausalLM="modeling_llada2_moe.LLaDA2MoeModelLM",
-    ),
+    auto_map={
+        "AutoConfig": "inclusionAI/LLaDA2.0-mini--configuration_llada2_moe.LLaDA2MoeConfig",
+        "AutoModelForCausalLM": "inclusionAI/LLaDA2.0-mini--modeling_llada2_moe.LLaDA2MoeModelLM",
+    },
 )
 FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2, LLADA_MOE, LLADA2)}
 

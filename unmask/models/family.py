@@ -32,47 +32,29 @@ OUTSIDE_LAYOUTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A released model's format on disk.
+    """A released model's format on disk."""
 
-    Attributes:
-        name: of the format.
-        model_type, architecture: those in config.json.
-        aliases: other model types of the same config in published code.
-        stock: the config class of transformers that computes the same.
-        attention, logit_shift: as the released models were trained.
-        block_size: of the attention, if config.json lacks it; None for a family without blocks.
-        block_field: its name in config.json.
-        mask_token_id: if config.json lacks it; released code and engines assume it.
-        fields: names in config.json, with the names in the stock config.
-        defaults: values of the stock config's fields that config.json lacks.
-        sparse_layers: the name in config.json of the list of layers with experts (1) or without (0); None: there is none.
-        constants: further fields of config.json. Another value is another architecture.
-        refused: values that the stock class computes differently.
-        weights: names in the files, with the names in the stock model; `*` is a layer's number. Several names: the file has these in one
-            tensor, one after another. Unset: the same names.
-        frozen_padding: whether the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`).
-        code: Python files beside config.json, and its `auto_map` to them.
-    """
-
-    name: str
-    model_type: str
-    architecture: str
-    aliases: tuple[str, ...] = ()
-    stock: type[PretrainedConfig]
-    attention: Pattern
+    name: str  # of the format
+    model_type: str  # in config.json
+    architecture: str  # in config.json
+    aliases: tuple[str, ...] = ()  # other model types of the same config in published code
+    stock: type[PretrainedConfig]  # the config class of transformers that computes the same
+    attention: Pattern  # of the released models, as is the logit shift
     logit_shift: bool
-    block_size: int | None = None
-    block_field: str = "block_size"
-    mask_token_id: int
-    frozen_padding: bool = False
-    fields: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    sparse_layers: str | None = None
-    constants: Mapping[str, Any]
-    refused: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int | None = None  # of the attention, if config.json lacks it; None for a family without blocks
+    block_field: str = "block_size"  # its name in config.json
+    mask_token_id: int  # if config.json lacks it; released code and engines assume it
+    frozen_padding: bool = False  # the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`)
+    fields: Mapping[str, str]  # names in config.json, with the names in the stock config
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of the stock config's fields that config.json lacks
+    sparse_layers: str | None = None  # the name in config.json of the list of layers with experts (1) or without (0); None: there is none
+    constants: Mapping[str, Any]  # further fields of config.json; another value is another architecture
+    refused: Mapping[str, Any] = field(default_factory=dict)  # values that the stock class computes differently
+    # Names in the files, with the names in the stock model, if they differ; `*` is a layer's number. Several names: one tensor in the file
+    # holds these, one after another.
     weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    auto_map: Mapping[str, str] = field(default_factory=dict)
-    code: Mapping[str, str] = field(default_factory=dict)
+    auto_map: Mapping[str, str] = field(default_factory=dict)  # in config.json, to Python code, which runs only with trust_remote_code
+    code: Mapping[str, str] = field(default_factory=dict)  # Python files beside config.json
 
     @property
     def key_mapping(self) -> dict[str, str]:

@@ -125,15 +125,8 @@ def pattern_settings(
     if same_pattern:
         block_size = saved["block_size"] if block_size is None else block_size
         logit_shift = saved["logit_shift"] if logit_shift is None else logit_shift
-    return {
-        "attention": attention or saved["attention"],
-        "block_size": block_size,
-        "logit_shift": logit_shift,
-        "eos_token_ids": saved["eos_token_ids"],
-        "causal_context": saved["causal_context"] and same_pattern,
-        "time_embedding": saved["time_embedding"],
-        "padding_idx": saved["padding_idx"],
-    }
+    chosen = {"attention": attention or saved["attention"], "block_size": block_size, "logit_shift": logit_shift}
+    return {name: saved[name] for name in STOCK} | chosen | {"causal_context": saved["causal_context"] and same_pattern}
 
 
 def initialise(

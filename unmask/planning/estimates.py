@@ -85,20 +85,21 @@ def estimate_step(
     The smallest device sets the batch of all devices, the slowest one the time. A model that is split over devices has the memory of all
     of them, and takes their mean time, weighted by the memory of each. `networks` returns the network at a precision.
     """
-    kind = "cpu" if hardware.is_cpu else "gpu"
+    split = work.split > 1
     limits = [device_limit(device, hardware.max_memory_gb) for device in hardware.devices]
-    limit, runtime = min(limits), RUNTIME_BYTES[kind]
-    if work.split > 1:
+    limit, runtime = min(limits), RUNTIME_BYTES["cpu" if hardware.is_cpu else "gpu"]
+    if split:
         limits = [device.count * limit for device, limit in zip(hardware.devices, limits, strict=True)]
         limit, runtime = sum(limits), runtime * work.split
     network = networks(work.precision)
     work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
     memory = peak_memory(network, work)
-    link = None if work.split > 1 else hardware.slowest_link  # a split model sends only hidden states
+    link = None if split else hardware.slowest_link  # a split model sends only hidden states
     times = [step_seconds(network, work, device, link) for device in hardware.devices]
     known = [seconds for seconds in times if seconds is not None]
-    if work.split > 1 and len(known) == len(times):
-        known = [sum(weight * seconds for weight, seconds in zip(limits, known, strict=True)) / limit] * len(times)
+    seconds = max(known) if len(known) == len(times) else None
+    if split and seconds is not None:
+        seconds = sum(weight * each for weight, each in zip(limits, known, strict=True)) / limit
     advice = ""
     if memory.total + runtime > limit:
         change = first_change_that_fits(networks, work, hardware, limit - runtime)
@@ -108,8 +109,8 @@ def estimate_step(
         memory=memory,
         runtime=runtime,
         limit=limit,
-        seconds=max(known) if len(known) == len(times) else None,
-        devices=1 if work.split > 1 else hardware.count,
+        seconds=seconds,
+        devices=1 if split else hardware.count,
         host=host_bytes(network, work),
         advice=advice,
     )

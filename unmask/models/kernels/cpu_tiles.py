@@ -43,7 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A mask [rows, Q, K] without its empty tiles, numbered row by row; `place_I` is the index of each tile of queries in the groups."""
+    """A mask of `rows` rows without its empty tiles, numbered row by row; `place_I` is the place of each tile of queries in the groups."""
 
     rows: int
     side: int
