@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.output import Generation, Trace, make_generation
-from unmask.generation.policies import Decision, decide, guide, hidden_again
+from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, make_requests
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -53,7 +53,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
                 if hidden[at]
             }
             order = sorted(decisions, key=lambda at: (-float(decisions[at].priority_N), at))
-            again = hidden_again(counts, step, config.remask)
+            again = count_remasked(counts, step, config.remask)
             chosen = order[: _parallel(order, decisions, config) if config.parallel else counts[step] + again]
             earlier = sorted((float(revealed[at].log_prob_N.float()), at) for at in range(start, stop) if not hidden[at] and steps[at] >= 0)
             for _, at in earlier[:again]:
@@ -79,9 +79,9 @@ def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool
     hidden_1T = torch.tensor([hidden], device=lm.device)
     logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
     if config.guidance:
-        blind = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
-        blind_TV = lm.logits(torch.tensor([blind], device=lm.device), hidden_BT=hidden_1T)[0]
-        logits_TV = guide(logits_TV, blind_TV, config.guidance)
+        unconditional = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
+        unconditional_TV = lm.logits(torch.tensor([unconditional], device=lm.device), hidden_BT=hidden_1T)[0]
+        logits_TV = guide(logits_TV, unconditional_TV, config.guidance)
     return logits_TV
 
 

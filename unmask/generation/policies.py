@@ -145,9 +145,9 @@ def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, policy: str) -> Ten
     return best_N2[:, 0] - best_N2[:, 1]
 
 
-def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
+def guide(logits_NV: Tensor, unconditional_NV: Tensor, guidance: float | Tensor) -> Tensor:
     """Logits moved by `guidance` times their difference from those without the prompt (Nie et al. 2025); -inf stays."""
-    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
+    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - unconditional_NV))
 
 
 def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
@@ -237,6 +237,6 @@ def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:
     return (rank_BT < count_B[:, None]) & (priority_BT > -torch.inf)
 
 
-def hidden_again(counts: list[int], step: int, remask: float) -> int:
+def count_remasked(counts: list[int], step: int, remask: float) -> int:
     """The number of tokens that step `step` of a block hides again, and reveals beyond its count (ReMDM, Wang et al. 2025)."""
     return min(int(remask * sum(counts[:step])), sum(counts[step + 1 :]))

@@ -20,7 +20,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.training.config_fields import check_types
-from unmask.training.hardware_checks import amp_pays, amp_works, deepspeed_config, set_backends
+from unmask.training.hardware_checks import amp_faster, amp_supported, deepspeed_config, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.trackers import check_trackers
 
@@ -92,7 +92,7 @@ class TrainingConfig(TrainingArguments):
         check_trackers(self.report_to, self.logging_dir)
         args: Any = self  # mypy does not read the fields of TrainingArguments
         elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-        self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_pays()
+        self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_faster()
         args.bf16 = bool(args.bf16)
         self._precision = args.bf16, args.fp16
         self.choose_precision(in_float32=True)
@@ -116,7 +116,7 @@ class TrainingConfig(TrainingArguments):
                 raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
-                raise ConfigError("a bound on the likelihood has no smoothing and no noise", where=name, remedy="Leave it out")
+                raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
         super().__post_init__()
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
@@ -204,7 +204,7 @@ class TrainingConfig(TrainingArguments):
     def _use_what_works(self) -> None:
         """Turn off, with a warning, mixed precision that this machine cannot train in."""
         args: Any = self
-        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
+        if (args.bf16 or args.fp16) and not amp_supported(args.bf16):
             message = f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             args.bf16 = args.fp16 = False

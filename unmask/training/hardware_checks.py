@@ -32,12 +32,12 @@ STOCHASTIC_ROUNDING = "bf16_stochastic_round"
 """The entry of `optim_args` for unbiased stochastic rounding of updates of bfloat16 weights."""
 
 
-def amp_works(bf16: bool) -> bool:
+def amp_supported(bf16: bool) -> bool:
     """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
     return torch.cuda.is_bf16_supported() if bf16 and torch.cuda.is_available() else bf16 or torch.cuda.is_available()
 
 
-def amp_pays() -> bool:
+def amp_faster() -> bool:
     """Whether mixed precision is known to be faster here: on a GPU with bfloat16 (Ampere or later). Only some CPUs are faster in it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
@@ -203,7 +203,7 @@ def check_sharding(args: Any, subject: TrainedModel) -> None:
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
-        raise ConfigError("shards nothing in one process, nor on CPUs", where="fsdp", remedy=remedy)
+        raise ConfigError("shards nothing in one process or on CPUs", where="fsdp", remedy=remedy)
 
 
 def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:

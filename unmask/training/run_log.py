@@ -22,19 +22,19 @@ LOG_NAME = "training_logs.json"
 SUMS_NAME = "recorded.json"
 SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
 """The metrics on the progress display, in addition to memory."""
-OWN = {
+RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
     *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
 """Metric names of the trainers, reserved together with the prefixes below."""
-OWN_BEGINNINGS = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
+RESERVED_PREFIXES = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
 
 
 def metric_of_function(name: str) -> str:
     """The logged name of a reward function's metric: its own name, as in TRL, or `logged/NAME` if a trainer uses that name."""
-    return f"logged/{name}" if name in OWN or name.startswith(OWN_BEGINNINGS) else name
+    return f"logged/{name}" if name in RESERVED or name.startswith(RESERVED_PREFIXES) else name
 
 
 class Progress(Protocol):

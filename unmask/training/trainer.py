@@ -37,7 +37,7 @@ from unmask.training.model_history import chosen_settings, stage_entry
 from unmask.training.optimizers import keep_on_host
 from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, read_sums, write_sums
 from unmask.training.step_timer import Phases
-from unmask.training.trackers import direct
+from unmask.training.trackers import set_tensorboard_dir
 
 if TYPE_CHECKING:
     import peft
@@ -108,7 +108,7 @@ class DiffusionTrainer(Trainer):
         )
         if args.torch_compile:
             compile_in_place(self.lm, args, self.accelerator)
-        direct(self.callback_handler.callbacks, args.logging_dir)
+        set_tensorboard_dir(self.callback_handler.callbacks, args.logging_dir)
         for printed in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True

@@ -237,15 +237,15 @@ class Engine:
         if not guided:
             return rows
         count, device = len(self.running), rows.member_N.device
-        blind = {sequence: count + number for number, sequence in enumerate(guided)}
-        blind_B = torch.tensor([blind.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
+        unconditional = {sequence: count + number for number, sequence in enumerate(guided)}
+        unconditional_B = torch.tensor([unconditional.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
         weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.running])
         current_N = (rows.ahead_N == 0).nonzero().squeeze(1)
         place_BC = torch.full((len(members), self.slots.ids_SC.shape[1]), -1, device=device)
         place_BC[rows.member_N[current_N], rows.position_N[current_N]] = current_N
         guided_rows = rows.where(rows.member_N < count)
-        blind_NV = rows.logits_NV[place_BC[blind_B[guided_rows.member_N], guided_rows.position_N]]
-        return guided_rows._replace(logits_NV=guide(guided_rows.logits_NV, blind_NV, weight_B[guided_rows.member_N][:, None]))
+        unconditional_NV = rows.logits_NV[place_BC[unconditional_B[guided_rows.member_N], guided_rows.position_N]]
+        return guided_rows._replace(logits_NV=guide(guided_rows.logits_NV, unconditional_NV, weight_B[guided_rows.member_N][:, None]))
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config

@@ -263,7 +263,7 @@ class VLLMBackend(RemoteBackend):
                 if self.version is None or error.status != UNKNOWN_MODEL:
                     raise
             self.send()
-        raise self.remote.http.error("the server does not keep the weights that it gets", "Use one server per run")
+        raise self.remote.http.error("the server does not keep the weights that it is sent", "Use one server per run")
 
     def _probe(self) -> bool:
         """Whether the server returns log-probabilities of the distributions that it draws from: for a single allowed token that is 0,

@@ -66,7 +66,7 @@ class HttpClient:
             if status in BUSY:
                 deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
             elif not 200 <= status < 300:
-                raise self.error(f"{path} is refused ({status}): {text[:300]}", "Mend the request", status)
+                raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
             else:
                 return text
 
