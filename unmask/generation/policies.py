@@ -104,7 +104,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     if config.order_temperature > 0:
         confidence_N = priority_N.exp() if config.policy == "confidence" else priority_N
         priority_N = confidence_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
-    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf stands for positions without a row
+    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf means a position without a row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 

@@ -28,10 +28,8 @@ from unmask.training.trackers import check_trackers
 class Conflict(NamedTuple):
     """Two settings that exclude each other."""
 
-    where: str
-    """Their keys, joined by " and "."""
-    on: Any
-    """Whether they are set together."""
+    where: str  # their keys, joined by " and "
+    on: Any  # whether they are set together
     what: str
     remedy: str
 
@@ -39,16 +37,12 @@ class Conflict(NamedTuple):
 class Part(NamedTuple):
     """A part of a run with separate settings: a stage of a conversion, or the whole of another run."""
 
-    share: float = 1.0
-    """Its fraction of the optimizer steps."""
-    rate: float = 1.0
-    """Factor of the learning rate."""
-    described: Mapping[str, str] = MappingProxyType({})
-    """Its settings, by column of a table."""
+    share: float = 1.0  # of the optimizer steps
+    rate: float = 1.0  # factor of the learning rate
+    described: Mapping[str, str] = MappingProxyType({})  # its settings, by column of a table
 
 
-METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
-"""Schedules of the learning rate that read the metric of the best model."""
+METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
 @dataclass(kw_only=True)
@@ -80,12 +74,9 @@ class TrainingConfig(TrainingArguments):
     data_source: str | None = field(default=None, metadata={"help": "The name of the training data in the model card."})
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory)."})
 
-    generates: ClassVar[bool] = False
-    """Whether a step samples completions, too."""
-    answers_prompts: ClassVar[bool] = False
-    """Whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped."""
-    from_scratch: ClassVar[bool] = False
-    """Whether a model may start from new weights."""
+    generates: ClassVar[bool] = False  # whether a step samples completions, too
+    answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
+    from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -237,7 +228,7 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
 
 
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
-    """Optimizer steps of one epoch; with `dataloader_drop_last` of full micro-batches only, of which there must be one (ConfigError)."""
+    """Optimizer steps of one epoch. With `dataloader_drop_last` only full micro-batches count. Raises ConfigError if there is none."""
     if not args.dataloader_drop_last:
         return math.ceil(len(rows) / rows_per_step(args))
     if len(rows) < (size := args.train_batch_size * args.world_size):

@@ -20,8 +20,7 @@ from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
 SUMS_NAME = "recorded.json"
-SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
-"""The metrics on the progress display, in addition to memory."""
+SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")  # on the progress display
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
@@ -122,8 +121,7 @@ class Throughput:
         return {"tokens_per_second": new / seconds, "samples_per_second": samples / seconds}
 
 
-Sums = dict[str, list[float]]
-"""By metric name, the sum of the values and their count."""
+Sums = dict[str, list[float]]  # by metric name, the sum of the values and their count
 
 
 class Means:

@@ -75,7 +75,7 @@ class RunTrackers(TrainerCallback):
         self._end: tuple[TrainerState, Any, dict[str, Any]] | None = None
 
     def part(self, first_step: int, stage: int) -> RunTrackers:
-        """Itself, set to the stage that begins after `first_step` steps."""
+        """This callback, set to the stage that begins after `first_step` steps."""
         self.first_step, self.stage = first_step, stage
         if self._end is not None:  # frees the model and the optimizer of the stage before
             self._end = *self._end[:2], {}

@@ -292,7 +292,7 @@ class Engine:
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
             for other in self.running:
-                other.slots = [slot if own == moved else own for own in other.slots]
+                other.slots = [slot if each == moved else each for each in other.slots]
         self.running.sort(key=lambda other: other.slots[0])  # adjacent slots are read without a copy
 
 

@@ -62,13 +62,12 @@ class HttpClient:
                     what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or look at the server"
                     raise self.error(what, remedy) from error
                 deadline = self._wait(deadline, error)
-                continue
-            if status in BUSY:
-                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
-            elif not 200 <= status < 300:
-                raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
             else:
-                return text
+                if 200 <= status < 300:
+                    return text
+                if status not in BUSY:
+                    raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
+                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
         """The part of an answer that `pick` returns. Raises RemoteError if it is missing."""
