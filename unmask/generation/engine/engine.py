@@ -110,8 +110,7 @@ class Engine:
     def step(self) -> list[tuple[int, Trace]]:
         """One denoising step of all running sequences. Returns the tickets and traces of the finished ones that `run` has not returned."""
         self._denoise()
-        finished = list(self.finished)
-        self.finished.clear()
+        finished, self.finished = list(self.finished), deque()
         return finished
 
     @torch.no_grad()
@@ -194,8 +193,9 @@ class Engine:
             self._prefill(set(entering))
 
     def _texts(self, sequence: SequenceState) -> list[list[int]]:
-        """The ids of its slots: the sequence, and with guidance the one with a hidden prompt."""
-        return [sequence.request.ids, [self.lm.mask_token_id] * sequence.request.length][: sequence.num_slots]
+        """The ids of a sequence's slots: the whole sequence, and with guidance the one with a hidden prompt."""
+        ids = sequence.request.ids
+        return [ids, [self.lm.mask_token_id] * len(ids)] if sequence.num_slots == 2 else [ids]
 
     def _prefill(self, entering: set[SequenceState]) -> None:
         """Compute the keys and values of prompts: once for each, and not if a running sequence has them."""
