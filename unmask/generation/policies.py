@@ -22,24 +22,14 @@ LOGITS_ON_CPU = 2**19  # these stay in the processor's cache between the passes 
 
 
 class Decision(NamedTuple):
-    """The token that would be revealed at each row.
-
-    Attributes:
-        token_N: its id.
-        log_prob_N: its log-probability under the model at temperature 1.
-        priority_N: the policy's confidence, float32 so that rounding does not separate equal ones. The highest are revealed first, ties
-            by the lower position.
-        sampled_log_prob_N: its log-probability under the distribution that it is drawn from; with a trace.
-        entropy_N: of the model's distribution, in nats; with a trace or where the policy ranks by it.
-        margin_N: between the model's probabilities of the two best tokens; where the policy or an early commit needs it.
-    """
+    """The token that would be revealed at each row. Those of highest priority are revealed first, ties by the lower position."""
 
     token_N: Tensor
-    log_prob_N: Tensor
-    priority_N: Tensor
-    sampled_log_prob_N: Tensor | None = None
-    entropy_N: Tensor | None = None
-    margin_N: Tensor | None = None
+    log_prob_N: Tensor  # under the model at temperature 1
+    priority_N: Tensor  # the policy's confidence, float32 so that rounding does not separate equal ones
+    sampled_log_prob_N: Tensor | None = None  # under the distribution that the token is drawn from; with a trace
+    entropy_N: Tensor | None = None  # of the model's distribution, in nats; with a trace or if the policy ranks by it
+    margin_N: Tensor | None = None  # between the model's two highest probabilities; if the policy or an early commit needs it
 
 
 def decide(

@@ -22,27 +22,16 @@ LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode.
+    """One sequence to decode."""
 
-    Attributes:
-        prompt: ids before the completion; for infilling, of the text with its mask tokens.
-        ids: of the whole sequence, with the mask token at hidden positions.
-        hidden: True at positions to fill in.
-        start: the first position of the result: that of the completion; for infilling 0, since the result is the whole sequence.
-        key: of its random numbers.
-        blocks: (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block.
-        counts: for each block the number of tokens to reveal at each of its steps; None: the predictions decide.
-        stops: whether decoding stops with the block that produces an end token.
-    """
-
-    prompt: list[int]
-    ids: list[int]
-    hidden: list[bool]
-    start: int
-    key: int
-    blocks: list[tuple[int, int]]
-    counts: list[list[int]] | None
-    stops: bool
+    prompt: list[int]  # ids before the completion; for infilling, of the text with its mask tokens
+    ids: list[int]  # of the whole sequence, with the mask token at hidden positions
+    hidden: list[bool]  # True at positions to fill in
+    start: int  # the first position of the result: that of the completion; for infilling 0, since the result is the whole sequence
+    key: int  # of its random numbers
+    blocks: list[tuple[int, int]]  # (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block
+    counts: list[list[int]] | None  # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
+    stops: bool  # whether decoding stops with the block that produces an end token
 
     @property
     def length(self) -> int:

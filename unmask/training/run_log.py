@@ -44,17 +44,11 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """The metrics of a run, one JSON object a line.
+    """The metrics of a run, one JSON object a line."""
 
-    Attributes:
-        folder: of `training_logs.json`.
-        first_step: the steps before this stage of a conversion; else 0.
-        stage: the stage number, written to every line of a conversion.
-    """
-
-    folder: Path
-    first_step: int = 0
-    stage: int | None = None
+    folder: Path  # of `training_logs.json`
+    first_step: int = 0  # the steps before this stage of a conversion
+    stage: int | None = None  # the stage number, written to every line of a conversion
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; `step` counts from the start of this stage."""
@@ -125,12 +119,7 @@ Sums = dict[str, list[float]]  # by metric name, the sum of the values and their
 
 
 class Means:
-    """Running means of metrics since each was last taken.
-
-    Attributes:
-        prefix: the prefix of the metric names: that of an evaluation; empty in training.
-        evaluating: whether the metrics are those of an evaluation.
-    """
+    """Running means of metrics since each was last taken. The prefix of their names is that of an evaluation, or empty in training."""
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix, self.evaluating = prefix, bool(prefix)

@@ -21,28 +21,19 @@ from unmask.generation.requests import Request
 
 @dataclass(eq=False)
 class SequenceState:
-    """A request and its progress.
-
-    Attributes:
-        slots: its slot, and with guidance that of the copy with a hidden prompt.
-        block, step: the current decoding block, and its steps so far.
-        steps_done: denoising steps of all blocks so far.
-        num_columns: KV-cache columns reserved for the sequence: positions and drafts.
-        num_cached: positions whose keys and values are cached, from the first one on.
-        draft: its drafted next states.
-    """
+    """A request and its progress."""
 
     ticket: int
     request: Request
     config: SamplerConfig
-    num_columns: int
-    slots: list[int] = field(default_factory=list)
-    block: int = 0
-    step: int = 0
-    steps_done: int = 0
+    num_columns: int  # KV-cache columns reserved for the sequence: positions and drafts
+    slots: list[int] = field(default_factory=list)  # its slot, and with guidance that of the copy with a hidden prompt
+    block: int = 0  # the current decoding block
+    step: int = 0  # denoising steps of this block so far
+    steps_done: int = 0  # denoising steps of all blocks so far
     num_forward_passes: int = 0
-    num_cached: int = 0
-    draft: Draft | None = None
+    num_cached: int = 0  # positions whose keys and values are cached, from the first one on
+    draft: Draft | None = None  # of its next states
 
     @property
     def span(self) -> tuple[int, int]:

@@ -16,10 +16,9 @@ BUSY = {429, 500, 502, 503, 504}  # 500: a dead engine answers this until it res
 
 
 class RemoteError(GenerationError):
-    """The server stayed unavailable, refused a request, or cannot get its weights.
+    """The server stayed unavailable, refused a request (with this status), or cannot get its weights.
 
     Attributes:
-        status: of the refusal; None: there was no answer.
         completed: completions before the failure, by the index of the prompt: token ids and their log-probabilities.
     """
 
