@@ -231,7 +231,7 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
     run = {"save_strategy": "steps", "save_steps": 2, "max_steps": 10}
     convert(tmp_path / "first", **run).train()
     make("sft", tmp_path / "sft", save_strategy="steps", save_steps=2).train()
-    for path, what in (("sft", "is no checkpoint of a conversion"), ("nowhere", "holds no whole checkpoint")):
+    for path, what in (("sft", "is no checkpoint of a conversion"), ("nowhere", "holds no complete checkpoint")):
         with pytest.raises(TrainingError, match=what):
             convert(tmp_path / "second", **run).train(resume_from_checkpoint=tmp_path / path)
     with pytest.raises(TrainingError, match=r"stage-3.*a later stage was trained already"):

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, Top
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
-from unmask.generation.policies import best, decide, draw, first_by_priority, hidden_again, how_many, keep_likely, reshape_logits
+from unmask.generation.policies import best, count_remasked, decide, draw, first_by_priority, how_many, keep_likely, reshape_logits
 
 POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
 LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
@@ -230,7 +230,7 @@ def test_an_entropy_bound_holds_for_the_sum():
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.floats(0, 0.99))
 def test_remasking_hides_only_revealed_tokens_and_never_at_the_last_step(counts, remask):
-    again = [hidden_again(counts, step, remask) for step in range(len(counts))]
+    again = [count_remasked(counts, step, remask) for step in range(len(counts))]
     assert again[0] == again[-1] == 0
     hidden = sum(counts)
     for step, count in enumerate(counts):

@@ -183,7 +183,7 @@ def test_settings_that_contradict_one_another(settings, message):
         ("bidirectional", None, {"allowed_tokens": [99]}, "allowed_tokens: token id 99 is outside the vocabulary"),
         ("bidirectional", None, {"forbidden_tokens": [99]}, "forbidden_tokens: token id 99"),
         ("bidirectional", None, {"forbidden_tokens": [-1]}, "forbidden_tokens: token id -1"),
-        ("bidirectional", None, {"drafts": 2}, "drafts: arithmetic, not memory, limits passes over whole canvases"),
+        ("bidirectional", None, {"drafts": 2}, "drafts: a pass over a whole canvas is limited by arithmetic"),
         ("causal", None, {"drafts": 2}, "drafts: blocks of one token have no states to draft"),
         ("causal", None, {"guidance": 1.0}, "guidance: a causal model has never seen a hidden prompt"),
         ("causal", None, {"cache": "dual"}, "cache: dual for a model whose cache is exact"),
@@ -213,7 +213,7 @@ def test_texts_that_cannot_be_filled_in():
     lm = tiny("phi", "bidirectional", None, True)
     mask = lm.mask_token_id
     config = SamplerConfig()
-    with pytest.raises(GenerationError, match=r"text 1: hides nothing\. Write <"):
+    with pytest.raises(GenerationError, match=r"text 1: has no mask token\. Write <"):
         make_infill_requests(lm, [[4, mask], [4, 5]], config)
     with pytest.raises(GenerationError, match="text 0: 41 tokens exceed the context of 40"):
         make_infill_requests(lm, [[mask] * 41], config)

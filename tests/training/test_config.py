@@ -22,7 +22,7 @@ from unmask.training.model_history import chosen_settings
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU on which mixed precision is faster, as far as the choice depends on it."""
-    monkeypatch.setattr(stage_config, "amp_pays", lambda: True)
+    monkeypatch.setattr(stage_config, "amp_faster", lambda: True)
 
 
 def config(folder, kind=SFTConfig, **more):
@@ -43,7 +43,7 @@ def config(folder, kind=SFTConfig, **more):
 def test_mixed_precision_pays_on_gpus_since_ampere(available, capability, pays, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    assert hardware_checks.amp_pays() is pays
+    assert hardware_checks.amp_faster() is pays
 
 
 @pytest.mark.usefixtures("ampere")
@@ -65,7 +65,7 @@ def test_on_a_cpu_nothing_is_chosen_or_told(kind, tmp_path):
 def test_what_is_asked_for_wins(tmp_path, monkeypatch):
     asked = {"bf16": False}, {"use_cpu": True}
     assert not any(config(tmp_path, **more).bf16 for more in asked)
-    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: True)
+    monkeypatch.setattr(stage_config, "amp_supported", lambda bf16: True)
     assert (args := config(tmp_path, fp16=True)).fp16 and not args.bf16
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")  # of `accelerate launch`
     assert not config(tmp_path).bf16
@@ -85,8 +85,8 @@ def test_weights_in_other_types_than_float32_are_computed_as_they_are(dtype, tmp
 
 @pytest.mark.parametrize("chooses", [False, True])
 def test_precision_that_is_assigned_to_a_config_that_was_made_is_taken_up(chooses, tmp_path, monkeypatch):
-    monkeypatch.setattr(stage_config, "amp_pays", lambda: chooses)
-    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: True)
+    monkeypatch.setattr(stage_config, "amp_faster", lambda: chooses)
+    monkeypatch.setattr(stage_config, "amp_supported", lambda bf16: True)
     for assigned, runs in [({"bf16": not chooses}, "no" if chooses else "bf16"), ({"fp16": True}, "fp16")]:
         args = config(tmp_path)
         for name, value in assigned.items():
@@ -101,7 +101,7 @@ def test_precision_that_is_assigned_to_a_config_that_was_made_is_taken_up(choose
 
 
 def test_precision_that_is_assigned_and_does_not_work_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(stage_config, "amp_works", lambda bf16: False)
+    monkeypatch.setattr(stage_config, "amp_supported", lambda bf16: False)
     args = config(tmp_path, use_cpu=True)
     args.bf16 = True
     with pytest.warns(RuntimeWarning, match="bf16 is set, but this machine cannot train in it"):
@@ -140,7 +140,7 @@ def test_print_config_shows_what_is_chosen(overrides, bf16, tmp_path):
 
 @pytest.mark.parametrize(("variable", "expected"), [("bf16", (True, False)), ("no", (False, False))])
 def test_the_variable_wins_over_the_choice(variable, expected, tmp_path, monkeypatch):
-    monkeypatch.setattr(stage_config, "amp_pays", lambda: variable == "no")
+    monkeypatch.setattr(stage_config, "amp_faster", lambda: variable == "no")
     monkeypatch.setenv("DIFFU_MIXED_PRECISION", variable)
     shown = unmask("sft", "--model", "m", "--output", tmp_path, "--data", "d", "--print-config")
     training = yaml.safe_load(shown.stdout)["training"]

@@ -453,7 +453,7 @@ def test_rows_are_read_by_as_many_workers_as_asked_for_and_are_the_same(verb, tm
 
 
 def test_sharding_that_would_not_act_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="fsdp: shards nothing in one process, nor on CPUs"), warnings.catch_warnings():
+    with pytest.raises(ConfigError, match="fsdp: shards nothing in one process or on CPUs"), warnings.catch_warnings():
         make("sft", tmp_path, fsdp=True)
 
 

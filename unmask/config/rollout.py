@@ -59,7 +59,9 @@ class RolloutConfig(Config):
     def model_post_init(self, _: object) -> None:
         for name, field in type(self).model_fields.items():
             if name not in USED_BY[self.backend] and getattr(self, name) != field.default:
-                raise ConfigError(f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend.")
+                raise ConfigError(
+                    f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend."
+                )
         if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
             what = f"{self.url!r} is no address" if self.url else f"backend {self.backend!r} needs the address of its server"
             raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000.")

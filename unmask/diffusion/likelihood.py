@@ -75,7 +75,7 @@ def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     row_N = valid_BT.nonzero()[:, 0]
     group_G, group_N = torch.unique(row_N * length + group_BT[valid_BT], return_inverse=True)
     subset_S = torch.arange(2**width, device=group_BT.device)
-    # Only the group's own tokens matter; where all of them are revealed, nothing is read.
+    # Only tokens of the group matter; where all of them are revealed, nothing is read.
     view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(views - 1)
     log_prob_NS = log_prob_BMT.transpose(1, 2)[valid_BT].gather(1, view_NS)
     table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)

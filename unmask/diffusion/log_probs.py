@@ -35,15 +35,16 @@ def view_log_probs(
     """
     if views.causal and not (lm.causal_context and views.count > 1):
         noised, causal = views.apart()
-        scored = [(lm, noised), (lm.as_causal(), replace(causal, causal=False))][noised.count == 0 :]
-        return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in scored], 1)
+        parts = [(lm, noised)] if noised.count else []
+        parts.append((lm.as_causal(), replace(causal, causal=False)))
+        return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in parts], 1)
     batch, count, length = views.hidden_BMT.shape
     number_BMT = torch.arange(batch * count * length, device=ids_BT.device).view(batch, count, length)
-    places, pieces = [], []
+    places, log_probs = [], []
     for rows, copies in passes(lm, batch, count - views.causal, chunk):
         target_BMT, clean_BT = views.target_BMT[rows, copies], ids_BT[rows]
         beside_BT = views.target_BMT[rows, -1] if views.causal and copies.start == 0 else None
-        # With gradients every pass is made, even for a loss of 0: all ranks must make the same passes.
+        # With gradients no pass is left out, even for a loss of 0: all ranks must make the same passes.
         if not (target_BMT.any() or beside_BT is not None or torch.is_grad_enabled()):
             continue
         padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
@@ -51,12 +52,12 @@ def view_log_probs(
         target_N, place_N = clean_BT[:, None].expand_as(target_BMT)[target_BMT], number_BMT[rows, copies][target_BMT]
         if beside_BT is not None:
             target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BMT[rows, -1][beside_BT]])
-        pieces.append(lm.log_probs(inputs, target_N, temperature))
+        log_probs.append(lm.log_probs(inputs, target_N, temperature))
         places.append(place_N)
     out_BMT = torch.zeros(batch, count, length, dtype=lm.log_prob_dtype, device=ids_BT.device)
-    if not pieces:
+    if not log_probs:
         return out_BMT
-    return out_BMT.flatten().index_put((torch.cat(places),), torch.cat(pieces)).view_as(out_BMT)
+    return out_BMT.flatten().index_put((torch.cat(places),), torch.cat(log_probs)).view_as(out_BMT)
 
 
 def forward_inputs(

@@ -22,15 +22,10 @@ Weighting = Literal["elbo", "1/t", "uniform", "cart"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A noise schedule.
+    """A noise schedule."""
 
-    Attributes:
-        mask_rate: 1 - alpha(t), the probability that a token is hidden at time t.
-        weight: -alpha'(t) / (1 - alpha(t)).
-    """
-
-    mask_rate: Callable[[Tensor], Tensor]
-    weight: Callable[[Tensor], Tensor]
+    mask_rate: Callable[[Tensor], Tensor]  # 1 - alpha(t), the probability that a token is hidden at time t
+    weight: Callable[[Tensor], Tensor]  # -alpha'(t) / (1 - alpha(t))
 
 
 SIGMA_MIN, SIGMA_MAX = 1e-4, 20.0

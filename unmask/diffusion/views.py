@@ -24,19 +24,12 @@ CART_CUT = 1e-6  # the tail of a geometric distribution
 
 @dataclass(frozen=True)
 class Views:
-    """Noised copies of a batch.
+    """Noised copies of a batch."""
 
-    Attributes:
-        hidden_BMT: True where the model sees the mask token.
-        target_BMT: True for targets, whose log-probability is computed.
-        weight_BMT: float32, 0 elsewhere.
-        causal: whether the last view hides nothing, and each of its tokens is predicted from those before it.
-    """
-
-    hidden_BMT: Tensor
-    target_BMT: Tensor
-    weight_BMT: Tensor
-    causal: bool = False
+    hidden_BMT: Tensor  # True where the model sees the mask token
+    target_BMT: Tensor  # True for targets, whose log-probability is computed
+    weight_BMT: Tensor  # of the targets, float32; 0 elsewhere
+    causal: bool = False  # whether the last view hides nothing, and each of its tokens is predicted from those before it
 
     @property
     def count(self) -> int:

@@ -144,7 +144,7 @@ class _Chart:
 
 
 def draw_charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
-    """Charts by the name of the curve, in the order of the stages. Each has its own scale, because losses of stages differ."""
+    """Charts by the name of the curve, in the order of the stages. Each has a separate scale, because losses of stages differ."""
     charts: dict[str, list[_Chart]] = {}
     for stage in stages:
         for name, points in stage.curves.items():

@@ -23,23 +23,15 @@ from unmask.tasks import Task, split_of
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The results of a model on the rows of a task. Rows that could not be verified are only in `statuses`.
-
-    Attributes:
-        solved: 1.0 or 0.0 per row.
-        values: the shaped reward per row (Sudoku: the fraction of empty cells that is right).
-        groups: one per row; rows of one group have the same solution, and intervals resample whole groups.
-        statuses: number of rows by status.
-        overlap: ROUGE and BLEU against the reference texts, if requested.
-    """
+    """The results of a model on the rows of a task. Rows that could not be verified are only in `statuses`."""
 
     task: str
-    solved: list[float]
-    values: list[float]
-    groups: list[str]
+    solved: list[float]  # 1.0 or 0.0 per row
+    values: list[float]  # the shaped reward per row (Sudoku: the fraction of empty cells that is right)
+    groups: list[str]  # one per row; rows of one group have the same solution, and intervals resample whole groups
     completions: list[str]
-    statuses: dict[str, int] = field(default_factory=dict)
-    overlap: dict[str, Interval] = field(default_factory=dict)
+    statuses: dict[str, int] = field(default_factory=dict)  # number of rows by status
+    overlap: dict[str, Interval] = field(default_factory=dict)  # ROUGE and BLEU against the reference texts, if requested
 
     @cached_property
     def metrics(self) -> dict[str, Interval]:

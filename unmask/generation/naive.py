@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.generation.output import Generation, Trace, make_generation
-from unmask.generation.policies import Decision, decide, guide, hidden_again
+from unmask.generation.policies import Decision, count_remasked, decide, guide
 from unmask.generation.requests import Request, block_start, make_requests
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
@@ -36,7 +36,8 @@ def complete(lm: DiffusionLM, requests: Sequence[Request], config: SamplerConfig
 
 def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     ids, hidden = list(request.ids), list(request.hidden)
-    steps, revealed, passes = [-1] * len(ids), [Decision(*[torch.zeros(1)] * 6)] * len(ids), 0
+    steps, passes = [-1] * len(ids), 0
+    revealed: dict[int, Decision] = {}
     for block, (start, stop) in enumerate(request.blocks):
         counts, step = request.counts[block] if request.counts else [], 0
         visible = request.length
@@ -53,11 +54,12 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
                 if hidden[at]
             }
             order = sorted(decisions, key=lambda at: (-float(decisions[at].priority_N), at))
-            again = hidden_again(counts, step, config.remask)
+            again = count_remasked(counts, step, config.remask)
             chosen = order[: _parallel(order, decisions, config) if config.parallel else counts[step] + again]
-            earlier = sorted((float(revealed[at].log_prob_N.float()), at) for at in range(start, stop) if not hidden[at] and steps[at] >= 0)
+            earlier = sorted((float(decision.log_prob_N.float()), at) for at, decision in revealed.items() if at >= start)
             for _, at in earlier[:again]:
                 ids[at], hidden[at], steps[at] = lm.mask_token_id, True, -1
+                del revealed[at]
             for at in chosen:
                 ids[at], hidden[at], steps[at], revealed[at] = int(decisions[at].token_N), False, passes, decisions[at]
             step, passes = step + 1, passes + 1
@@ -66,7 +68,7 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
     shown = range(request.start, request.length)
 
     def record(field: str) -> list[float]:
-        return [float(getattr(revealed[at], field)) if steps[at] >= 0 else 0.0 for at in shown]
+        return [float(getattr(revealed[at], field)) if at in revealed else 0.0 for at in shown]
 
     trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
     if config.trace:
@@ -79,9 +81,9 @@ def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool
     hidden_1T = torch.tensor([hidden], device=lm.device)
     logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
     if config.guidance:
-        blind = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
-        blind_TV = lm.logits(torch.tensor([blind], device=lm.device), hidden_BT=hidden_1T)[0]
-        logits_TV = guide(logits_TV, blind_TV, config.guidance)
+        unconditional = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
+        unconditional_TV = lm.logits(torch.tensor([unconditional], device=lm.device), hidden_BT=hidden_1T)[0]
+        logits_TV = guide(logits_TV, unconditional_TV, config.guidance)
     return logits_TV
 
 

@@ -22,24 +22,14 @@ LOGITS_ON_CPU = 2**19  # these stay in the processor's cache between the passes 
 
 
 class Decision(NamedTuple):
-    """The token that would be revealed at each row.
-
-    Attributes:
-        token_N: its id.
-        log_prob_N: its log-probability under the model at temperature 1.
-        priority_N: the policy's confidence, float32 so that rounding does not separate equal ones. The highest are revealed first, ties
-            by the lower position.
-        sampled_log_prob_N: its log-probability under the distribution that it is drawn from; with a trace.
-        entropy_N: of the model's distribution, in nats; with a trace or where the policy ranks by it.
-        margin_N: between the model's probabilities of the two best tokens; where the policy or an early commit needs it.
-    """
+    """The token that would be revealed at each row. Those of highest priority are revealed first, ties by the lower position."""
 
     token_N: Tensor
-    log_prob_N: Tensor
-    priority_N: Tensor
-    sampled_log_prob_N: Tensor | None = None
-    entropy_N: Tensor | None = None
-    margin_N: Tensor | None = None
+    log_prob_N: Tensor  # under the model at temperature 1
+    priority_N: Tensor  # the policy's confidence, float32 so that rounding does not separate equal ones
+    sampled_log_prob_N: Tensor | None = None  # under the distribution that the token is drawn from; with a trace
+    entropy_N: Tensor | None = None  # of the model's distribution, in nats; with a trace or if the policy ranks by it
+    margin_N: Tensor | None = None  # between the model's two highest probabilities; if the policy or an early commit needs it
 
 
 def decide(
@@ -104,7 +94,7 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     if config.order_temperature > 0:
         confidence_N = priority_N.exp() if config.policy == "confidence" else priority_N
         priority_N = confidence_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
-    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf stands for positions without a row
+    priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf means a position without a row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
@@ -145,9 +135,9 @@ def _filtered_confidence(weight_NV: Tensor, token_N: Tensor, policy: str) -> Ten
     return best_N2[:, 0] - best_N2[:, 1]
 
 
-def guide(logits_NV: Tensor, blind_NV: Tensor, guidance: float | Tensor) -> Tensor:
+def guide(logits_NV: Tensor, unconditional_NV: Tensor, guidance: float | Tensor) -> Tensor:
     """Logits moved by `guidance` times their difference from those without the prompt (Nie et al. 2025); -inf stays."""
-    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - blind_NV))
+    return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - unconditional_NV))
 
 
 def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
@@ -237,6 +227,6 @@ def first_by_priority(priority_BT: Tensor, count_B: Tensor) -> Tensor:
     return (rank_BT < count_B[:, None]) & (priority_BT > -torch.inf)
 
 
-def hidden_again(counts: list[int], step: int, remask: float) -> int:
+def count_remasked(counts: list[int], step: int, remask: float) -> int:
     """The number of tokens that step `step` of a block hides again, and reveals beyond its count (ReMDM, Wang et al. 2025)."""
     return min(int(remask * sum(counts[:step])), sum(counts[step + 1 :]))

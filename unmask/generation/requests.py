@@ -22,27 +22,16 @@ LAST_TIME = 1e-3  # the last time of Dream's schedules, which begin at 1
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to decode.
+    """One sequence to decode."""
 
-    Attributes:
-        prompt: ids before the completion; for infilling, of the text with its mask tokens.
-        ids: of the whole sequence, with the mask token at hidden positions.
-        hidden: True at positions to fill in.
-        start: the first position of the result: that of the completion; for infilling 0, since the result is the whole sequence.
-        key: of its random numbers.
-        blocks: (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block.
-        counts: for each block the number of tokens to reveal at each of its steps; None: the predictions decide.
-        stops: whether decoding stops with the block that produces an end token.
-    """
-
-    prompt: list[int]
-    ids: list[int]
-    hidden: list[bool]
-    start: int
-    key: int
-    blocks: list[tuple[int, int]]
-    counts: list[list[int]] | None
-    stops: bool
+    prompt: list[int]  # ids before the completion; for infilling, of the text with its mask tokens
+    ids: list[int]  # of the whole sequence, with the mask token at hidden positions
+    hidden: list[bool]  # True at positions to fill in
+    start: int  # the first position of the result: that of the completion; for infilling 0, since the result is the whole sequence
+    key: int  # of its random numbers
+    blocks: list[tuple[int, int]]  # (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block
+    counts: list[list[int]] | None  # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
+    stops: bool  # whether decoding stops with the block that produces an end token
 
     @property
     def length(self) -> int:
@@ -53,11 +42,11 @@ class Request:
 def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
     """Encode prompts into requests. Arguments and errors as of `unmask.generate`."""
     encoded = encode_all(lm.tokenizer, prompts, "prompts")
-    grid = check_settings(lm, config)
+    attention_block = check_settings(lm, config)
     if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even":
         what = f"{config.steps} steps for {config.max_new_tokens} tokens"
         raise GenerationError(what, where="steps", remedy="Every step reveals at least one token: lower it")
-    if grid is None and config.max_new_tokens % (config.block_size or 1):
+    if attention_block is None and config.max_new_tokens % (config.block_size or 1):
         what = f"does not divide the {config.max_new_tokens} new tokens"
         raise GenerationError(what, where=f"block_size {config.block_size}", remedy="Change one of them")
     requests = []
@@ -69,7 +58,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
         check_ids(lm, prompt, where)
         if lm.logit_shift and not prompt:
             raise GenerationError("the prompt is empty", where=where, remedy="Give at least one token (such as BOS)")
-        blocks = _blocks(lm, start, stop, grid, config)
+        blocks = _blocks(lm, start, stop, attention_block, config)
         ids, hidden = [*prompt, *[lm.mask_token_id] * (stop - start)], [False] * start + [True] * (stop - start)
         counts = step_counts([last - first for first, last in blocks], config, key)
         requests.append(Request(prompt, ids, hidden, start, key, blocks, counts, config.stop_at_eos))
@@ -79,18 +68,18 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
 def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
     """Encode texts with mask tokens into requests. Arguments and errors as of `unmask.infill`."""
     encoded = encode_all(lm.tokenizer, texts, "texts")
-    grid = check_settings(lm, config)
+    attention_block = check_settings(lm, config)
     requests = []
     for index, (ids, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
         where, hidden = f"text {index}", [token == lm.mask_token_id for token in ids]
         if not any(hidden):
-            raise GenerationError("hides nothing", where=where, remedy=f"Write {lm.tokenizer.mask_token} for every token to fill in")
+            raise GenerationError("has no mask token", where=where, remedy=f"Write {lm.tokenizer.mask_token} for every token to fill in")
         if lm.context_length is not None and len(ids) > lm.context_length:
             raise GenerationError(f"{len(ids)} tokens exceed the context of {lm.context_length}", where=where, remedy="Shorten the text")
         check_ids(lm, ids, where)
         if lm.logit_shift and hidden[0]:
             raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
-        blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), grid, config) if any(hidden[a:b])]
+        blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
         counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
         requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stops=False))
     return requests
@@ -99,20 +88,20 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
 def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
     """The attention block size, to which decoding blocks are aligned; None for a bidirectional model. Raises GenerationError for settings
     that do not fit the model."""
-    grid = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
-    if grid is not None and config.block_size not in (None, grid):
-        what = f"decoding block {config.block_size} for an attention block of {grid}"
-        remedy = "Leave it out for this model" + (", or sample with sub_block_size" if config.block_size < grid else "")
+    attention_block = {"causal": 1, "block_causal": lm.block_size, "bidirectional": None}[lm.attention]
+    if attention_block is not None and config.block_size not in (None, attention_block):
+        what = f"decoding block {config.block_size} for an attention block of {attention_block}"
+        remedy = "Leave it out for this model" + (", or sample with sub_block_size" if config.block_size < attention_block else "")
         raise GenerationError(what, where="block_size", remedy=remedy)
     if config.sub_block_size is not None and (lm.block_size is None or config.sub_block_size > lm.block_size):
         what = f"{config.sub_block_size} for {lm.attention} attention" + (f" by {lm.block_size} tokens" if lm.block_size else "")
         remedy = "Use the attention block's size or less" if lm.block_size else "Leave it out for this model"
         remedy = "Use block_size in its place" if lm.attention == "bidirectional" else remedy
         raise GenerationError(what, where="sub_block_size", remedy=remedy)
-    if grid is not None and config.cache != "exact":
+    if attention_block is not None and config.cache != "exact":
         raise GenerationError(f"{config.cache} for a model whose cache is exact", where="cache", remedy="Leave it out for this model")
-    if config.drafts and (grid is None or grid == 1):
-        what = "blocks of one token have no states to draft" if grid else "arithmetic, not memory, limits passes over whole canvases"
+    if config.drafts and (attention_block is None or attention_block == 1):
+        what = "blocks of one token have no states to draft" if attention_block else "a pass over a whole canvas is limited by arithmetic"
         raise GenerationError(what, where="drafts", remedy="Leave it out for this model")
     if config.guidance and lm.autoregressive:
         raise GenerationError("a causal model has never seen a hidden prompt", where="guidance", remedy="Leave it out for this model")
@@ -123,7 +112,7 @@ def check_settings(lm: DiffusionLM, config: SamplerConfig) -> int | None:
         raise GenerationError("all of them are forbidden", where="allowed_tokens", remedy="Allow some that are not forbidden")
     if len(impossible) >= lm.config.vocab_size:
         raise GenerationError("every token is forbidden", where="forbidden_tokens", remedy="Leave some out")
-    return grid
+    return attention_block
 
 
 def check_ids(lm: DiffusionLM, ids: Sequence[int], where: str) -> None:
@@ -201,9 +190,9 @@ def block_start(position: int, block_size: int | None) -> int:
     return position - position % (block_size or 1)
 
 
-def _blocks(lm: DiffusionLM, start: int, stop: int, grid: int | None, config: SamplerConfig) -> list[tuple[int, int]]:
+def _blocks(lm: DiffusionLM, start: int, stop: int, attention_block: int | None, config: SamplerConfig) -> list[tuple[int, int]]:
     """The decoding blocks of the positions from start to stop: aligned to the attention blocks if there are any, else to the start."""
-    first, size = start if grid is None else block_start(start, grid), grid or config.block_size or stop - start
+    first, size = block_start(start, attention_block), attention_block or config.block_size or stop - start
     inside = {0} if config.sub_block_size is None else {*range(0, size, config.sub_block_size), int(lm.logit_shift)}
     edges = {block + offset for block in range(first, stop, size) for offset in inside}
     return list(pairwise(sorted({start, stop, *(edge for edge in edges if start < edge < stop)})))

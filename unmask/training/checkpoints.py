@@ -72,7 +72,7 @@ def named_checkpoint(path: Path) -> Path:
     if _is_checkpoint(path):
         return path
     if (checkpoint := last_checkpoint(path)) is None:
-        raise TrainingError("holds no whole checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
+        raise TrainingError("holds no complete checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
     return checkpoint
 
 
@@ -108,7 +108,7 @@ def steps_done(checkpoint: Path) -> int | None:
 def check_whole(checkpoint: Path) -> None:
     """Raise TrainingError unless an unsharded checkpoint has all files that a run resumes from, complete."""
     if steps_done(checkpoint) is None:
-        raise TrainingError("is missing or torn", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
+        raise TrainingError("is missing or incomplete", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
     check_weights(checkpoint)
     for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
         path = checkpoint / name

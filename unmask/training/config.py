@@ -20,7 +20,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.training.config_fields import check_types
-from unmask.training.hardware_checks import amp_pays, amp_works, set_backends
+from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.sharding import deepspeed_config
 from unmask.training.trackers import check_trackers
@@ -29,10 +29,8 @@ from unmask.training.trackers import check_trackers
 class Conflict(NamedTuple):
     """Two settings that exclude each other."""
 
-    where: str
-    """Their keys, joined by " and "."""
-    on: Any
-    """Whether they are set together."""
+    where: str  # their keys, joined by " and "
+    on: Any  # whether they are set together
     what: str
     remedy: str
 
@@ -40,16 +38,12 @@ class Conflict(NamedTuple):
 class Part(NamedTuple):
     """A part of a run with separate settings: a stage of a conversion, or the whole of another run."""
 
-    share: float = 1.0
-    """Its fraction of the optimizer steps."""
-    rate: float = 1.0
-    """Factor of the learning rate."""
-    described: Mapping[str, str] = MappingProxyType({})
-    """Its settings, by column of a table."""
+    share: float = 1.0  # of the optimizer steps
+    rate: float = 1.0  # factor of the learning rate
+    described: Mapping[str, str] = MappingProxyType({})  # its settings, by column of a table
 
 
-METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")
-"""Schedules of the learning rate that read the metric of the best model."""
+METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
 @dataclass(kw_only=True)
@@ -81,19 +75,16 @@ class TrainingConfig(TrainingArguments):
     data_source: str | None = field(default=None, metadata={"help": "The name of the training data in the model card."})
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory)."})
 
-    generates: ClassVar[bool] = False
-    """Whether a step samples completions, too."""
-    answers_prompts: ClassVar[bool] = False
-    """Whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped."""
-    from_scratch: ClassVar[bool] = False
-    """Whether a model may start from new weights."""
+    generates: ClassVar[bool] = False  # whether a step samples completions, too
+    answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
+    from_scratch: ClassVar[bool] = False  # whether a model may start from new weights
 
     def __post_init__(self) -> None:
         check_types(self)
         check_trackers(self.report_to, self.logging_dir)
         args: Any = self  # mypy does not read the fields of TrainingArguments
         elsewhere = args.fp16 or args.deepspeed or os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-        self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_pays()
+        self._chooses_bf16 = args.bf16 is None and not elsewhere and not args.use_cpu and amp_faster()
         args.bf16 = bool(args.bf16)
         self._precision = args.bf16, args.fp16
         self.choose_precision(in_float32=True)
@@ -117,7 +108,7 @@ class TrainingConfig(TrainingArguments):
                 raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
-                raise ConfigError("a bound on the likelihood has no smoothing and no noise", where=name, remedy="Leave it out")
+                raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
         super().__post_init__()
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
@@ -205,7 +196,7 @@ class TrainingConfig(TrainingArguments):
     def _use_what_works(self) -> None:
         """Turn off, with a warning, mixed precision that this machine cannot train in."""
         args: Any = self
-        if (args.bf16 or args.fp16) and not amp_works(args.bf16):
+        if (args.bf16 or args.fp16) and not amp_supported(args.bf16):
             message = f"{'bf16' if args.bf16 else 'fp16'} is set, but this machine cannot train in it: training in float32"
             warnings.warn(message, RuntimeWarning, stacklevel=4)
             args.bf16 = args.fp16 = False
@@ -238,7 +229,7 @@ def check_rows(args: TrainingConfig, train_rows: Any, eval_rows: Any) -> None:
 
 
 def steps_per_epoch(args: TrainingArguments, rows: Sized) -> int:
-    """Optimizer steps of one epoch; with `dataloader_drop_last` of full micro-batches only, of which there must be one (ConfigError)."""
+    """Optimizer steps of one epoch. With `dataloader_drop_last` only full micro-batches count. Raises ConfigError if there is none."""
     if not args.dataloader_drop_last:
         return math.ceil(len(rows) / rows_per_step(args))
     if len(rows) < (size := args.train_batch_size * args.world_size):

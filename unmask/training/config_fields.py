@@ -51,11 +51,11 @@ def check_types(args: Any) -> None:
             setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
 
 
-def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None) -> None:
+def check_settings(args: Any, is_set: Callable[[Field[Any]], bool] | None = None) -> None:
     """Raise ConfigError for a field declared by `setting` that is out of its range, an unknown word, or without effect.
 
     Args:
-        given: whether a setting was set; None: whether it differs from its default.
+        is_set: whether a setting was set; None: whether it differs from its default.
     """
     for each in fields(args):
         if "needs" not in each.metadata:
@@ -68,7 +68,7 @@ def check_settings(args: Any, given: Callable[[Field[Any]], bool] | None = None)
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
                 raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {' and '.join(bounds) or 'a number'}")
-        for needed in each.metadata["needs"] if (given(each) if given else changed(args, each)) else ():
+        for needed in each.metadata["needs"] if (is_set(each) if is_set else changed(args, each)) else ():
             other, _, wanted = needed.partition("=")
             there = getattr(args, other)
             if there not in wanted.split("|") if wanted else not there:

@@ -70,4 +70,4 @@ def failing_together(where: str) -> Iterator[None]:
         kind, what = failures[0]
         if error is not None and type(error) is kind:
             raise error
-        raise kind(f"another process has failed ({what})", where=where, remedy="See there") from error
+        raise kind(f"another process has failed ({what})", where=where, remedy="See its error") from error

@@ -20,18 +20,17 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.sharding import check_sharding
 
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
-STOCHASTIC_ROUNDING = "bf16_stochastic_round"
-"""The entry of `optim_args` for unbiased stochastic rounding of updates of bfloat16 weights."""
+STOCHASTIC_ROUNDING = "bf16_stochastic_round"  # in `optim_args`: unbiased rounding of the updates of bfloat16 weights
 
 
-def amp_works(bf16: bool) -> bool:
+def amp_supported(bf16: bool) -> bool:
     """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
     if torch.cuda.is_available():
         return not bf16 or torch.cuda.is_bf16_supported()
     return bf16
 
 
-def amp_pays() -> bool:
+def amp_faster() -> bool:
     """Whether mixed precision is known to be faster here: on a GPU with bfloat16 (Ampere or later). Only some CPUs are faster in it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
 
@@ -75,13 +74,10 @@ class TrainedModel:
     """The facts of a model that the checks read: of one in memory, or by the settings of one to be loaded."""
 
     attention: str
-    dtype: torch.dtype
-    """The dtype of the weights."""
-    adapters: bool
-    """Whether adapters are trained instead of them."""
+    dtype: torch.dtype  # of the weights
+    adapters: bool  # whether adapters are trained in their place
     quantised: bool
-    split: bool
-    """Whether its layers are on several devices."""
+    split: bool  # whether its layers are on several devices
 
 
 def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_arguments: Mapping[str, Any]) -> None:
@@ -96,7 +92,7 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
     """
     for name in ("compute_metrics", "compute_loss_func", "preprocess_logits_for_metrics"):
         if trainer_arguments.get(name) is not None:
-            what = "is never called: a row has no logits of its own, because they depend on which tokens are hidden"
+            what = "is never called, because the logits of a row depend on which tokens are hidden"
             raise ConfigError(what, where=name, remedy="Leave it out; a subclass may override measure and micro_loss")
     check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
 

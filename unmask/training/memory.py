@@ -9,8 +9,7 @@ from pathlib import Path
 
 import torch
 
-FULL = 0.9
-"""The fraction of a GPU's memory above which a run warns: fragmentation soon makes larger allocations fail."""
+FULL = 0.9  # the fraction of a GPU's memory above which a run warns: fragmentation soon makes larger allocations fail
 
 _peaks: dict[torch.device, tuple[int, int]] = {}  # bytes allocated and reserved; the largest peaks before torch's counter was reset
 _warned: set[torch.device] = set()

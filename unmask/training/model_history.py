@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from unmask.training.config import TrainingConfig
 
 PACKAGES = ("unmask", "torch", "transformers")
-SHAPING = {
+RESULT_FIELDS = {
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "max_steps", "lr_scheduler_type", "warmup_steps"),
     *("optim", "weight_decay", "max_grad_norm", "adam_beta1", "adam_beta2", "adam_epsilon", "bf16", "fp16"),
 }
@@ -50,12 +50,12 @@ def stage_entry(args: TrainingConfig, settings: dict[str, Any], state: TrainerSt
 
 def chosen_settings(args: TrainingConfig) -> dict[str, Any]:
     """The learning rate, and all settings that affect the result and differ from their defaults."""
-    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - SHAPING | WITHOUT_EFFECT
-    shaping = [field for field in dataclasses.fields(args) if field.name not in left_out]
-    factories = {field.name: field.default_factory() for field in shaping if field.default_factory is not dataclasses.MISSING}
+    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - RESULT_FIELDS | WITHOUT_EFFECT
+    relevant = [field for field in dataclasses.fields(args) if field.name not in left_out]
+    factories = {field.name: field.default_factory() for field in relevant if field.default_factory is not dataclasses.MISSING}
     values = args.to_dict()
     defaults = factories | {"bf16": False}  # None means chosen at runtime: recorded if it was turned on
-    chosen = {field.name: values[field.name] for field in shaping if getattr(args, field.name) != defaults.get(field.name, field.default)}
+    chosen = {field.name: values[field.name] for field in relevant if getattr(args, field.name) != defaults.get(field.name, field.default)}
     return {"learning_rate": args.learning_rate} | chosen
 
 

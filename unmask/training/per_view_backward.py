@@ -22,8 +22,7 @@ from unmask.diffusion.views import Views
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.step_timer import Phases
 
-Chunk = tuple[slice, slice]
-"""Rows and views of one forward pass."""
+Chunk = tuple[slice, slice]  # rows and views of one forward pass
 
 
 class ViewLoss(Protocol):

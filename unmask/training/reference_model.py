@@ -52,11 +52,11 @@ class Reference:
             yield self.lm
 
     @torch.no_grad()
-    def move(self, share: float) -> None:
+    def move(self, fraction: float) -> None:
         """Move the weights towards the policy's by this fraction (TR-DPO, Gorbatovski et al. 2024, eq. 3)."""
         for reference, policy in zip(self.lm.model.parameters(), self.policy.model.parameters(), strict=True):
             if policy.requires_grad:
-                reference.lerp_(policy.to(reference.dtype), share)
+                reference.lerp_(policy.to(reference.dtype), fraction)
 
     def save(self, folder: Path) -> None:
         """Write the weights of a moved reference."""

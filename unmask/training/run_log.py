@@ -20,21 +20,20 @@ from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
 SUMS_NAME = "recorded.json"
-SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")
-"""The metrics on the progress display, in addition to memory."""
-OWN = {
+SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")  # on the progress display
+RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
     *("memory_gb", "tokens_per_second", "samples_per_second", "total_flos", "num_input_tokens_seen"),
     *("reward", "reward_std", "unscored", "truncated", "completion_length", "entropy", "groups_kept", "groups_replaced"),
     *("clipped", "kl", "ratio", "importance", "server_gap"),
 }
 """Metric names of the trainers, reserved together with the prefixes below."""
-OWN_BEGINNINGS = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
+RESERVED_PREFIXES = ("eval_", "train_", "logged/", "masks/", "memory/", "prefix/", "rewards/", "throughput/", "time/")
 
 
 def metric_of_function(name: str) -> str:
     """The logged name of a reward function's metric: its own name, as in TRL, or `logged/NAME` if a trainer uses that name."""
-    return f"logged/{name}" if name in OWN or name.startswith(OWN_BEGINNINGS) else name
+    return f"logged/{name}" if name in RESERVED or name.startswith(RESERVED_PREFIXES) else name
 
 
 class Progress(Protocol):
@@ -45,17 +44,11 @@ class Progress(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
-    """The metrics of a run, one JSON object a line.
+    """The metrics of a run, one JSON object a line."""
 
-    Attributes:
-        folder: of `training_logs.json`.
-        first_step: the steps before this stage of a conversion; else 0.
-        stage: the stage number, written to every line of a conversion.
-    """
-
-    folder: Path
-    first_step: int = 0
-    stage: int | None = None
+    folder: Path  # of `training_logs.json`
+    first_step: int = 0  # the steps before this stage of a conversion
+    stage: int | None = None  # the stage number, written to every line of a conversion
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one line; `step` counts from the start of this stage."""
@@ -122,17 +115,11 @@ class Throughput:
         return {"tokens_per_second": new / seconds, "samples_per_second": samples / seconds}
 
 
-Sums = dict[str, list[float]]
-"""By metric name, the sum of the values and their count."""
+Sums = dict[str, list[float]]  # by metric name, the sum of the values and their count
 
 
 class Means:
-    """Running means of metrics since each was last taken.
-
-    Attributes:
-        prefix: the prefix of the metric names: that of an evaluation; empty in training.
-        evaluating: whether the metrics are those of an evaluation.
-    """
+    """Running means of metrics since each was last taken. The prefix of their names is that of an evaluation, or empty in training."""
 
     def __init__(self, prefix: str = "") -> None:
         self.prefix, self.evaluating = prefix, bool(prefix)

@@ -33,7 +33,7 @@ def check_sharding(args: Any, *, adapters: bool) -> None:
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
-        raise ConfigError("shards nothing in one process, nor on CPUs", where="fsdp", remedy=remedy)
+        raise ConfigError("shards nothing in one process or on CPUs", where="fsdp", remedy=remedy)
 
 
 def zero_preset(stage: int) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from torch.profiler import record_function
 
 from unmask.training.memory import take_allocated_peak, take_peak_memory
 
-REST = "other"
-"""The time of a step outside of all phases, such as the optimizer's update."""
+REST = "other"  # the part of a step outside of all phases, such as the optimizer's update
 
 
 @dataclass

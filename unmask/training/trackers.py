@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import partialmethod
 from typing import Any
 
 from transformers import TrainerCallback, TrainerState
@@ -52,7 +53,7 @@ def check_trackers(report_to: str | list[str] | None, logging_dir: str | None) -
         raise ConfigError("TensorBoard alone writes there", where="logging_dir", remedy="Set report_to: tensorboard, or leave it out")
 
 
-def direct(callbacks: Iterable[TrainerCallback], logging_dir: str | None) -> None:
+def set_tensorboard_dir(callbacks: Iterable[TrainerCallback], logging_dir: str | None) -> None:
     """Set TensorBoard's folder (None: TENSORBOARD_LOGGING_DIR, else `runs` in the output directory)."""
     for callback in callbacks:
         if isinstance(callback, TensorBoardCallback) and logging_dir is not None:
@@ -69,12 +70,12 @@ class RunTrackers(TrainerCallback):
     def __init__(self, args: Any):
         self.args, self.first_step, self.stage = args, 0, 0
         self.trackers: list[TrainerCallback] = [kind() for kind in get_reporting_integration_callbacks(args.report_to)]
-        direct(self.trackers, args.logging_dir)
+        set_tensorboard_dir(self.trackers, args.logging_dir)
         self._began = False
         self._end: tuple[TrainerState, Any, dict[str, Any]] | None = None
 
     def part(self, first_step: int, stage: int) -> RunTrackers:
-        """Itself, set to the stage that begins after `first_step` steps."""
+        """This callback, set to the stage that begins after `first_step` steps."""
         self.first_step, self.stage = first_step, stage
         if self._end is not None:  # frees the model and the optimizer of the stage before
             self._end = *self._end[:2], {}
@@ -89,14 +90,17 @@ class RunTrackers(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
         if not self._began:
-            self._notify("on_train_begin", self._of_run(state), control, rest)
+            self._forward("on_train_begin", args, state, control, **rest)
         self._began = True
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
         self._end = self._of_run(state), control, rest
 
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **rest: Any) -> None:
-        self._notify("on_log", self._of_run(state), control, rest | {"logs": {**(logs or {}), "stage": self.stage}})
+        self._forward("on_log", args, state, control, **rest, logs={**(logs or {}), "stage": self.stage})
+
+    def _forward(self, event: str, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
+        self._notify(event, self._of_run(state), control, rest)
 
     def _of_run(self, state: TrainerState) -> TrainerState:
         """A copy of a stage's state, with the step of the whole run."""
@@ -109,12 +113,5 @@ class RunTrackers(TrainerCallback):
             getattr(tracker, event)(self.args, state, control, **rest)
 
 
-def _forwarder(event: str) -> Callable[..., None]:
-    def forward(self: RunTrackers, args: Any, state: TrainerState, control: Any, **rest: Any) -> None:
-        self._notify(event, self._of_run(state), control, rest)
-
-    return forward
-
-
 for _event in (name for name in vars(TrainerCallback) if name.startswith("on_") and name not in vars(RunTrackers)):
-    setattr(RunTrackers, _event, _forwarder(_event))
+    setattr(RunTrackers, _event, partialmethod(RunTrackers._forward, _event))

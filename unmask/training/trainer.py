@@ -37,7 +37,7 @@ from unmask.training.model_history import chosen_settings, stage_entry
 from unmask.training.optimizers import keep_on_host
 from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, read_sums, write_sums
 from unmask.training.step_timer import Phases
-from unmask.training.trackers import direct
+from unmask.training.trackers import set_tensorboard_dir
 
 if TYPE_CHECKING:
     import peft
@@ -62,8 +62,7 @@ class DiffusionTrainer(Trainer):
         data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
-    streams = False
-    """Whether the data set may be a stream (an iterable without a length)."""
+    streams = False  # whether the data set may be a stream, an iterable without a length
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class DiffusionTrainer(Trainer):
         )
         if args.torch_compile:
             compile_in_place(self.lm, args, self.accelerator)
-        direct(self.callback_handler.callbacks, args.logging_dir)
+        set_tensorboard_dir(self.callback_handler.callbacks, args.logging_dir)
         for printed in (PrinterCallback, ProgressCallback) if progress is not None else ():
             self.remove_callback(printed)
         self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
@@ -160,8 +159,8 @@ class DiffusionTrainer(Trainer):
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none; a
-        path may also be a run's folder; a new run refuses to overwrite checkpoints; log lines after the checkpoint are replaced."""
+        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none. A
+        path may also be a run's folder. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced."""
         self._throughput = Throughput()
         folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
@@ -215,7 +214,7 @@ class DiffusionTrainer(Trainer):
     # Evaluation.
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Without rows it raises ConfigError."""
+        """As in transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if there are none."""
         rows = self.held_out_rows(eval_dataset)
         with self.measuring(metric_key_prefix):
             self.measure(rows)
@@ -234,7 +233,7 @@ class DiffusionTrainer(Trainer):
         return self._checked_rows(self.lm, self.args, rows, "eval_dataset")
 
     def predict(self, *_: Any, **__: Any) -> Any:
-        """Refused: a row has no logits of its own, because logits depend on which tokens are hidden."""
+        """Refused, because the logits of a row depend on which tokens are hidden."""
         raise TrainingError("whole rows have no predictions", where="predict", remedy="Use evaluate, or generate")
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
@@ -256,7 +255,7 @@ class DiffusionTrainer(Trainer):
     # Training steps: overridden methods of transformers.Trainer.
 
     def training_step(self, *arguments: Any, **rest: Any) -> Tensor:
-        with self.phases("backward"):  # the forward pass within is a phase of its own
+        with self.phases("backward"):  # the forward pass within is a separate phase
             return self.record_loss(super().training_step(*arguments, **rest))
 
     def compute_loss(
@@ -312,7 +311,7 @@ class DiffusionTrainer(Trainer):
         self.means.add(name, float(value) * count, count)
 
     def record_loss(self, loss: Tensor) -> Tensor:
-        """Add a micro-batch's part of a step's loss to the logged mean. transformers' own sums are lost on resume."""
+        """Add a micro-batch's part of a step's loss to the logged mean. The sums of transformers are lost on resume."""
         for name in STEP_LOSSES:
             self.means.add(name, float(loss), self.accelerator.sync_gradients)  # a step is counted with its last micro-batch
         return loss
@@ -329,7 +328,8 @@ class DiffusionTrainer(Trainer):
     def measuring(self, prefix: str) -> Iterator[None]:
         """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
         if prefix == "train":
-            raise ConfigError("train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, as train_rows")
+            what = "train is reserved for the summary of a run"
+            raise ConfigError(what, where="metric_key_prefix", remedy="Use another, such as train_rows")
         training, self.means = self.means, Means(f"{prefix}_")
         try:
             yield

@@ -131,7 +131,7 @@ def test_a_server_with_a_key_requires_it() -> None:
 def test_an_address_in_use_is_refused_before_a_model_is_read() -> None:
     with open_port("127.0.0.1", 0) as first:
         first.listen()
-        with pytest.raises(ConfigError, match=r"cannot be served at.*Choose another --host or --port"):
+        with pytest.raises(ConfigError, match=r"cannot be bound.*Choose another --host or --port"):
             open_port("127.0.0.1", first.getsockname()[1])
 
 

@@ -31,24 +31,16 @@ class Extent(NamedTuple):
 
 @dataclass
 class Queries:
-    """The queries of a pass.
+    """The queries of a pass."""
 
-    Attributes:
-        position_BQ: in the sequence; 0 for padding.
-        real_BQ: False for padding.
-        copy_BQ: 0 for clean tokens, 1 for the current block, 2 and more for its drafts.
-        column_BQ: the cache column of the query's key and value.
-        end_BQ, draft_BQ2: a query attends to the columns before `end`, and to the columns of its draft (None: there are no drafts).
-    """
-
-    position_BQ: Tensor
-    real_BQ: Tensor
-    copy_BQ: Tensor
-    column_BQ: Tensor
-    end_BQ: Tensor
+    position_BQ: Tensor  # in the sequence; 0 for padding
+    real_BQ: Tensor  # False for padding
+    copy_BQ: Tensor  # 0 for clean tokens, 1 for the current block, 2 and more for its drafts
+    column_BQ: Tensor  # the cache column of the query's key and value
+    end_BQ: Tensor  # a query attends to the columns before this one,
     ids_BQ: Tensor
     hidden_BQ: Tensor
-    draft_BQ2: Tensor | None = None
+    draft_BQ2: Tensor | None = None  # and to this range of columns, of its draft; None: there are no drafts
 
 
 def cached_pass(

@@ -110,8 +110,7 @@ class Engine:
     def step(self) -> list[tuple[int, Trace]]:
         """One denoising step of all running sequences. Returns the tickets and traces of the finished ones that `run` has not returned."""
         self._denoise()
-        finished = list(self.finished)
-        self.finished.clear()
+        finished, self.finished = list(self.finished), deque()
         return finished
 
     @torch.no_grad()
@@ -194,8 +193,9 @@ class Engine:
             self._prefill(set(entering))
 
     def _texts(self, sequence: SequenceState) -> list[list[int]]:
-        """The ids of its slots: the sequence, and with guidance the one with a hidden prompt."""
-        return [sequence.request.ids, [self.lm.mask_token_id] * sequence.request.length][: sequence.num_slots]
+        """The ids of a sequence's slots: the whole sequence, and with guidance the one with a hidden prompt."""
+        ids = sequence.request.ids
+        return [ids, [self.lm.mask_token_id] * len(ids)] if sequence.num_slots == 2 else [ids]
 
     def _prefill(self, entering: set[SequenceState]) -> None:
         """Compute the keys and values of prompts: once for each, and not if a running sequence has them."""
@@ -237,15 +237,15 @@ class Engine:
         if not guided:
             return rows
         count, device = len(self.running), rows.member_N.device
-        blind = {sequence: count + number for number, sequence in enumerate(guided)}
-        blind_B = torch.tensor([blind.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
+        unconditional = {sequence: count + number for number, sequence in enumerate(guided)}
+        unconditional_B = torch.tensor([unconditional.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
         weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.running])
         current_N = (rows.ahead_N == 0).nonzero().squeeze(1)
         place_BC = torch.full((len(members), self.slots.ids_SC.shape[1]), -1, device=device)
         place_BC[rows.member_N[current_N], rows.position_N[current_N]] = current_N
         guided_rows = rows.where(rows.member_N < count)
-        blind_NV = rows.logits_NV[place_BC[blind_B[guided_rows.member_N], guided_rows.position_N]]
-        return guided_rows._replace(logits_NV=guide(guided_rows.logits_NV, blind_NV, weight_B[guided_rows.member_N][:, None]))
+        unconditional_NV = rows.logits_NV[place_BC[unconditional_B[guided_rows.member_N], guided_rows.position_N]]
+        return guided_rows._replace(logits_NV=guide(guided_rows.logits_NV, unconditional_NV, weight_B[guided_rows.member_N][:, None]))
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
@@ -292,7 +292,7 @@ class Engine:
         for slot in sorted(sequence.slots, reverse=True):
             moved = self.slots.remove(slot)
             for other in self.running:
-                other.slots = [slot if own == moved else own for own in other.slots]
+                other.slots = [slot if each == moved else each for each in other.slots]
         self.running.sort(key=lambda other: other.slots[0])  # adjacent slots are read without a copy
 
 

@@ -28,26 +28,16 @@ class Draft(NamedTuple):
 
 
 class BatchEntry(NamedTuple):
-    """What a pass reads of one sequence.
-
-    Attributes:
-        slot: its index.
-        length: of the whole sequence.
-        start, stop: the current decoding block.
-        num_cached: positions whose keys and values are cached, from the first one on.
-        read: with a lossy cache, the positions to compute; None: exact.
-        state: equal for sequences that may be in the same state; None: no other can be.
-        draft: drafted states to compute too.
-    """
+    """One sequence of a pass, with its current decoding block from `start` to `stop`."""
 
     slot: int
-    length: int
+    length: int  # of the whole sequence
     start: int
     stop: int
-    num_cached: int = 0
-    read: tuple[int, int] | None = None
-    state: tuple | None = None
-    draft: Draft | None = None
+    num_cached: int = 0  # positions whose keys and values are cached, from the first one on
+    read: tuple[int, int] | None = None  # with a lossy cache, the positions to compute; None: exact
+    state: tuple | None = None  # equal for sequences that may be in the same state; None: no other can be
+    draft: Draft | None = None  # states to compute too
 
     def base(self, lm: DiffusionLM) -> int:
         """The start of the current attention block: the tokens before it are clean."""

@@ -15,34 +15,25 @@ from torch import Tensor
 from unmask.config.run import SamplerConfig
 from unmask.generation.engine.forward import Rows
 from unmask.generation.engine.slots import Draft, Slots
-from unmask.generation.policies import Decision, decide, first_by_priority, hidden_again, how_many
+from unmask.generation.policies import Decision, count_remasked, decide, first_by_priority, how_many
 from unmask.generation.requests import Request
 
 
 @dataclass(eq=False)
 class SequenceState:
-    """A request and its progress.
-
-    Attributes:
-        slots: its slot, and with guidance that of the copy with a hidden prompt.
-        block, step: the current decoding block, and its steps so far.
-        steps_done: denoising steps of all blocks so far.
-        num_columns: KV-cache columns reserved for the sequence: positions and drafts.
-        num_cached: positions whose keys and values are cached, from the first one on.
-        draft: its drafted next states.
-    """
+    """A request and its progress."""
 
     ticket: int
     request: Request
     config: SamplerConfig
-    num_columns: int
-    slots: list[int] = field(default_factory=list)
-    block: int = 0
-    step: int = 0
-    steps_done: int = 0
+    num_columns: int  # KV-cache columns reserved for the sequence: positions and drafts
+    slots: list[int] = field(default_factory=list)  # its slot, and with guidance that of the copy with a hidden prompt
+    block: int = 0  # the current decoding block
+    step: int = 0  # denoising steps of this block so far
+    steps_done: int = 0  # denoising steps of all blocks so far
     num_forward_passes: int = 0
-    num_cached: int = 0
-    draft: Draft | None = None
+    num_cached: int = 0  # positions whose keys and values are cached, from the first one on
+    draft: Draft | None = None  # of its next states
 
     @property
     def span(self) -> tuple[int, int]:
@@ -61,7 +52,7 @@ class SequenceState:
     @property
     def num_remasked(self) -> int:
         """The number of tokens that the step hides again."""
-        return hidden_again(self.counts, self.step, self.config.remask)
+        return count_remasked(self.counts, self.step, self.config.remask)
 
     @property
     def num_slots(self) -> int:
@@ -76,7 +67,7 @@ def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
     row_C, _ = choose(sequences, rows, decision)
     again = [sequence.num_remasked for sequence in sequences]
     if any(again):
-        _hide_again(slots, sequences, again)
+        _remask(slots, sequences, again)
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
     member_C = rows.member_N[row_C]
     at = (slot_B[member_C], rows.position_N[row_C])
@@ -88,11 +79,11 @@ def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
             table[at] = values_N[row_C].double()
     for sequence in sequences:
         if sequence.num_slots == 2:
-            slot, blind = sequence.slots
+            slot, unconditional = sequence.slots
             block = slice(*sequence.span)
             filled_W = slots.hidden_SC[slot, block] | (slots.step_SC[slot, block] >= 0)  # the other tokens belong to the prompt
-            slots.ids_SC[blind, block] = torch.where(filled_W, slots.ids_SC[slot, block], slots.mask_token_id)
-            slots.hidden_SC[blind, block] = slots.hidden_SC[slot, block]
+            slots.ids_SC[unconditional, block] = torch.where(filled_W, slots.ids_SC[slot, block], slots.mask_token_id)
+            slots.hidden_SC[unconditional, block] = slots.hidden_SC[slot, block]
 
 
 def decide_rows(slots: Slots, sequences: list[SequenceState], rows: Rows, ahead: int = 0) -> Decision:
@@ -169,7 +160,7 @@ def _by_settings(sequences: list[SequenceState], device: torch.device) -> Iterat
         yield config, None if len(configs) == 1 else torch.tensor(uses, device=device)
 
 
-def _hide_again(slots: Slots, sequences: list[SequenceState], again: list[int]) -> None:
+def _remask(slots: Slots, sequences: list[SequenceState], again: list[int]) -> None:
     """Hide the least probable tokens among those that earlier steps of the blocks revealed."""
     device = slots.ids_SC.device
     slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=device)[:, :, None].unbind(1)

@@ -40,20 +40,16 @@ class Backend(Protocol):
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> Generation:
         """Complete prompts, as `unmask.generate`."""
-        ...
 
     def due(self, step: int | None) -> bool:
         """Whether weights must be sent before this rollout. None: an evaluation, which always needs the current ones."""
-        ...
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
         """Sample from these weights (adapters merged, unless these alone are sent), named by their optimizer steps. The first process of a
         run sends them; the others wait for it before they sample."""
-        ...
 
     def close(self) -> None:
         """Close connections; a server keeps running."""
-        ...
 
 
 def make_backend(config: RolloutConfig, lm: DiffusionLM, output_dir: str | Path) -> Backend:
@@ -263,7 +259,7 @@ class VLLMBackend(RemoteBackend):
                 if self.version is None or error.status != UNKNOWN_MODEL:
                     raise
             self.send()
-        raise self.remote.http.error("the server does not keep the weights that it gets", "Use one server per run")
+        raise self.remote.http.error("the server does not keep the weights that it is sent", "Use one server per run")
 
     def _probe(self) -> bool:
         """Whether the server returns log-probabilities of the distributions that it draws from: for a single allowed token that is 0,

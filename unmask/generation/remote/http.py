@@ -16,10 +16,9 @@ BUSY = {429, 500, 502, 503, 504}  # 500: a dead engine answers this until it res
 
 
 class RemoteError(GenerationError):
-    """The server stayed unavailable, refused a request, or cannot get its weights.
+    """The server stayed unavailable, refused a request (with this status), or cannot get its weights.
 
     Attributes:
-        status: of the refusal; None: there was no answer.
         completed: completions before the failure, by the index of the prompt: token ids and their log-probabilities.
     """
 
@@ -62,13 +61,12 @@ class HttpClient:
                     what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or look at the server"
                     raise self.error(what, remedy) from error
                 deadline = self._wait(deadline, error)
-                continue
-            if status in BUSY:
-                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
-            elif not 200 <= status < 300:
-                raise self.error(f"{path} is refused ({status}): {text[:300]}", "Mend the request", status)
             else:
-                return text
+                if 200 <= status < 300:
+                    return text
+                if status not in BUSY:
+                    raise self.error(f"{path} is refused ({status}): {text[:300]}", "Correct the request", status)
+                deadline = self._wait(deadline, RuntimeError(f"{status}: {text[:300]}"))
 
     def read(self, answer: Any, pick: Callable[[Any], Any]) -> Any:
         """The part of an answer that `pick` returns. Raises RemoteError if it is missing."""

@@ -109,7 +109,7 @@ def open_port(host: str, port: int) -> socket.socket:
         listener.bind((host, port))
     except OSError as error:
         listener.close()
-        raise ConfigError(f"cannot be served at ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port") from error
+        raise ConfigError(f"cannot be bound ({error})", where=f"{host}:{port}", remedy="Choose another --host or --port") from error
     return listener
 
 
