@@ -100,14 +100,8 @@ def train(
     accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    layers = read_layers(
-        recipes=recipes,
-        config_files=config or [],
-        older=older_layers(os.environ, verb),
-        environ=os.environ,
-        flags=flags,
-        overrides=overrides or [],
-    )
+    older, files = older_layers(os.environ, verb), config or []
+    layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, flags=flags, overrides=overrides or [])
     if mode or recipes:
         from unmask.commands.modes import adapt_recipes
 
