@@ -51,7 +51,7 @@ def test_a_yaml_that_a_script_names_is_read_and_its_flags_win(tmp_path):
     (tmp_path / "c.yaml").write_text("a: 1\nb: 1\n")
     assert read("python train.py --config c.yaml --b 2", tmp_path).values == {"a": 1, "b": 2}
     (note,) = read("python train.py --config gone.yaml --b 2", tmp_path).notes
-    assert note == ("--config", "gone.yaml", "is not there: give it too, before the script")
+    assert note == ("--config", "gone.yaml", "does not exist: pass the file too, before the script")
 
 
 def test_files_that_are_not_read_say_why(tmp_path):

@@ -16,7 +16,7 @@ from unmask.config.yaml import parse_yaml
 from unmask.demo import DemoSettings, small_model
 from unmask.errors import ConfigError
 from unmask.migration.formats import FORMATS, candidates
-from unmask.migration.migrate import OWN_NAME, migrate
+from unmask.migration.migrate import TRAINING_ARGUMENTS, migrate
 from unmask.migration.rules import DroppedError
 from unmask.tasks import get_task
 
@@ -89,7 +89,7 @@ def test_the_later_file_wins_and_the_row_says_so(tmp_path):
     )
     found = migrate(files)
     assert found.config["training"]["activation_checkpointing"] is False
-    assert "wins over an earlier key" in next(change.why for change in found.changes if change.old == "gradient_checkpointing")
+    assert "overrides an earlier key" in next(change.why for change in found.changes if change.old == "gradient_checkpointing")
 
 
 def test_weights_stay_in_float32_where_the_converter_had_them_in_float16(tmp_path):
@@ -138,9 +138,9 @@ def test_nothing_is_overwritten_unless_asked_for(tmp_path):
         ),
         ("colour: red\n", "is of no known format. Known: diffu-GRPO"),
         ("model: {path: m}\noutput_dir: o\n", "is a config of Unmask already"),
-        ("- 1\n", "holds no keys and values"),
+        ("- 1\n", "has no keys and values"),
         ("num_generations: many\n", "training.num_generations"),
-        ("preference_data_path: p\nuse_mixed_precision: maybe\n", "use_mixed_precision: 'maybe' means nothing in the config.yaml"),
+        ("preference_data_path: p\nuse_mixed_precision: maybe\n", "use_mixed_precision: 'maybe' is not valid in the config.yaml"),
     ],
 )
 def test_a_file_that_cannot_be_read_gets_one_clear_line(text, words, tmp_path):
@@ -220,7 +220,7 @@ def sections(name: str) -> set[str]:
 
 def test_marks_are_keys_of_their_table():
     for name, form in FORMATS.items():
-        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | OWN_NAME, name
+        assert {mark.partition("=")[0] for mark in form.marks} <= form.table.keys() | TRAINING_ARGUMENTS, name
 
 
 def test_recognition_is_by_what_only_one_format_knows():

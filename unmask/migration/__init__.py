@@ -1,1 +1,1 @@
-"""Configurations of other trainers turned into ours: tables of old keys, and what reads them."""
+"""Conversion of other trainers' configurations into Unmask's: tables of old keys, and the code that reads them."""

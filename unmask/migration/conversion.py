@@ -12,22 +12,22 @@ STAGES: tuple[dict[str, Any], ...] = (
     {"rate": 1.0},
     {"rate": 0.3, "lm_loss": 0.1},
 )
-"""As that converter trains: attention at half the rate, then everything, then slowly with a next-token loss."""
+"""The stages of that converter: attention at half the rate, then all weights, then all at a low rate with a next-token loss."""
 HEADROOM_GB = 3.0
 EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(STAGES) + 1))
 
 
 def stages(value: Any, old: Old) -> Settings:
-    """Epochs of the stages: their sum, and each stage's share of it."""
-    given = [old.get(name) or 0 for name in EPOCHS]
-    parts = [{"share": float(epochs), **stage} for epochs, stage in zip(given, STAGES, strict=True) if epochs]
+    """Epochs of the stages: their sum, and each stage's fraction."""
+    counts = [old.get(name) or 0 for name in EPOCHS]
+    parts = [{"share": float(epochs), **stage} for epochs, stage in zip(counts, STAGES, strict=True) if epochs]
     if not parts:
         raise DroppedError("no stage has an epoch")
-    return {"training.num_train_epochs": sum(given), "training.stages": parts}
+    return {"training.num_train_epochs": sum(counts), "training.stages": parts}
 
 
 def optimizer(value: Any, old: Old) -> Settings:
-    """8-bit Adam, and its state in the host's memory where the GPU is short of it."""
+    """8-bit Adam, and paging of its state to host memory."""
     eight, paged = truth(old.get("use_8bit_adam", False)), truth(old.get("cpu_offload", False))
     if paged:
         return {"training.optim": "paged_adamw_8bit" if eight else "paged_adamw_32bit"}
@@ -40,7 +40,7 @@ def data(value: Any, old: Old) -> Settings:
 
 
 def precision(value: Any, old: Old) -> Settings:
-    """Weights stay in float32: in 16 bits small updates are lost."""
+    """Mixed precision with float32 weights: in 16 bits small updates would be lost."""
     return {"model.dtype": "float32"} | mixed(str(value).removeprefix("torch."), old)
 
 
@@ -49,10 +49,10 @@ def timesteps(value: Any, old: Old) -> Settings:
 
 
 def hardware(value: Any, old: Old) -> Settings:
-    """A machine to plan for: the device, with the memory that may be taken and the headroom that its configurations leave."""
+    """The machine to plan for: the device, its usable memory, and the headroom of the converter's configurations."""
     device = old.get("device")
     if not device:
-        raise DroppedError("no device is named that it would bound: give --recipe a6000-48gb, or a section `hardware`")
+        raise DroppedError("there is no device that it limits: give --recipe a6000-48gb, or a section `hardware`")
     devices = [{"name": str(device), "memory_gb": float(value) + HEADROOM_GB}]
     return {"hardware.name": str(device), "hardware.devices": devices, "hardware.max_memory_gb": float(value)}
 
@@ -67,8 +67,8 @@ def output(value: Any, old: Old) -> Settings:
     return {"output_dir": str(old.get("output_dir") or f"outputs/{value}")}
 
 
-EIGHT_BIT = Rule(optimizer, "optimizers are one setting; paged ones move their state to the host's memory")
-STAGE = Rule(stages, "stages are data: shares of the steps, rates, what is trained")
+EIGHT_BIT = Rule(optimizer, "the optimizer is one setting; paged ones move their state to host memory")
+STAGE = Rule(stages, "stages are data: fractions of the steps, rates, trained weights")
 BATCHES = {"batch_size": to("training.per_device_train_batch_size"), "eval_batch_size": to("training.per_device_eval_batch_size")}
 CONVERTER: Table = {
     # model
@@ -95,11 +95,11 @@ CONVERTER: Table = {
     "max_train_samples": to("data.max_rows"),
     "max_eval_samples": to("data.eval_rows"),
     "text_column": to("data.text_column"),
-    "cache_dir": drop("downloads go where HF_HOME says; training.token_cache=FOLDER keeps tokens"),
+    "cache_dir": drop("HF_HOME sets the download folder; training.token_cache=FOLDER caches tokens"),
     "use_wandb": to("training.report_to", lambda value: "wandb" if truth(value) else "none"),
     **dropped("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
     "experiment_name": Rule(output, "runs have different folders"),
-    "eval_steps": to("training.eval_steps", why="acts with training.eval_strategy=steps and data.eval"),
+    "eval_steps": to("training.eval_steps", why="needs training.eval_strategy=steps and data.eval"),
     # hardware
     "device": to("model.device", str),
     "max_memory_gb": Rule(hardware, "in 1e9 bytes; what the run is planned for"),
@@ -110,7 +110,7 @@ CONVERTER: Table = {
     "cpu_offload": EIGHT_BIT,
     **dict.fromkeys(("use_deepspeed", "deepspeed_config"), Rule(deepspeed, "zero1, zero2, zero3 or a file; start it with a launcher")),
     "pin_memory": switch("training.dataloader_pin_memory"),
-    "non_blocking": drop("copies do not block wherever memory is pinned"),
+    "non_blocking": drop("copies do not block if memory is pinned"),
     "num_workers": to("training.dataloader_num_workers"),
     # the command line of its program
     "checkpoint": drop("give --resume PATH on the command line"),
@@ -120,5 +120,5 @@ CONVERTER: Table = {
 
 
 def converter_defaults(old: Old, program: str | None) -> Settings:
-    """It has full attention, and keeps no shift."""
+    """It has bidirectional attention without a shift."""
     return {"training.attention": "bidirectional"}

@@ -69,19 +69,19 @@ SHARED: Table = {
     "max_length": to("training.max_length"),
     "time_epsilon": to("training.min_time"),
     "loss_weight_type": Rule(weighting, "the ELBO's weights by another name"),
-    "loss_norm_type": drop("losses are divided by the tokens that count"),
+    "loss_norm_type": drop("losses are divided by the learnt tokens"),
     "evaluation": drop("set data.eval and training.eval_strategy"),
     "eval_strategy": Rule(
         lambda value, old: {"training.eval_strategy": value if value == "no" or "test" in str(old.get("dataset_args")) else "no"},
-        "acts where held-out rows are given",
+        "only with held-out rows",
     ),
     **dropped("num_proc", "disable_caching", why="rows are read in one process"),
-    **dropped("load_preprocessed_data", why="rows are made when a run begins; training.token_cache keeps those of text"),
+    **dropped("load_preprocessed_data", why="rows are made at the start of a run; training.token_cache caches those of text"),
 }
 SFT: Table = {
     **SHARED,
     "loss_norm_type": to("training.aggregation", words(token="token", sequence="sequence")),
-    "truncation": Rule(too_long, "rows too long are cut, or left out and counted"),
+    "truncation": Rule(too_long, "rows that are too long are cut, or skipped and counted"),
     "right_shift_logits": switch("model.logit_shift"),
     "block_size": Rule(lambda value, old: {"model.attention": "block_causal", "model.block_size": value}, "the block of the attention"),
     "mask_prompt_loss": Rule(lambda value, old: prompt_kept(value), "the prompt is never hidden"),
@@ -92,14 +92,14 @@ TEXT: Table = {
     "streaming": switch("data.streaming"),
     "right_shift_logits": switch("training.logit_shift"),
     "block_size": Rule(lambda value, old: {"training.attention": "block_causal", "training.block_size": value}),
-    **dropped("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are laid end to end"),
+    **dropped("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are concatenated"),
     "random_length_ratio": drop("rows keep their length"),
 }
 GRPO_FLAGS: Table = {
     **TRL_GRPO,
     **{key: D1[key] for key in ("p_mask_prompt", "remasking", "cfg_scale", "dataset")},
     **lora_if(None, LORA_OF_TRL),
-    "use_peft": drop("lora_r above 0 says it"),
+    "use_peft": drop("lora_r above 0 turns it on"),
     "steps": to("training.steps"),
     "block_size": to("training.block_size"),
     "verbose_reward": drop("training.log_completions_steps shows completions with their rewards"),
@@ -122,18 +122,18 @@ SCRIPTS: dict[str, Settings] = {
     r"a2d/bd3lm/sft\.py$": {"model.attention": "block_causal", "model.block_size": 32},
     r"a2d/bd3lm/pt\.py$": {"training.attention": "block_causal", "training.block_size": 32},
 }
-"""What scripts set by themselves, where it is not what all of them set; later ones win."""
+"""Values set in single scripts; later ones override earlier ones."""
 
 
 def defaults(old: Old, program: str | None) -> Settings:
-    """Of its training arguments, where ours are others."""
+    """Defaults of dLLM's training arguments that differ from Unmask's."""
     settings: Settings = {"training.learning_rate": 2e-5, "training.lr_scheduler_type": "cosine", "training.warmup_steps": 0.1}
     settings |= {"training.per_device_train_batch_size": 4, "training.bf16": True, "training.report_to": "wandb", "training.seed": 42}
     settings |= {"model.dtype": "bfloat16", "training.max_length": 1024}
     settings |= {} if "max_steps" in old else {"training.num_train_epochs": 10}
-    for pattern, own in SCRIPTS.items():
+    for pattern, values in SCRIPTS.items():
         if re.search(pattern, program or ""):
-            settings |= own
+            settings |= values
     if "max_steps" in old:
         settings.pop("training.num_train_epochs", None)
     return settings
@@ -144,12 +144,12 @@ def sft_defaults(old: Old, program: str | None) -> Settings:
 
 
 def text_defaults(old: Old, program: str | None) -> Settings:
-    """One stage that trains everything, under full attention or that of the blocks."""
+    """One stage that trains all weights, with bidirectional or block-causal attention."""
     return {"training.attention": "bidirectional", "training.stages": [{"share": 1.0}]} | defaults(old, program)
 
 
 def grpo_defaults(old: Old, program: str | None) -> Settings:
-    """Of its DiffuGRPOConfig, which extends TRL's."""
+    """Defaults of dLLM's DiffuGRPOConfig, which extends TRL's."""
     settings = trl_defaults(old, program) | {
         **{"training.advantage": "r-mean", "training.prompt_mask_rate": 0.3, "training.score_temperature": 1.0}
     }

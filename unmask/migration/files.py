@@ -1,4 +1,4 @@
-"""What old configurations say: YAML and JSON files, and the variables and flags of shell scripts."""
+"""Reading old configurations: YAML and JSON files, and the variables and flags of shell scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unmask.errors import ConfigError
 
 MAPPINGS = (".yaml", ".yml", ".json")
 VARIABLE = re.compile(r"(DIFFU|GRPO|VLLM|LORA)_\w+")
-"""Names of variables that are settings; others are only substituted in the script."""
+"""Names of variables that are settings; others are only substituted."""
 ASSIGNED = re.compile(r"(?P<name>[A-Za-z_]\w*)=(?P<text>.*)", re.DOTALL)
 USED = re.compile(r"\$(?:(?P<plain>\w+)|\{(?P<name>\w+)(?::?-(?P<default>[^}]*))?\})")
 NO_TRAINING = re.compile(r"(chat|sample|eval|generate|convert|download|merge|preprocess|test|plot|api_server)\w*\.(py|sh)$")
@@ -25,26 +25,26 @@ END = {"|", "&", "&&", "||", ";"}
 
 
 class Command(NamedTuple):
-    """A command of a script that starts a training."""
+    """A command in a script that starts a training."""
 
     program: str
     """The script that trains: `sft.py`, `trl grpo`."""
     words: list[str]
-    """The words between them, other than flags."""
+    """The positional arguments."""
     flags: dict[str, Any]
     launcher: dict[str, Any]
-    """Flags of what starts the program (accelerate, sbatch)."""
+    """Flags of the launcher (accelerate, sbatch)."""
 
 
 class OldFile(NamedTuple):
     """An old configuration."""
 
     values: dict[str, Any]
-    """By key; of a script its variables and flags. None where a value is unset."""
+    """Values by key; those of a script are its variables and flags. None: unset."""
     program: str | None = None
-    """The script that trains, of a shell script."""
+    """The training script that a shell script starts."""
     notes: tuple[tuple[str, Any, str], ...] = ()
-    """What is left of a script: a name, its value, and why it is no setting."""
+    """The other flags of a script: name, value, and why it is no setting."""
 
 
 def read_old(path: Path) -> OldFile:
@@ -58,7 +58,7 @@ def read_old(path: Path) -> OldFile:
         return _from_script(text, path)
     values = _parse_json(text, path) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError("holds no keys and values", where=str(path), remedy="Give a configuration, or a shell script.")
+        raise ConfigError("has no keys and values", where=str(path), remedy="Give a configuration, or a shell script.")
     return OldFile(values)
 
 
@@ -82,13 +82,13 @@ def _from_script(text: str, path: Path) -> OldFile:
     program = str(flags.pop("script_path", command.program))
     if "accelerate_config" in flags:
         command.launcher["accelerate_config"] = flags.pop("accelerate_config")
-    notes += [(f"--{name}", value, "of the launcher: see `accelerate launch --help`") for name, value in command.launcher.items()]
+    notes += [(f"--{name}", value, "belongs to the launcher: see `accelerate launch --help`") for name, value in command.launcher.items()]
     for name in CONFIG_FLAGS:
         if name in flags:
             named = flags.pop(name)
             found = next((one for one in (path.parent / str(named), Path(str(named))) if one.is_file()), None)
             if found is None:
-                notes.append((f"--{name}", named, "is not there: give it too, before the script"))
+                notes.append((f"--{name}", named, "does not exist: pass the file too, before the script"))
             else:
                 values |= read_old(found).values
     if re.search(r"run\.sh$", program):
@@ -102,14 +102,14 @@ def _from_script(text: str, path: Path) -> OldFile:
 
 
 def _read_script(text: str) -> tuple[dict[str, str], list[Command], list[tuple[str, Any, str]]]:
-    """The final values of variables, the training commands, and flags of no command."""
+    """The final values of variables, the training commands, and flags that belong to no command."""
     variables: dict[str, str] = {}
     commands: list[Command] = []
     notes: list[tuple[str, Any, str]] = []
     for line in re.sub(r"\\[ \t]*(#[^\n]*)?\n", " ", text).splitlines():
         try:
             words = shlex.split(line, comments=True)
-        except ValueError:  # what a shell reads over several lines
+        except ValueError:  # a command over several lines
             continue
         words = [_expand(word, variables) for word in words]
         if words[:1] == ["export"]:
@@ -118,14 +118,14 @@ def _read_script(text: str) -> tuple[dict[str, str], list[Command], list[tuple[s
             variables[assigned["name"]] = assigned["text"]
             words = words[1:]
         if words and words[0].startswith("--"):
-            notes += [(f"--{name}", value, "a line break keeps it from the command") for name, value in _flags(words)[0].items()]
+            notes += [(f"--{name}", value, "a line break separates it from its command") for name, value in _flags(words)[0].items()]
         elif command := _command(words):
             commands.append(command)
     return variables, commands, notes
 
 
 def _expand(word: str, variables: Mapping[str, str]) -> str:
-    """A word with the variables that the script sets, and with the defaults of the others."""
+    """A word with variables replaced by the script's values, or by their defaults."""
 
     def value(found: re.Match[str]) -> str:
         name = found["plain"] or found["name"]
@@ -149,7 +149,7 @@ def _command(words: Sequence[str]) -> Command | None:
     if not flags and not re.search(r"run\.sh$", program):
         return None
     launcher = {name: value[0] if isinstance(value, list) else value for name, value in _flags(words[:place])[0].items()}
-    return Command(program, others, flags, launcher)  # a launcher's flags have one value: what follows it is the next program
+    return Command(program, others, flags, launcher)  # a launcher's flag has one value; the program follows
 
 
 def _is_program(word: str) -> bool:
@@ -164,7 +164,7 @@ def _until_end(words: Sequence[str]) -> Iterator[str]:
 
 
 def _flags(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Flags by name, without dashes, each with its value, its values, or True; and the words before the first."""
+    """Flags by name without dashes, each with its value, list of values, or True; and the words before the first flag."""
     flags: dict[str, list[Any]] = {}
     others: list[str] = []
     name = None

@@ -1,4 +1,4 @@
-"""The formats that are read, and how a file's is recognised."""
+"""The known formats, and how the format of a file is recognised."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Format(NamedTuple):
     """A format of old configurations."""
 
     title: str
-    """What errors and reports call it."""
+    """Its name in errors and reports."""
     verb: str | None
-    """What its configurations are for; None: any training."""
+    """The verb for its configurations; None: any training."""
     table: Table
     marks: frozenset[str]
-    """Keys, or `key=value`, of which it takes one to be of this format."""
+    """Keys, or `key=value`, any of which identifies the format."""
     defaults: Callable[[Old, str | None], Settings]
-    """Its defaults where ours differ, by our dotted key; computed from the old values and the script."""
+    """Its defaults that differ from Unmask's, by dotted key; a function of the old values and the script."""
     program: str = r"(?!)"
     """Names of its scripts, as a regular expression."""
 
 
 def d1_sft_defaults(old: Old, program: str | None) -> Settings:
-    """What sft_train.py of d1 fixes; the recipe sft-s1k says more."""
+    """Values fixed in d1's sft_train.py, as in the recipe sft-s1k."""
     adapters: Settings = {"lora.r": 128, "lora.alpha": 256, "lora.dropout": 0.05, "lora.target_modules": ["q_proj", "k_proj", "v_proj"]}
     rows: Settings = {"data.train": "simplescaling/s1K", "training.max_length": 4096, "training.truncate_completion": True}
     steps: Settings = {
@@ -129,7 +129,7 @@ FORMATS = {
 
 
 def flat(values: Old) -> dict[str, Any]:
-    """Values by key, those of a section that a table knows by `section.key`; what is unset is left out."""
+    """Values by key, or by `section.key` for sections in a table; unset values are left out."""
     sections = {key.partition(".")[0] for form in FORMATS.values() for key in form.table if "." in key}
     found: dict[str, Any] = {}
     for key, value in values.items():
@@ -139,7 +139,7 @@ def flat(values: Old) -> dict[str, Any]:
 
 
 def is_ours(values: Old) -> bool:
-    """Whether a file of settings is a config of Unmask, perhaps with a misspelt key."""
+    """Whether a mapping is a config of Unmask, possibly with a misspelt key."""
     fields = RunConfig.model_fields
     return (bool(values) and values.keys() <= fields.keys()) or any(
         key in fields and isinstance(value, dict) for key, value in values.items()
@@ -147,7 +147,7 @@ def is_ours(values: Old) -> bool:
 
 
 def candidates(values: Old, program: str | None) -> list[str]:
-    """The formats that a configuration may be of, as names; of those that have a mark in it the ones that know most of its keys."""
+    """The names of the formats that a configuration may have: among those with a mark in it, the ones that know most of its keys."""
     by_program = [name for name, form in FORMATS.items() if program and re.search(form.program, program)]
     keys = set(values) | {f"{key}={value}" for key, value in values.items() if isinstance(value, str)}
     marked = [name for name in by_program or FORMATS if by_program or keys & FORMATS[name].marks]
@@ -159,7 +159,7 @@ def recognise(values: Old, program: str | None, where: str) -> str:
     """The name of the format.
 
     Raises:
-        ConfigError: it is ours, none that is known, or may be one of several.
+        ConfigError: it is a config of Unmask, has no known format, or may have several.
     """
     found = candidates(values, program)
     if not found and is_ours(values):
@@ -174,18 +174,14 @@ def recognise(values: Old, program: str | None, where: str) -> str:
 
 
 def format_named(name: str) -> Format:
-    """A format by its name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """A format by its name. Raises ConfigError if there is none."""
     if name not in FORMATS:
         raise ConfigError(f"there is no format {name!r}", where="--format", remedy=did_you_mean(name, FORMATS))
     return FORMATS[name]
 
 
 def merged(files: Iterable[OldFile]) -> dict[str, Any]:
-    """What several files say together; later ones win."""
+    """The values of several files; later ones override earlier ones."""
     values: dict[str, Any] = {}
     for file in files:
         values |= flat(file.values)
@@ -193,15 +189,11 @@ def merged(files: Iterable[OldFile]) -> dict[str, Any]:
 
 
 def refuse_old(paths: Sequence[Path]) -> None:
-    """Refuse a file that is an old configuration, where one of ours is wanted.
-
-    Raises:
-        ConfigError: names the command that converts it.
-    """
+    """Refuse old configurations where Unmask's are expected, with a ConfigError that names the command to convert them."""
     for path in paths:
         try:
             old = read_old(path)
-        except ConfigError:  # those who read it as ours say what is wrong
+        except ConfigError:  # reading it as a config of Unmask will say what is wrong
             continue
         values = flat(old.values)
         found = candidates(values, old.program) if path.suffix not in MAPPINGS or not is_ours(old.values) else []

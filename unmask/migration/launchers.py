@@ -9,7 +9,7 @@ from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, dro
 
 
 def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
-    """ZeRO by its stage, or by a mapping where something goes to the host's memory."""
+    """ZeRO by its stage, or by a mapping if it offloads to host memory."""
     if old.get("distributed_type") != "DEEPSPEED":
         raise DroppedError("distributed_type is another")
     if value.get("deepspeed_config_file"):
@@ -31,7 +31,7 @@ def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
 
 
 def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
-    """Shards, in version 2."""
+    """FSDP, in version 2."""
     if old.get("distributed_type") != "FSDP":
         raise DroppedError("distributed_type is another")
     sharding = value.get("fsdp_reshard_after_forward", value.get("fsdp_sharding_strategy", "FULL_SHARD"))
@@ -64,7 +64,7 @@ ACCELERATE: Table = {
         ],
         *["main_training_function", "compute_environment", "debug", "enable_cpu_affinity", "downcast_bf16", "command_file", "commands"],
         *["tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "mpirun_config", "ipex_config", "parallelism_config"],
-        why="of the launcher: accelerate launch --num_processes N -m unmask ...",
+        why="belongs to the launcher: accelerate launch --num_processes N -m unmask ...",
     ),
 }
 

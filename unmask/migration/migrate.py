@@ -1,4 +1,4 @@
-"""From old configurations to one of ours, and what became of each key."""
+"""Convert old configurations into one of Unmask's, and report the outcome of each key."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from unmask.migration.formats import FORMATS, Format, format_named, merged, reco
 from unmask.migration.rules import TRANSFORMERS, DroppedError, Rule, Settings, to
 
 NEEDED = {"model.path": "--model PATH", "output_dir": "--output DIR"}
-"""Settings that every run needs, and the options that give them."""
-OWN_NAME = frozenset(field.name for field in dataclasses.fields(TrainingArguments) if field.init)
+"""Required settings, and the options that set them."""
+TRAINING_ARGUMENTS = frozenset(field.name for field in dataclasses.fields(TrainingArguments) if field.init)
 
 
 class Change(NamedTuple):
-    """What became of an old key."""
+    """The outcome of an old key."""
 
     old: str
     """The key; empty for a default of the old trainer."""
@@ -37,17 +37,17 @@ class Change(NamedTuple):
 
 
 class Migration(NamedTuple):
-    """A config of ours from old ones."""
+    """Unmask's config from old ones."""
 
     titles: str
     """The formats."""
     verb: str | None
-    """What the config is for; None: any training."""
+    """The verb that the config is for; None: any training."""
     config: dict[str, Any]
-    """Nested, as YAML has it."""
+    """The nested mappings of the YAML file."""
     changes: list[Change]
     missing: list[str]
-    """Options that the old configuration leaves to be given."""
+    """Options that the user must still set."""
 
     def to_yaml(self) -> str:
         return dump_yaml(self.config)
@@ -62,14 +62,14 @@ class Migration(NamedTuple):
 
 
 def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
-    """Read old configurations that belong together, and turn them into one of ours.
+    """Read the old configurations of one run, and convert them into one of Unmask's.
 
     Args:
-        paths: files; where two say different things the later one wins.
-        form: the name of their format; None: it is recognised by its keys. A file of accelerate may accompany any.
+        paths: files; later ones override earlier ones.
+        form: the name of their format; None: it is recognised by its keys. A file of accelerate may accompany any format.
 
     Raises:
-        ConfigError: a file cannot be read, its format is unknown or ambiguous, or a value means nothing.
+        ConfigError: a file cannot be read, its format is unknown or ambiguous, or a value is invalid.
     """
     files = [read_old(path) for path in paths]
     launchers = [file for file in files if FORMATS["accelerate"].marks & file.values.keys()]
@@ -78,8 +78,8 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
     where = " and ".join(map(str, paths))
     parts: list[tuple[Format, Mapping[str, Any]]] = [(FORMATS["accelerate"], merged(launchers))] if launchers else []
     if others:
-        said = merged(others)
-        parts.append((format_named(form or recognise(said, program, where)), said))
+        old = merged(others)
+        parts.append((format_named(form or recognise(old, program, where)), old))
     verb = parts[-1][0].verb
     settings: Settings = {}
     changes: list[Change] = []
@@ -87,7 +87,7 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
         for change, found in _read(each, values):
             clashes = [key for key in found if key in settings and settings[key] != found[key]]
             if clashes:
-                change = change._replace(why=f"{change.why}; wins over an earlier key".lstrip("; "))
+                change = change._replace(why=f"{change.why}; overrides an earlier key".lstrip("; "))
             elif found and all(key in settings for key in found):
                 change = change._replace(new=f"{', '.join(found)}, as above")
             settings |= found
@@ -106,8 +106,8 @@ def migrate(paths: Sequence[Path], form: str | None = None) -> Migration:
 
 
 def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Settings]]:
-    """What becomes of every key, and the settings that it means."""
-    table = TRANSFORMERS | {name: to(f"training.{name}") for name in OWN_NAME - TRANSFORMERS.keys()} | form.table
+    """The outcome of every key, and its settings."""
+    table = TRANSFORMERS | {name: to(f"training.{name}") for name in TRAINING_ARGUMENTS - TRANSFORMERS.keys()} | form.table
     for key, value in values.items():
         rule = table.get(key)
         if rule is None:
@@ -118,8 +118,8 @@ def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Set
         except DroppedError as error:
             yield Change(key, value, "dropped", "", str(error)), {}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            what = f"{value!r} means nothing in {form.title}"
-            raise ConfigError(what, where=key, remedy="Correct it there, or take it out.") from error
+            what = f"{value!r} is not valid in {form.title}"
+            raise ConfigError(what, where=key, remedy="Correct it there, or remove it.") from error
         else:
             yield _change(key, value, found, rule), found
 
@@ -134,7 +134,7 @@ def _change(key: str, value: Any, found: Settings, rule: Rule) -> Change:
 
 
 def _is_set(key: str, settings: Settings) -> bool:
-    """Whether a setting is given, its section is turned off, or one that it would contradict is given."""
+    """Whether a setting or one that contradicts it is set, or its section is turned off."""
     section = key.partition(".")[0]
     if section in settings:
         return True
@@ -144,7 +144,7 @@ def _is_set(key: str, settings: Settings) -> bool:
 
 
 def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]:
-    """The config, nested: of known keys and of values of the right types."""
+    """The nested config, with its keys and types checked."""
     layers = Layers(Layer(where, nested(key.split("."), value)) for key, value in settings.items())
     config = layers.merged()
     placeholders = Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"})

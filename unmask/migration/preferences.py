@@ -24,13 +24,13 @@ from unmask.migration.rules import (
 from unmask.migration.trl import DATASET
 
 MOST_SAMPLES = 64
-"""Noise levels that are worth a pass each; more of them are times of a process, of which a pass takes any."""
+"""The largest number of noise levels read as passes; larger values are numbers of discrete times."""
 
 
 def samples(value: Any, old: Old) -> Settings:
-    """Levels of noise at which a response is scored."""
+    """Noise levels at which a response is scored."""
     if value > MOST_SAMPLES:
-        raise DroppedError(f"times are drawn over the whole process; training.samples is how many passes score a response (8, not {value})")
+        raise DroppedError(f"times are continuous; training.samples is the number of passes per response (8, not {value})")
     return {"training.samples": value}
 
 
@@ -42,7 +42,7 @@ DIFFUSION_DPO: Table = {
     "preference_data_path": to("data.train", str),
     "eval_data_path": to("data.eval", str),
     "max_samples": to("data.max_rows"),
-    "diffusion_steps": Rule(samples, "the noise levels at which a response is scored, a pass each"),
+    "diffusion_steps": Rule(samples, "the noise levels at which a response is scored, one pass each"),
     "use_mixed_precision": Rule(precision, "one switch for each type"),
     "mixed_precision": Rule(precision, "one switch for each type"),
     "max_seq_length": to("training.max_length"),
@@ -54,7 +54,7 @@ DIFFUSION_DPO: Table = {
 
 
 def dpo_defaults(old: Old, program: str | None) -> Settings:
-    """No default of that trainer is known: what it leaves out is ours."""
+    """The defaults of that trainer are not known."""
     return {}
 
 
@@ -75,7 +75,7 @@ TRL_DPO: Table = {
     **lora_if("use_peft", LORA_OF_TRL),
     **LORA_LEFT,
     **same("beta", "max_length", "rpo_alpha"),
-    "loss_type": Rule(loss, "ipo goes by the mean over tokens, as there"),
+    "loss_type": Rule(loss, "ipo averages over tokens, as there"),
     "label_smoothing": Rule(smoothing),
     "ref_model_name_or_path": to("training.reference_model"),
     "precompute_ref_log_probs": Rule(
@@ -84,15 +84,15 @@ TRL_DPO: Table = {
     "max_prompt_length": DIFFUSION_DPO["max_prompt_length"],
     **dropped("precompute_ref_batch_size", why="training.per_device_eval_batch_size sets it"),
     **dropped("truncation_mode", "max_completion_length", "padding_free", "pad_to_multiple_of", "pad_token", why="rows are packed"),
-    **dropped("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", why="the reference of dpo stays"),
+    **dropped("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", why="the reference of dpo is fixed"),
     **dropped("f_divergence_type", "f_alpha_divergence_coef", why="the divergence is the reverse KL, TRL's default"),
     **dropped("ld_alpha", "loss_weights", "use_weighting", "discopop_tau", why="has no counterpart"),
     **dropped("activation_offloading", why="training.activation_checkpointing saves the same memory"),
-    **dropped("reference_free", "force_use_ref_model", "model_adapter_name", "ref_adapter_name", why="training.reference says it"),
+    **dropped("reference_free", "force_use_ref_model", "model_adapter_name", "ref_adapter_name", why="set training.reference"),
 }
 
 
 def trl_dpo_defaults(old: Old, program: str | None) -> Settings:
-    """Of TRL's DPOConfig, where ours are others."""
+    """Defaults of TRL's DPOConfig that differ from Unmask's."""
     settings: Settings = {"training.beta": 0.1, "training.learning_rate": 1e-6, "training.max_length": 1024}
     return settings | {"training.activation_checkpointing": True} | ({} if old.get("fp16") else {"training.bf16": True})

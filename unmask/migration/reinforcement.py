@@ -1,4 +1,4 @@
-"""Old keys of reinforcement learning: what all trainers share, and d1 with its successors."""
+"""Old keys of reinforcement learning: those that all trainers share, and those of d1 and its successors."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from unmask.migration.rules import (
 )
 
 TASKS = {"gsm8k": "gsm8k", "countdown": "countdown", "sudoku": "sudoku", "math": "math500", "math500": "math500"}
-"""What d1 and its successors call a data set, and the recipe that has its problems and rewards."""
+"""Names of data sets in d1 and its successors, and the recipes with their problems and rewards."""
 
 
 def task(value: Any, old: Old) -> Settings:
-    """A data set of d1: the problems, their style and the published rewards, as the recipe has them."""
+    """A data set of d1: its problems, their style and the published rewards, from the recipe."""
     if value not in TASKS:
         raise DroppedError(f"{value!r} is not built in: give --data and --task or rewards")
     recipe = read_recipe(f"grpo-{TASKS[value]}")
@@ -36,18 +36,18 @@ def task(value: Any, old: Old) -> Settings:
 
 
 def temperature(value: Any, old: Old) -> Settings:
-    """Above 0: completions of a group must differ."""
+    """A temperature above 0: completions of a group must differ."""
     if value == 0:
-        raise DroppedError("at 0 the completions of a group are all alike")
+        raise DroppedError("at 0 all completions of a group are equal")
     return {"training.temperature": value}
 
 
 def reference(beta: float) -> Table:
-    """A reference that follows the policy, of a trainer with this beta by default."""
+    """The keys of a moving reference, for a trainer with this default of beta."""
 
     def moves(old: Old) -> None:
         if not truth(old.get("sync_ref_model", False)):
-            raise DroppedError("sync_ref_model is off: the reference stays")
+            raise DroppedError("sync_ref_model is off: the reference is fixed")
         if not old.get("beta", beta):
             raise DroppedError("beta is 0: there is no reference")
 
@@ -59,41 +59,41 @@ def reference(beta: float) -> Table:
         moves(old)
         return {"training.reference_sync_share": value}
 
-    rule = Rule(steps, "the reference moves where its steps are set")
+    rule = Rule(steps, "the reference moves if its steps are set")
     return {"sync_ref_model": rule, "ref_model_sync_steps": rule, "ref_model_mixup_alpha": Rule(share)}
 
 
 def masked_rate(value: Any, old: Old) -> Settings:
-    """The range of an adaptive mask rate, from two keys."""
+    """The range of the adaptive mask rate, from two keys."""
     ends = [old.get(f"masking.{end}_p_mask") for end in ("initial", "final")]
     if old.get("masking.strategy_type") != "adaptive" or None in ends:
-        raise DroppedError("only adaptive masking has a rate that moves, from one end to another")
+        raise DroppedError("only adaptive masking has a range of rates, with both ends")
     return {"training.masking": "adaptive", "training.mask_rate": ends}
 
 
 def prompts_masked(value: Any, old: Old) -> Settings:
-    """The share of the prompt that is hidden; the strategies that plan in the method's place hide none of it."""
+    """The fraction of the prompt that is hidden; masking strategies hide none of it."""
     if old.get("masking.strategy_type", "diffusion") != "diffusion":
         raise DroppedError("a masking strategy hides nothing of the prompt")
     return {"training.prompt_mask_rate": value}
 
 
 def strategy(value: Any, old: Old) -> Settings:
-    """A masking strategy. The published one is what diffu-grpo itself does."""
+    """A masking strategy. `diffusion` is the method's own masking."""
     if value == "diffusion":
         return {}
     return {"training.masking": words(optimized="optimized", adaptive="adaptive")(value)}
 
 
 def batch_size(value: Any, old: Old) -> Settings:
-    """DIFFU_BATCH_SIZE is that of generation where the one of training is given too."""
+    """DIFFU_BATCH_SIZE: the batch of generation if DIFFU_TRAIN_BATCH_SIZE is also set."""
     if old.get("DIFFU_TRAIN_BATCH_SIZE"):
         return {"training.rollout_batch_size": int(value)}
     return OLDER["DIFFU_BATCH_SIZE"].read(str(value))
 
 
 def variable(known: Variable) -> Rule:
-    """A variable that a run reads too."""
+    """A variable that runs also read."""
     return Rule(lambda value, old: known.read(str(value)))
 
 
@@ -103,7 +103,7 @@ def number(key: str) -> Rule:
 
 
 def performance(old: Old) -> Settings:
-    """How often times are logged, which two keys say."""
+    """How often performance is logged, from two keys."""
     interval = old.get("performance_log_interval", 100)
     return {"training.performance_log_interval": interval if truth(old.get("enable_performance_logging", True)) else 0}
 
@@ -124,7 +124,7 @@ GRPO: Table = {
     **dropped("ds3_gather_for_generation", why="shards are gathered when needed"),
     **dropped("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
 }
-"""What all of them share."""
+"""Keys that all trainers share."""
 
 DIFFUSION: Table = {
     "p_mask_prompt": to("training.prompt_mask_rate"),
@@ -140,9 +140,9 @@ IMPROVED: Table = {
     "optimization.generation_batch_size": to("training.rollout_batch_size"),
     "optimization.per_device_train_batch_size": to("training.per_device_train_batch_size"),
     "optimization.enable_profiling": drop("use `unmask profile grpo`"),
-    "optimization.memory_efficient_attention": drop("the fastest exact kernel is taken"),
+    "optimization.memory_efficient_attention": drop("the fastest exact kernel is used"),
     **dropped("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
-    "optimization.tensor_batch_size": drop("training.score_chunk says how many rows a pass takes"),
+    "optimization.tensor_batch_size": drop("training.score_chunk sets the rows of a pass"),
     "masking.strategy_type": Rule(strategy, "diffusion is the method's own"),
     "masking.p_mask_prompt": Rule(prompts_masked),
     "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
@@ -159,12 +159,12 @@ IMPROVED: Table = {
     "loss.beta": to("training.beta"),
     "loss.adaptive_loss": Rule(
         lambda value, old: {"training.adaptive_loss": True} if truth(value) and old.get("masking.strategy_type") == "adaptive" else {},
-        "acts with adaptive masking",
+        "only with adaptive masking",
     ),
-    **dropped("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta stay"),
+    **dropped("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta are constant"),
     "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
     "reward.reward_weights": to("training.reward_weights"),
-    **dropped("reward.use_new_rewards", "reward.correct_reward", "reward.format_reward", why="rewards are the task's published ones"),
+    **dropped("reward.use_new_rewards", "reward.correct_reward", "reward.format_reward", why="rewards are those published for the task"),
     **dropped("reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"),
     "log_memory_usage": switch("training.log_memory_usage"),
     **dict.fromkeys(("performance_log_interval", "enable_performance_logging"), Rule(lambda value, old: performance(old), "0 is never")),
@@ -176,7 +176,7 @@ IMPROVED: Table = {
 DIFFU_VARIABLES: Table = {
     **{name: variable(known) for name, known in OLDER.items()},
     "DIFFU_DATASET": Rule(lambda value, old: task(value, old) if value in TASKS else OLDER["DIFFU_DATASET"].read(value)),
-    "DIFFU_BATCH_SIZE": Rule(batch_size, "of generation where DIFFU_TRAIN_BATCH_SIZE is set"),
+    "DIFFU_BATCH_SIZE": Rule(batch_size, "the batch of generation if DIFFU_TRAIN_BATCH_SIZE is set"),
     "DIFFU_TRAIN_BATCH_SIZE": number("training.per_device_train_batch_size"),
     "DIFFU_NUM_ITERATIONS": number("training.num_iterations"),
     "DIFFU_P_MASK_PROMPT": number("training.prompt_mask_rate"),
@@ -227,7 +227,7 @@ D1: Table = {
 
 
 def d1_defaults(old: Old, program: str | None) -> Settings:
-    """Of DiffuGRPOConfig, where ours are others."""
+    """Defaults of DiffuGRPOConfig that differ from Unmask's."""
     adapters: Settings = {"lora.r": 16, "lora.alpha": 32, "lora.dropout": 0.05}
     learning: Settings = {"training.learning_rate": 1e-6, "training.lr_scheduler_type": "linear"}
     sampling: Settings = {

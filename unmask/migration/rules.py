@@ -1,4 +1,4 @@
-"""What becomes of an old key: the words in which the tables are written."""
+"""Rules for old keys, from which the tables of the formats are built."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from unmask.commands.older_variables import SWITCH
 Old = Mapping[str, Any]
 """An old configuration: values by key."""
 Settings = dict[str, Any]
-"""Our settings, by dotted key."""
+"""Unmask's settings by dotted key."""
 
 
 class DroppedError(Exception):
@@ -18,25 +18,25 @@ class DroppedError(Exception):
 
 
 class Rule(NamedTuple):
-    """What becomes of an old key."""
+    """How an old key is converted."""
 
     read: Callable[[Any, Old], Settings]
-    """The settings that a value means, beside the other old ones. Raises DroppedError for one without counterpart, ValueError or KeyError
-    for one that means nothing."""
+    """Returns the settings for a value, given all old values. Raises DroppedError if there is no counterpart, ValueError or KeyError for an
+    invalid value."""
     why: str = ""
-    """Why it is changed, for the report."""
+    """The reason for the change, for the report."""
 
 
 Table = dict[str, Rule]
 
 
 def to(key: str, convert: Callable[[Any], Any] | None = None, why: str = "") -> Rule:
-    """The setting that took the key's place."""
+    """A key that has another name here, with its value converted."""
     return Rule(lambda value, old: {key: convert(value) if convert else value}, why)
 
 
 def same(*keys: str) -> Table:
-    """Keys that are settings of `training` by the same name."""
+    """Keys with the same name in `training`."""
     return {key: to(f"training.{key}") for key in keys}
 
 
@@ -50,16 +50,12 @@ def drop(why: str) -> Rule:
 
 
 def dropped(*keys: str, why: str) -> Table:
-    """Keys without counterpart, for one reason."""
+    """Keys without counterpart, for the same reason."""
     return {key: drop(why) for key in keys}
 
 
 def truth(value: Any) -> bool:
-    """A switch: true, false, or a word or number that means one.
-
-    Raises:
-        KeyError: it means neither.
-    """
+    """The value of a switch: true, false, or an equivalent word or number. Raises KeyError for any other value."""
     return SWITCH[str(value).lower()]
 
 
@@ -69,7 +65,7 @@ def switch(key: str, why: str = "") -> Rule:
 
 
 def words(**known: Any) -> Callable[[Any], Any]:
-    """Other words for the same; unknown ones are dropped."""
+    """A converter of words by a table; unknown words are dropped."""
 
     def read(value: Any) -> Any:
         if value not in known:
@@ -80,7 +76,7 @@ def words(**known: Any) -> Callable[[Any], Any]:
 
 
 def precision(value: Any, old: Old) -> Settings:
-    """Mixed precision from bf16, fp16 or a word that turns it off."""
+    """Mixed precision: bf16, fp16, or a word for off."""
     word = "no" if str(value).lower() in ("no", "false", "none", "fp32", "float32") else str(value).lower()
     word = {"bfloat16": "bf16", "float16": "fp16"}.get(word, word)
     if word not in ("bf16", "fp16", "no"):
@@ -96,7 +92,7 @@ def first_of(value: Any) -> Any:
 
 
 def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
-    """Adapters: `names` has the old keys of r, alpha, dropout and target_modules. They apply if the switch is on; None: always."""
+    """Adapters: `names` maps r, alpha, dropout and target_modules to their old keys, which apply if the switch is on (None: always)."""
 
     def on(old: Old) -> bool:
         return switch_key is None or truth(old.get(switch_key, False))
@@ -113,17 +109,16 @@ def lora_if(switch_key: str | None, names: Mapping[str, str]) -> Table:
     if switch_key is not None:
 
         def turn(value: Any, old: Old) -> Settings:
-            given = [names[name] for name in names if old.get(names[name]) is not None]
             if not truth(value):
                 return {"lora": None}
-            return {} if given else {"lora.r": 16, "lora.alpha": 32}
+            return {} if any(old.get(key) is not None for key in names.values()) else {"lora.r": 16, "lora.alpha": 32}
 
         table[switch_key] = Rule(turn, "adapters have a separate section")
     return table
 
 
 def modules(value: Any) -> Any:
-    """Names of layers: a list, or words with commas or spaces between them; all-linear stays a word."""
+    """Names of layers as a list, from words separated by commas or spaces; a single word such as all-linear stays a string."""
     if isinstance(value, str) and ("," in value or " " in value.strip()):
         return [name for name in value.replace(",", " ").split() if name]
     return value
@@ -135,30 +130,30 @@ TRANSFORMERS: Table = {
     "evaluation_strategy": to("training.eval_strategy"),
     "gradient_checkpointing": switch("training.activation_checkpointing"),
     "gradient_checkpointing_kwargs": to("training.activation_checkpointing_kwargs"),
-    "warmup_ratio": to("training.warmup_steps", why="below 1 it is a share of the steps"),
+    "warmup_ratio": to("training.warmup_steps", why="a value below 1 is a fraction of the steps"),
     "group_by_length": to("training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"),
     "no_cuda": switch("training.use_cpu"),
     **same("learning_rate", "seed"),
     **dropped("resume_from_checkpoint", why="give --resume PATH on the command line"),
     "logging_dir": Rule(lambda value, old: logs_at(value, old)),
-    **dropped("remove_unused_columns", "label_names", why="columns are kept as the verb needs them"),
-    **dropped("label_smoothing_factor", "neftune_noise_alpha", why="a bound on the likelihood knows no smoothing and no noise"),
+    **dropped("remove_unused_columns", "label_names", why="the verb selects its columns"),
+    **dropped("label_smoothing_factor", "neftune_noise_alpha", why="the likelihood bound has neither smoothing nor noise"),
     **dropped("save_safetensors", why="weights are always saved as safetensors"),
-    **dropped("local_rank", "ddp_backend", "local_process_index", why="the launcher says so"),
-    **dropped("hub_token", "push_to_hub_token", why="secrets do not belong into a config: use `hf auth login`"),
+    **dropped("local_rank", "ddp_backend", "local_process_index", why="set by the launcher"),
+    **dropped("hub_token", "push_to_hub_token", why="secrets do not belong in a config: use `hf auth login`"),
     **dropped("_n_gpu", "fp16_opt_level", "half_precision_backend", "fp16_backend", "use_mps_device", "jit_mode_eval",
               "use_ipex", "torchdynamo", "tpu_num_cores", "tpu_metrics_debug", "past_index", "fp16_full_eval_backend",
               "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "include_tokens_per_second", "dispatch_batches",
               "split_batches", "mp_parameters", "ray_scope", "eval_use_gather_object", "use_legacy_prediction_loop",
-              why="transformers has given it up, or never used it for training"),
+              why="removed from transformers, or not used in training"),
 }  # fmt: skip
-"""Of `transformers.TrainingArguments`: fields that have another name, or none. All others keep their own."""
+"""Fields of `transformers.TrainingArguments` with another name here, or without counterpart. All others keep their names."""
 
 
 def logs_at(value: Any, old: Old) -> Settings:
-    """Where TensorBoard writes; of others there is no folder to say."""
+    """The folder of TensorBoard; other trackers have no such setting."""
     if "tensorboard" not in str(old.get("report_to")):
-        raise DroppedError("TensorBoard alone writes there, and report_to is another")
+        raise DroppedError("only TensorBoard writes there, and report_to does not name it")
     return {"training.logging_dir": str(value)}
 
 
@@ -167,21 +162,21 @@ SETTINGS_OF_MODEL: Table = {
     "model_revision": to("model.revision", str),
     "trust_remote_code": switch("model.trust_remote_code"),
     "attn_implementation": Rule(
-        lambda value, old: attention(value), "FlashAttention 2 is a switch; otherwise the fastest exact kernel is taken"
+        lambda value, old: attention(value), "FlashAttention 2 is a switch; otherwise the fastest exact kernel is used"
     ),
     "load_in_4bit": Rule(lambda value, old: {"model.quantization": "4bit"} if truth(value) else {}, "one setting for both widths"),
     "load_in_8bit": Rule(lambda value, old: {"model.quantization": "8bit"} if truth(value) else {}, "one setting for both widths"),
     "model_init_kwargs": Rule(lambda value, old: loading(value), "arguments of from_pretrained are settings of model"),
     "torch_dtype": Rule(lambda value, old: weights_in(value)),
     "dtype": Rule(lambda value, old: weights_in(value)),
-    **dropped("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", why="4 bits are NF4, quantised twice"),
+    **dropped("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", why="4 bits are NF4 with double quantisation"),
     **dropped("ignore_bias_buffers", "router_aux_loss_coef", "disable_dropout", why="not needed here"),
 }
-"""How peers name the model to load."""
+"""The settings of the model under their names in other trainers."""
 
 
 def weights_in(value: Any) -> Settings:
-    """The type of the weights; float16 is for computing only."""
+    """The dtype of the weights; float16 is used for mixed precision only."""
     name = str(value).removeprefix("torch.")
     name = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "half": "float16"}.get(name, name)
     if name == "auto":
@@ -192,18 +187,14 @@ def weights_in(value: Any) -> Settings:
 
 
 def attention(value: Any) -> Settings:
-    """FlashAttention where it is named; other kernels are chosen."""
+    """FlashAttention if it is named; other kernels are selected automatically."""
     if not str(value).startswith("flash_attention"):
-        raise DroppedError("the fastest exact kernel is taken")
+        raise DroppedError("the fastest exact kernel is used")
     return {"training.flash_attention": True}
 
 
 def loading(value: Mapping[str, Any]) -> Settings:
-    """Arguments of `from_pretrained`.
-
-    Raises:
-        ValueError: there is one that no setting stands for.
-    """
+    """Arguments of `from_pretrained`. Raises DroppedError for one without a counterpart."""
     settings: Settings = {}
     for key, part in value.items():
         rule = SETTINGS_OF_MODEL.get({"revision": "model_revision"}.get(key, key))

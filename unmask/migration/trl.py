@@ -1,4 +1,4 @@
-"""Old keys of TRL's GRPOConfig and of its scripts, and the GRPO_* and VLLM_* variables, of a program that makes one."""
+"""Old keys of TRL's GRPOConfig and its scripts, and the GRPO_* and VLLM_* variables of a program on top of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ AGGREGATION = {"grpo": "sequence", "dapo": "token", "bnpo": "token", "dr_grpo": 
 
 
 def scaled(value: Any, old: Old) -> Settings:
-    """How rewards become advantages."""
+    """The scaling of rewards."""
     word = str(value).lower()
     if word == "batch":
         raise DroppedError("rewards are scaled within their group or not at all")
@@ -46,9 +46,9 @@ def served(value: Any, old: Old) -> Settings:
 
 
 def correction(value: Any, old: Old) -> Settings:
-    """The bound of the weight by which tokens of a server count."""
+    """The cap of the importance weight of a server's tokens."""
     if not served_by_vllm(old):
-        raise DroppedError("rollouts are the trained model's own")
+        raise DroppedError("the trained model samples")
     if not truth(old.get("vllm_importance_sampling_correction", True)):
         return {"training.importance_cap": None}
     return {"training.importance_cap": old.get("vllm_importance_sampling_clip_max") or old.get("vllm_importance_sampling_cap") or 3.0}
@@ -71,11 +71,11 @@ def rewards(value: Any, old: Old) -> Settings:
 
 def unbiased(value: Any, old: Old) -> Settings:
     if not old.get("beta"):
-        raise DroppedError("beta is 0: there is no divergence")
+        raise DroppedError("beta is 0: there is no KL term")
     return {"training.kl_unbiased": truth(value)}
 
 
-SERVED = Rule(served, "a server has an address")
+SERVED = Rule(served, "a server is named by its address")
 DATASET: Table = {
     "dataset_name": Rule(lambda value, old: named_data(old), "the configuration follows a colon"),
     "dataset_config": Rule(lambda value, old: named_data(old), "follows the name, after a colon"),
@@ -96,7 +96,7 @@ def named_data(old: Old) -> Settings:
 
 
 def held_out(old: Old) -> Settings:
-    """The test split, where it is evaluated on."""
+    """The test split, if it is used."""
     if str(old.get("eval_strategy", "no")) == "no":
         return {}
     return {"data.eval": [{"path": named_data(old)["data.train"], "split": old.get("dataset_test_split", "test")}]}
@@ -147,7 +147,7 @@ TRL_GRPO: Table = {
 
 
 def trl_defaults(old: Old, program: str | None) -> Settings:
-    """Of TRL's GRPOConfig, where ours are others."""
+    """Defaults of TRL's GRPOConfig that differ from Unmask's."""
     learning: Settings = {"training.learning_rate": 1e-6, "training.lr_scheduler_type": "linear", "training.activation_checkpointing": True}
     learning |= {} if old.get("fp16") else {"training.bf16": True}
     loss: Settings = {
@@ -161,7 +161,7 @@ def trl_defaults(old: Old, program: str | None) -> Settings:
 
 
 def variables_defaults(old: Old, program: str | None) -> Settings:
-    """Of the program of the GRPO_* variables, and of TRL's GRPOConfig that it makes."""
+    """Defaults of the program with GRPO_* variables, and of its GRPOConfig."""
     settings = trl_defaults({"beta": float(old.get("GRPO_BETA", 0))}, program)
     learning: Settings = {"training.learning_rate": 5e-6, "training.lr_scheduler_type": "cosine", "training.warmup_steps": 0.03}
     learning |= {"training.weight_decay": 0.01, "training.num_train_epochs": 1, "training.optim": "adamw_8bit"}
@@ -192,7 +192,7 @@ ROLLOUT_VARIABLES: Table = {
     "LORA_TARGET_MODULES": to("lora.target_modules", lambda text: [name.strip() for name in text.split(",") if name.strip()]),
     "LORA_BIAS": LORA_LEFT["bias"],
 }
-"""The GRPO_* and VLLM_* variables, and the others that their program reads."""
+"""The GRPO_* and VLLM_* variables, and others that their program reads."""
 
 
 def server_address(value: Any, old: Old) -> Settings:
