@@ -17,7 +17,6 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
 from unmask.generation.remote.protocol import model_facts
 from unmask.models.chat_template import TEMPLATES
-from unmask.models.ends import set_chat_template
 from unmask.models.export import export
 from unmask.models.load import initialise, load, with_pattern
 from unmask.models.model_card import render_card
@@ -158,9 +157,9 @@ def test_one_end_may_stand_alone(tmp_path):
 
 def test_another_chat_template_brings_its_end(tmp_path):
     lm = load(write(tmp_path / "stock"))
-    set_chat_template(lm, CHATML)
+    lm.set_chat_template(CHATML)
     assert lm.eos_token_ids == (EOS, IM_END)
-    set_chat_template(lm, TEMPLATES["simple"])
+    lm.set_chat_template(TEMPLATES["simple"])
     assert lm.eos_token_ids == (EOS, IM_END)
     lm.save(tmp_path / "own")
     assert load(tmp_path / "own").eos_token_ids == (EOS, IM_END)

@@ -10,7 +10,6 @@ from tests.training.tiny_runs import CHAT_TEMPLATE, PAIRS, batch, make, tiny
 from unmask.data.rows import separate_documents
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.errors import ConfigError, DataError
-from unmask.models.ends import set_chat_template
 from unmask.supervised.sft import SFTTrainer
 
 
@@ -157,7 +156,7 @@ def test_a_turns_own_end_is_learnt_and_what_is_behind_it_is_eos(more, filling, t
     """The row ends where the sampler ends it: at the first end token, with EOS in the rest of the block."""
     lm = tiny("block_causal", 5, vocab_size=16)
     lm.tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    set_chat_template(lm, CHATML)
+    lm.set_chat_template(CHATML)
     trainer = make("sft", tmp_path, lm, rows=[{"messages": CONVERSATION}], views=32, **more)
     rows = batch(trainer, 0)
     hidden_BT = trainer.plan(rows, trainer.draw(rows)).hidden_BMT.any(1)

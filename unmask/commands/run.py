@@ -21,7 +21,6 @@ from unmask.config.run import DataConfig, RunConfig, build_training_args, contin
 from unmask.console import Progress
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
-from unmask.models.ends import set_chat_template
 from unmask.models.load import load
 from unmask.rl.completion_log import SAMPLES_NAME
 from unmask.tasks import get_task
@@ -128,7 +127,7 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     train, held_out = read_data(config, entry, task, args)
     lm = load_model(config)
     if config.data.chat_template is not None:
-        set_chat_template(lm, read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
+        lm.set_chat_template(read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
     rest |= entry.arguments(config, task)

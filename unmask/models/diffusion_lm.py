@@ -19,7 +19,8 @@ from transformers.cache_utils import Cache
 
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
-from unmask.models.generation_config import accept_generation_config
+from unmask.models.chat_template import turn_end
+from unmask.models.ends import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
 from unmask.models.hooks.head import RowSelector, token_log_probs
 from unmask.models.hooks.last_layer import LastLayer
@@ -156,6 +157,13 @@ class DiffusionLM:
             "causal_context": self.causal_context,
             "time_embedding": self.has_time_embedding,
         }
+
+    def set_chat_template(self, template: str, *, ends: bool = True) -> None:
+        """Set the tokenizer's chat template; unless `ends` is False, the token that ends its turns becomes an end token."""
+        self.tokenizer.chat_template = template
+        if ends:
+            self.eos_token_ids = eos_first(self.tokenizer, {*self.eos_token_ids, *as_ids(turn_end(self.tokenizer))})
+            set_end_tokens(self.model, self.eos_token_ids)
 
     def bind(self, model: nn.Module) -> DiffusionLM:
         """The same settings with a wrapper or a deep copy of the model."""

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.errors import ModelError
 from unmask.models.chat_template import turn_end
-from unmask.models.generation_config import as_ids, set_end_tokens
-
-if TYPE_CHECKING:
-    from unmask.models.diffusion_lm import DiffusionLM
 
 
 def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] | None) -> tuple[int, ...]:
@@ -28,18 +24,9 @@ def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos
         if token == tokenizer.mask_token_id or not 0 <= token < rows:
             what = f"{token} is {'the mask token' if token == tokenizer.mask_token_id else f'outside the vocabulary of {rows}'}"
             raise ModelError(what, where="eos_token_ids", remedy="Give ids of tokens that end a text, or leave it out")
-    ends = _eos_first(tokenizer, _declared_ends(model, tokenizer) if eos_token_ids is None else as_ids(eos_token_ids))
+    ends = eos_first(tokenizer, _declared_ends(model, tokenizer) if eos_token_ids is None else as_ids(eos_token_ids))
     set_end_tokens(model, ends)
     return ends
-
-
-def set_chat_template(lm: DiffusionLM, template: str, *, ends: bool = True) -> None:
-    """Set the tokenizer's chat template; unless `ends` is False, the token that ends its turns becomes an end token."""
-    lm.tokenizer.chat_template = template
-    if not ends:
-        return
-    lm.eos_token_ids = _eos_first(lm.tokenizer, {*lm.eos_token_ids, *as_ids(turn_end(lm.tokenizer))})
-    set_end_tokens(lm.model, lm.eos_token_ids)
 
 
 def _declared_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
@@ -50,5 +37,26 @@ def _declared_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return named & (tokenizer.added_tokens_decoder.keys() - {tokenizer.mask_token_id}) | {*as_ids(turn_end(tokenizer))}
 
 
-def _eos_first(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+def eos_first(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]) -> tuple[int, ...]:
+    """The end tokens with the tokenizer's EOS, which comes first."""
     return tuple(dict.fromkeys([*as_ids(tokenizer.eos_token_id), *sorted(eos_token_ids)]))
+
+
+def as_ids(value: int | Collection[int] | None) -> Collection[int]:
+    """An `eos_token_id` may be one, several or none."""
+    return [] if value is None else value if isinstance(value, Collection) else [value]
+
+
+def set_end_tokens(model: Any, ends: Sequence[int]) -> None:
+    """Set the end tokens of generation_config.json, at which transformers, vLLM and other engines stop."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and ends and {*as_ids(generation.eos_token_id)} != {*ends}:
+        generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
+        generation._from_model_config = False  # else transformers may rebuild it from the config
+
+
+def accept_generation_config(generation: GenerationConfig | None) -> None:
+    """Let transformers save a generation config unchanged. Many published ones have a temperature without `do_sample`. It refuses to save
+    these after a change, such as of the end tokens here or of special tokens in its trainer."""
+    if generation is not None:
+        generation._original_object_hash = hash(generation)

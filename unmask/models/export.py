@@ -12,8 +12,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
+from unmask.models.ends import accept_generation_config
 from unmask.models.families import FAMILIES
-from unmask.models.generation_config import accept_generation_config
 from unmask.models.model_card import HISTORY_KEY, write_card
 
 STOCK_LAYOUT = "hf"

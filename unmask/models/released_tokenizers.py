@@ -1,4 +1,4 @@
-"""Tokenizers of released diffusion models, on stock classes."""
+"""Loads tokenizers of released diffusion models with stock classes."""
 
 from __future__ import annotations
 

@@ -45,14 +45,14 @@ class Network:
     parameters: int  # all of them, tied ones counted once
     linears: tuple[tuple[int, int], ...]  # input and output width of every matrix except the output head and experts
     layers: int
-    hidden: int  # width
+    hidden: int  # hidden width
     vocabulary: int  # rows of the embedding table
     attention_width: int  # number of heads times head width
     tied: bool  # whether the output head is the embedding table
     saved_fixed: int  # bytes saved for the backward pass independently of the batch: masks, casts of weights
     saved_per_row: int  # bytes saved for the backward pass per row of the batch
     experts: tuple[tuple[int, int], ...] = ()  # input and output width of every matrix of every expert
-    expert_fraction: float = 1.0  # of the experts that process a token
+    expert_fraction: float = 1.0  # fraction of the experts that process a token
 
     @property
     def linear_weights(self) -> int:
@@ -88,7 +88,7 @@ class Workload:
     shards: int = 1  # devices over which parameters, gradients and states are spread (ZeRO-3, FSDP)
     split: int = 1  # devices over which the layers of one model are spread (device_map); they work one after another
     offload: bool = False  # keep gradients and optimiser states in host memory
-    host_optimiser: bool = False  # keep optimiser states and float32 copies of weights and gradients there, and run the update
+    host_optimiser: bool = False  # keep optimiser states, float32 weights and gradients in host memory, and update them there
     accumulate: bool = False  # gradients of earlier micro-batches occupy memory during the forward pass
     teacher: bool = False  # every device also holds a frozen copy of the model, which reads the clean tokens
     reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes

@@ -98,9 +98,9 @@ class RowSelector:
         rows = max(1, LOGITS_AT_ONCE // out.shape[-1])
         chunks = zip(self.hidden_ND.split(rows), self.target_N.to(out.device).split(rows), strict=True)
         settings = (self.forbidden, self.temperature)
-        self.log_prob_N = torch.cat([checkpoint(self._of_chunk, head, *chunk, *settings, use_reentrant=False) for chunk in chunks])
+        self.log_prob_N = torch.cat([checkpoint(self._chunk_log_probs, head, *chunk, *settings, use_reentrant=False) for chunk in chunks])
 
-    def _of_chunk(self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: int, temperature: float) -> Tensor:
+    def _chunk_log_probs(self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: int, temperature: float) -> Tensor:
         logits_NV = self.after(head.forward(hidden_ND))
         logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
         forbidden_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) == forbidden
