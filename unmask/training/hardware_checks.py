@@ -33,7 +33,9 @@ STOCHASTIC_ROUNDING = "bf16_stochastic_round"  # in `optim_args`: unbiased round
 
 def amp_supported(bf16: bool) -> bool:
     """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
-    return torch.cuda.is_bf16_supported() if bf16 and torch.cuda.is_available() else bf16 or torch.cuda.is_available()
+    if not torch.cuda.is_available():
+        return bf16
+    return not bf16 or torch.cuda.is_bf16_supported()
 
 
 def amp_faster() -> bool:
@@ -92,7 +94,7 @@ def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
-    """Inside, a full device (or a full allowed part of it) raises a TrainingError that says what to do."""
+    """Inside, an allocation for which the device, or the allowed part of it, is too full raises a TrainingError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
