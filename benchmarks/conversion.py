@@ -1,4 +1,4 @@
-"""Cost of conversion beside plain causal training of the same model: time of a step, memory of the loss, packing.
+"""Cost of conversion compared with plain causal training of the same model: time of a step, memory of the loss, packing.
 
     python -m benchmarks.conversion [--threads 1] [--rounds 7]
 
@@ -40,7 +40,7 @@ def llama(vocabulary: int = VOCABULARY, hidden: int = 384, layers: int = 6) -> L
 
 
 class Causal:
-    """A training step as transformers makes it: its own attention, logits of all rows, its own loss."""
+    """A training step of transformers: its attention, logits of all rows, its loss."""
 
     def __init__(self, ids_BT: Tensor):
         self.model, self.ids_BT = llama(), ids_BT
@@ -56,7 +56,7 @@ class Causal:
 
 
 class Diffusion:
-    """A training step as Unmask makes it."""
+    """A training step of Unmask."""
 
     def __init__(self, lm: DiffusionLM, batch: dict[str, Tensor], *, pair: bool = False, lm_loss: float = 0.0):
         self.lm, self.batch, self.pair, self.lm_loss = lm, batch, pair, lm_loss
@@ -84,7 +84,7 @@ class Diffusion:
 
 
 class Plain(Diffusion):
-    """The same step of a bidirectional model written plainly: transformers' own attention under a mask, logits of all rows."""
+    """The same step of a bidirectional model, without optimisations: transformers' own attention under a mask, logits of all rows."""
 
     def __init__(self, lm: DiffusionLM, batch: dict[str, Tensor]):
         super().__init__(lm, batch)
@@ -116,7 +116,7 @@ def whole_rows() -> dict[str, Tensor]:
 
 
 def steps(rounds: int) -> None:
-    """Time of a step against plain causal steps."""
+    """Time of a step compared with plain causal steps."""
     batch = whole_rows()
     causal = Causal(batch["input_ids"])
     same = Diffusion(diffusion_lm("causal", logit_shift=True), batch)
@@ -169,16 +169,16 @@ def memory() -> None:
 
 
 def packing(rounds: int) -> None:
-    """Throughput per real token of packed against padded rows, on two mixes of documents of 32 to 512 tokens."""
+    """Throughput of real tokens, packed compared with padded, on two mixes of documents of 32 to 512 tokens."""
     generator = torch.Generator().manual_seed(0)
     share_N = torch.rand(DOCUMENTS, generator=generator)
-    by_octave = (32 * (LENGTH / 32) ** share_N).long().tolist()  # as in collections of text, where most documents are short
+    by_octave = (32 * (LENGTH / 32) ** share_N).long().tolist()  # as in text collections, most documents are short
     pack("as many from 32 to 64 as from 256 to 512", by_octave, rounds)
     pack("all lengths as often", (32 + (LENGTH - 32) * share_N).long().tolist(), rounds)
 
 
 def pack(mix: str, lengths: list[int], rounds: int) -> None:
-    """Both ways over the same documents; padded rows are as long as the longest of their batch."""
+    """Pack and pad the same documents; padded rows are as long as the longest of their batch."""
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(10, VOCABULARY, (length,), generator=generator).tolist() for length in lengths]
 

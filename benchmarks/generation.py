@@ -1,11 +1,11 @@
-"""Time of generation: beside the published samplers, and beside a sampler without a cache.
+"""Time of generation, compared with the published samplers and with a sampler without a cache.
 
     python -m benchmarks.generation [--threads 1] [--rounds 2] [--steps 16] [--only small]
 
 Float32, batch 8. Bidirectional: prompt 128, generation 128, decoding block 32; at temperature 0 equal sequences are counted first
 (near-ties may differ in float32); at other temperatures the distributions are the same (`tests/generation/test_parity.py`).
-Block-causal: beside a sampler that computes the whole sequence at every step, with the same tokens. Group: completions of one prompt,
-beside an engine that computes the prompt once for each of them, with the same tokens.
+Block-causal: compared with a sampler that computes the whole sequence at every step, with the same tokens. Group: completions of one
+prompt, compared with an engine that computes the prompt for each of them, with the same tokens.
 
 Shapes: B batch, P prompt, T positions.
 """
@@ -84,7 +84,7 @@ class Planted(Engine):
 
 
 class Apart(Engine):
-    """An engine that does not share prompts: each sequence computes its own."""
+    """An engine that computes the prompt for each sequence."""
 
     def _prefill(self, entering: set[SequenceState]) -> None:
         for sequence in entering:
@@ -94,7 +94,7 @@ class Apart(Engine):
 
 
 def agree(one_BT: Tensor, other_BT: Tensor) -> str:
-    """How many sequences are the same."""
+    """The number of equal sequences."""
     same = sum(torch.equal(a, b) for a, b in zip(one_BT, other_BT, strict=True))
     return f"{same} of {len(one_BT)} sequences equal"
 
@@ -139,7 +139,7 @@ def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
 
 @torch.no_grad()
 def recomputed(lm: DiffusionLM, requests: list[Request], config: unmask.SamplerConfig) -> Tensor:
-    """Block by block without a cache: every step computes everything before the end of the block. Logits and drawing are ours."""
+    """Decode by blocks without a cache: every step computes all tokens before the end of the block. Logits and drawing are Unmask's."""
     ids_BT = torch.tensor([request.ids for request in requests])
     hidden_BT = torch.tensor([request.hidden for request in requests])
     key_B = torch.tensor([request.key for request in requests])

@@ -1,13 +1,13 @@
-"""Cost of one update of reinforcement learning beside a plain published trainer, and the memory of more views.
+"""Cost of one update of reinforcement learning compared with a plain published trainer, and the memory of more views.
 
     python -m benchmarks.grpo [--threads 1] [--rounds 2] [--steps 64] [--only time memory views]
 
-Float32, hidden 512, 8 layers, vocabulary 32k; one group of 8 completions of 128 tokens behind prompts of 128; four inner updates (mu),
-each with masks of its own; a reference. The baseline is diffu-GRPO as d1 publishes it (Zhao et al. 2025): it samples as
+Float32, hidden 512, 8 layers, vocabulary 32k; one group of 8 completions of 128 tokens after prompts of 128; four inner updates (mu),
+each with other masks; a reference. The baseline is diffu-GRPO as d1 publishes it (Zhao et al. 2025): it samples as
 `benchmarks/published.py` does, at temperature 0.9 with half as many denoising steps as tokens, computes log-probabilities at temperature
 1 with all logits of all positions, and those of old policy and reference for all four masks in one batch. Its adapters, 4-bit weights and
-GPU are left out. The time is that of a whole update, from rollout to the last of its four steps. The memory is everything beside the
-weights. Loss and gradients are first checked to be equal on the same rollouts and masks.
+GPU are left out. The time is that of a whole update, from the rollout to the last of its four steps. The memory is everything except
+the weights. Loss and gradients are first checked to be equal on the same rollouts and masks.
 
 Shapes: B completions, T positions, V vocabulary, D parameters.
 """
@@ -64,7 +64,7 @@ def trainer_of(lm: DiffusionLM, folder: str, steps: int, **more: Any) -> GRPOTra
 
 
 class Plain:
-    """A trainer as published: straightforward, and correct."""
+    """A trainer as published: simple and correct."""
 
     def __init__(self, lm: DiffusionLM, prompt: Sequence[int], steps: int):
         self.lm, self.reference, self.steps = lm, lm.frozen_copy(), steps
@@ -72,7 +72,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-6)
 
     def update(self) -> None:
-        """Sample, reward, and learn from it four times."""
+        """Sample, reward, and make four updates."""
         ids_BT = published.generate(self.lm, self.prompt_BP, LENGTH, BLOCK, self.steps, TEMPERATURE)
         rewards_B = torch.tensor(reward(ids_BT[:, PROMPT:].tolist()))
         advantage_B = rewards_B - rewards_B.mean()
@@ -89,7 +89,7 @@ class Plain:
             self.optimizer.step()
 
     def loss(self, ids_BT: Tensor, hidden_BT: Tensor, advantage_B: Tensor, old_BT: Tensor, reference_BT: Tensor) -> Tensor:
-        """The mean over the completions' tokens of the clipped surrogate and the k3 divergence."""
+        """The mean over the completions' tokens of the clipped surrogate and the k3 estimate of the KL."""
         log_prob_BT = self.log_probs(self.lm, ids_BT, hidden_BT)
         ratio_BT = (log_prob_BT - old_BT).exp()
         gain_BT = torch.minimum(ratio_BT * advantage_B[:, None], ratio_BT.clamp(1 - EPSILON, 1 + EPSILON) * advantage_B[:, None])
@@ -98,7 +98,7 @@ class Plain:
 
     @staticmethod
     def log_probs(lm: DiffusionLM, ids_BT: Tensor, hidden_BT: Tensor) -> Tensor:
-        """Of the completion's tokens, from all logits, at temperature 1."""
+        """The log-probabilities of the completion's tokens, from all logits, at temperature 1."""
         logits_BTV = lm.logits(torch.where(hidden_BT, lm.mask_token_id, ids_BT))[:, PROMPT:]
         return logits_BTV.log_softmax(-1).gather(-1, ids_BT[:, PROMPT:, None]).squeeze(-1)
 
@@ -117,12 +117,12 @@ def made_updates(trainer: GRPOTrainer) -> list[Update]:
 
 
 def check_same(trainer: GRPOTrainer, plain: Plain) -> tuple[float, float]:
-    """How far loss and gradients are from the baseline's, relatively, in the second update on a rollout."""
+    """The relative differences of loss and gradients from the baseline's, in the second update on a rollout."""
     trainer.create_optimizer_and_scheduler(MU)
     updates = made_updates(trainer)
     with torch.no_grad():
         for weight in plain.lm.model.parameters():
-            weight.mul_(1.001)  # as if an update had come before
+            weight.mul_(1.001)  # as after a first update
     update = updates[1]
     ids_BT, hidden_BT, advantage_B = update.rollout.ids_BT, update.views.hidden_BMT[:, 0], update.advantage_BT[:, 0]
     assert update.old_BMT is not None and update.reference_BMT is not None
@@ -171,7 +171,7 @@ def compare_times(steps: int, rounds: int) -> None:
 
 
 def compare_memory() -> None:
-    """Two updates, as in the first one nothing is there yet of the optimizer's."""
+    """Two updates, because the optimizer's states do not exist in the first."""
     steps = 4  # each holds the same memory
     with tempfile.TemporaryDirectory() as folder:
         lm = random_model(*SHAPE, "bidirectional")
@@ -188,7 +188,7 @@ def compare_memory() -> None:
 
 
 def most_scored(trainer: GRPOTrainer, update: Update) -> int:
-    """Tokens that are scored in the largest pass of an update."""
+    """The number of tokens scored in the largest pass of an update."""
     return max(int(update.views.target_BMT[piece].sum()) for piece in trainer.per_view.passes_of(update))
 
 

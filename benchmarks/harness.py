@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: timing in turns, peak memory, and a heading with machine and versions."""
+"""Helpers of the benchmarks: alternating timing, peak memory, and a heading with machine and versions."""
 
 from __future__ import annotations
 

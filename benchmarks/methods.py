@@ -1,7 +1,7 @@
-"""Reinforcement learning from one start: each method beside the same number of updates of supervised training.
+"""Reinforcement learning from one start: each method compared with the same number of supervised updates.
 
     python -m benchmarks.methods starts/            # makes the starts where they are missing, then every method and seed; resumes
-    python -m benchmarks.methods starts/ --compare temperature      # settings of one method beside each other: see COMPARISONS
+    python -m benchmarks.methods starts/ --compare temperature      # settings of one method: see COMPARISONS
 
 The start is the demo's, trained for longer: a small model pre-trained, converted and fine-tuned on demonstrations with mistakes. All
 runs make the same number of updates on the same number of completions (supervised training: rows). The figure is the fraction of
@@ -37,7 +37,7 @@ from unmask.tasks.sudoku import Sudoku
 
 
 class ShortSudoku(Sudoku):
-    """4x4 Sudoku whose answers are the empty cells alone: of 6 to 11 digits."""
+    """4x4 Sudoku whose answers are only the empty cells: 6 to 11 digits."""
 
     max_completion = 12
 
@@ -131,7 +131,7 @@ def shared(folder: Path, updates: int, seed: int, rate: float) -> dict[str, Any]
 def train(
     settings: dict[str, Any], lm: DiffusionLM, demo: Demo, folder: Path, updates: int, seed: int, rate: float
 ) -> list[dict[str, float]]:
-    """One run; the log of it."""
+    """Make one run; its log."""
     task = demo.task
     arguments = shared(folder, updates, seed, rate)
     if settings["method"] == "sft":
@@ -178,7 +178,7 @@ def interval(values: list[float]) -> str:
 
 
 def show(lines: list[dict[str, Any]]) -> None:
-    """A table of means over seeds, and of what each is ahead of supervised training with the same seed."""
+    """Print a table of means over seeds, and of paired differences to supervised training with the same seed."""
     for task in dict.fromkeys(line["task"] for line in lines):
         solved: dict[str, dict[int, float]] = {}
         for line in lines:

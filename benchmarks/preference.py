@@ -3,9 +3,9 @@
     python -m benchmarks.preference runs/preference --stories260k MODEL --stories STORIES.txt --pairs llamafactory_dpo_en_demo.json
         [--only variance|memory|sudoku|file] [--threads 1]
 
-variance: stories260K converted, then 200 steps of DPO on continuations of stories against the same words in disorder; the variance of the
-margin over redraws on held-out pairs. memory: a step of DPO with stored reference, beside one of SFT on the same rows. sudoku: the
-demonstration's model after SFT, right solutions against corrupted ones. file: a real file of conversations, a small model with random
+variance: stories260K converted, then 200 steps of DPO on continuations of stories against the same words in random order; the variance of
+the margin over redraws on held-out pairs. memory: a step of DPO with a stored reference, compared with one of SFT on the same rows.
+sudoku: the demo's model after SFT, correct solutions against corrupted ones. file: a real file of conversations, a small model with random
 weights; stopped in the middle and resumed. The starting models are kept in the folder.
 """
 
@@ -61,7 +61,7 @@ def fresh(folder: Path) -> Path:
 
 
 def story_pairs(texts: Sequence[str]) -> Pairs:
-    """The words that follow a beginning, and the same in disorder."""
+    """The words that follow a beginning, and the same in random order."""
     rng, pairs = random.Random(0), []
     for text in texts:
         words = text.split()[: PROMPT + ANSWER]
@@ -99,7 +99,7 @@ def measure_variance(folder: Path, model: str, path: str, steps: int) -> None:
 
 
 def peak_of_step(trainer: DiffusionTrainer, *, micro_batches: int = 1) -> tuple[int, int]:
-    """The most bytes of a step beyond what there is before it, and those of weights and optimizer states."""
+    """The peak bytes of a step in addition to those before it, and those of weights and optimizer states."""
     trainer.create_optimizer_and_scheduler(2)
     made: list[Any] = list(trainer.train_dataset)
 

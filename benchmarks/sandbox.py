@@ -1,4 +1,4 @@
-"""Programs per second that the sandbox tests, beside running each one bare.
+"""Programs per second that the sandbox tests, compared with running them without isolation.
 
     python -m benchmarks.sandbox HumanEval.jsonl.gz
 
@@ -27,7 +27,7 @@ BAR = 35
 
 
 def bare(rows: Sequence[Mapping[str, Any]], python: str) -> int:
-    """How many programs pass."""
+    """The number of programs that pass."""
 
     def passes(row: Mapping[str, Any]) -> bool:
         program = f"{row['stub']}{row['completion']}\n{row['test']}\ncheck({row['entry_point']})\n"

@@ -1,8 +1,8 @@
-"""The likelihood of a converted model beside that of the causal model it was made from, by recipe and number of steps.
+"""The likelihood of a converted model compared with that of its causal model, by recipe and number of steps.
 
     torchrun --nproc-per-node 2 -m benchmarks.stories MODEL STORIES.txt --recipes block-sdar --steps 2000
 
-Two processes of a thread each train half of every batch: faster than one process of two threads (plain `python -m`), at the same steps.
+Two processes of one thread each train half of every batch: faster than one process of two threads (plain `python -m`), at the same steps.
 The figure is the ratio of two averages over the same held-out stories: the converted model's bound on the negative
 log-likelihood (an ELBO of 32 passes a story) and the causal model's exact negative log-likelihood before conversion.
 """

@@ -1,4 +1,4 @@
-"""Tokens per second of generation on one device, beside the limit of its arithmetic and memory.
+"""Tokens per second of generation on one device, compared with the limit of its arithmetic and memory.
 
     python -m benchmarks.throughput --hardware h200-141gb [--compile reduce-overhead]
     python -m benchmarks.throughput --hardware cpu --layers 2 --hidden 128 --vocabulary 1000 --batch 4 --prompt 32 --length 32

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from unmask.data.problems import read_problems
 from unmask.sandbox.isolation import probe
@@ -43,6 +44,15 @@ def work_unit() -> float:
 def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:
     """All rows of a task's file."""
     return read_problems(task, str(path), None, split="test")
+
+
+def require_bfloat16() -> None:
+    """Skip the test if torch's attention fails in bfloat16, as where `ATEN_CPU_CAPABILITY` hides a part of the CPU's instructions."""
+    query = torch.zeros(1, 1, 64, 16, dtype=torch.bfloat16)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query)
+    except RuntimeError as error:
+        pytest.skip(f"torch's attention fails in bfloat16 here: {error}")
 
 
 def require_sandbox() -> None:

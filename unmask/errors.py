@@ -6,6 +6,7 @@ Every error that a user can cause is an `UnmaskError`: the command line prints i
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Iterable
 
 
@@ -73,3 +74,9 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, or the error's type if it has no text."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def require(module: str, extra: str, *, where: str) -> None:
+    """Raise ConfigError unless an optional library is installed."""
+    if importlib.util.find_spec(module) is None:
+        raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")

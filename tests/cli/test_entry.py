@@ -17,12 +17,12 @@ from typer.testing import CliRunner
 import unmask
 from tests.helpers import REPOSITORY
 from unmask.cli import app
-from unmask.cli.train import VERBS
+from unmask.cli.train import VERB_HELP
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
 from unmask.config.yaml import parse_yaml
 from unmask.errors import ConfigError, ModelError
 
-ALL_VERBS = [*VERBS, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
+ALL_VERBS = [*VERB_HELP, "profile", "generate", "evaluate", "inspect", "serve", "migrate", "demo"]
 REQUIRED = ["--model", "m", "--output"]
 
 
@@ -44,9 +44,9 @@ def replace(monkeypatch: pytest.MonkeyPatch, module: str, **functions: Callable[
 
 @pytest.fixture
 def stages(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, RunConfig, bool]]:
-    """The calls to `run_stage`."""
+    """The calls to `run_verb`."""
     calls: list[tuple[str, RunConfig, bool]] = []
-    replace(monkeypatch, "unmask.commands.run", run_stage=lambda verb, config, resume: calls.append((verb, config, resume)))
+    replace(monkeypatch, "unmask.commands.run", run_verb=lambda verb, config, resume: calls.append((verb, config, resume)))
     return calls
 
 
@@ -85,7 +85,7 @@ def test_of_several_processes_only_the_first_prints_and_each_shows_its_errors() 
     assert failed.stderr.startswith("error: ")
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERB_HELP)
 def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Path) -> None:
     flags = ["--model", "123", "--data", "d.jsonl", "--task", "sudoku", "--output", str(tmp_path), "--resume"]
     result = run(verb, *flags, "training.learning_rate=1e-4", "sampler.steps=8")
@@ -102,7 +102,7 @@ def test_flags_are_short_for_settings(verb: str, stages: list[Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize("form", [["--resume", "PATH"], ["--resume=PATH"], ["training.resume_from_checkpoint=PATH"]])
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERB_HELP)
 def test_a_run_goes_on_from_the_checkpoint_that_is_named(verb: str, form: list[str], stages: list[Any], tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint-2"
     checkpoint.mkdir()
@@ -204,7 +204,7 @@ def test_an_error_of_the_run_names_the_source_of_its_key(monkeypatch: pytest.Mon
     def refuse(verb: str, config: RunConfig, resume: bool) -> None:
         raise ConfigError("is not a known key", where="training.lr", remedy="Did you mean\n'learning_rate'?")
 
-    replace(monkeypatch, "unmask.commands.run", run_stage=refuse)
+    replace(monkeypatch, "unmask.commands.run", run_verb=refuse)
     result = run("sft", *REQUIRED, str(tmp_path), "training.lr=1")
     assert result.stderr == "error: training.lr (command line): is not a known key. Did you mean 'learning_rate'?\n"
 
@@ -220,7 +220,7 @@ def test_control_c_ends_with_130(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     def interrupt(verb: str, config: RunConfig, resume: bool) -> None:
         raise KeyboardInterrupt
 
-    replace(monkeypatch, "unmask.commands.run", run_stage=interrupt)
+    replace(monkeypatch, "unmask.commands.run", run_verb=interrupt)
     assert run("sft", *REQUIRED, str(tmp_path)).exit_code == 130
 
 
@@ -452,7 +452,7 @@ def test_evaluate_measures_one_thing(what: list[str], model: dict[str, Any]) -> 
     assert "either --task or --likelihood" in result.stderr
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", VERB_HELP)
 @pytest.mark.parametrize(
     ("flags", "form"),
     [

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.training.tiny_runs import QUICK, make, tiny, unmask
 from unmask.artifacts import MetricsLog
 from unmask.cli import app
-from unmask.commands.dry_run import estimate_run, rehearse
+from unmask.commands.dry_run import dry_run, estimate_run
 from unmask.commands.run import training_arguments
 from unmask.config.run import DataConfig, HardwareConfig, ModelConfig, RunConfig
 from unmask.errors import ConfigError, UnmaskError
@@ -41,7 +41,7 @@ def test_a_line_for_every_stage_says_what_it_takes(model, text, tmp_path, monkey
     monkeypatch.setattr(torch.optim.AdamW, "step", lambda self, *rest: (steps.append(1), original(self, *rest))[1])
     monkeypatch.setattr("unmask.planning.hardware.calibrate", lambda *_: 0.125)  # which makes steps too
     config = run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=1000, learning_rate=1e-3, optim="adamw_torch", warmup_steps=50)
-    first, second = rehearse("convert", config)
+    first, second = dry_run("convert", config)
     assert len(steps) == 4  # two of each stage
     assert (first["attention"], first["trains"], first["steps"], first["rate"]) == ("block_causal 4", "attention", "250", "0.0005")
     assert (second["attention"], second["trains"], second["steps"], second["rate"]) == ("bidirectional", "all", "750", "0.001")
@@ -57,7 +57,7 @@ def test_what_does_not_fit_is_said_before_a_step(model, text, tmp_path, monkeypa
     small = HardwareConfig(name="gpu", devices=[{"name": "gpu", "memory_gb": 24, "tflops": 10, "bandwidth_gb_s": 100}], max_memory_gb=0.5)
     config = run_config(model, text, tmp_path).model_copy(update={"hardware": small})
     with pytest.raises(ConfigError, match=r"hardware: a step of 4 rows needs .* GB, but only 0\.\d+ may be used"):
-        rehearse("convert", config)
+        dry_run("convert", config)
 
 
 def test_a_teacher_is_planned_for(model, text, tmp_path):
@@ -72,7 +72,7 @@ def test_the_other_verbs_rehearse_too(verb, model, tmp_path):
     config = run_config(model, tmp_path, tmp_path)
     kept = {name: value for name, value in BLOCK.items() if name not in ("attention", "block_size")} | {"max_length": 64}
     task = DataConfig(task="sudoku", max_rows=16)
-    (line,) = rehearse(verb, config.model_copy(update={"data": task, "training": kept | {"max_steps": 30}}))
+    (line,) = dry_run(verb, config.model_copy(update={"data": task, "training": kept | {"max_steps": 30}}))
     assert line["steps"] == "30" and float(line["predicted seconds a step"]) > 0 and float(line["predicted peak GB"]) > 0
 
 
@@ -141,7 +141,7 @@ def test_no_more_is_scored_by_the_reference_than_two_steps_take(model, tmp_path,
     training = {"use_cpu": True, "max_length": 64, "per_device_train_batch_size": 4, "num_train_epochs": 3, "eval_strategy": "epoch"}
     training |= {"judge": f"{tmp_path}/judge.py:judge", "log_variance_steps": 1}
     config = run_config(model, tmp_path, tmp_path)
-    (line,) = rehearse("dpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=40), "training": training}))
+    (line,) = dry_run("dpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=40), "training": training}))
     assert sum(scored) == 8 and line["steps"] == "30"
     assert float(line["hours in all"]) > 30 * float(line["seconds a step"]) / 3600  # and the reference's log-probabilities for three epochs
 
@@ -151,7 +151,7 @@ def test_every_update_on_a_rollout_is_a_step(model, tmp_path):
     training = {"num_generations": 2, "num_iterations": 3, "per_device_train_batch_size": 8, "num_train_epochs": 2, "use_cpu": True}
     kept = {"max_completion_length": 4, "bf16": False, "warmup_steps": 0}
     config = run_config(model, tmp_path, tmp_path)
-    (line,) = rehearse("grpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=10), "training": training | kept}))
+    (line,) = dry_run("grpo", config.model_copy(update={"data": DataConfig(task="sudoku", max_rows=10), "training": training | kept}))
     assert line["steps"] == str(10 // 4 * 3 * 2)
 
 
@@ -167,7 +167,7 @@ def test_from_the_command_line(model, text, tmp_path):
 
 def test_a_stage_without_a_step_in_the_run_itself_is_refused(model, text, tmp_path):
     with pytest.raises(ConfigError, match="stages, stage 1: its share, 1 of 4, rounds to none of the 2 steps"):
-        rehearse("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
+        dry_run("convert", run_config(model, text, tmp_path, stages=TWO_STAGES, max_steps=2, warmup_steps=0))
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_the_command_line_reads_them_above_files_and_names_them_in_errors(tmp_pa
     monkeypatch.setenv("VLLM_SERVER_HOST", "gpu7")
     refused = unmask(*run)
     where = "training.rollout.url (environment variable VLLM_SERVER_HOST)"
-    assert refused.exit_code == 2 and f"error: {where}: means nothing to backend 'local'" in refused.stderr
+    assert refused.exit_code == 2 and f"error: {where}: has no effect with backend 'local'" in refused.stderr
     monkeypatch.setenv("GRPO_USE_VLLM", "true")
     served = parse_yaml(unmask(*run).stdout, "stdout")["training"]["rollout"]
     assert (served["backend"], served["url"]) == ("vllm", "http://gpu7:8000")

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import CHAT_TEMPLATE, unmask
 from unmask.commands import run
-from unmask.commands.modes import arranged
+from unmask.commands.modes import adapt_recipes
 from unmask.commands.run import make_trainer, training_arguments
 from unmask.config.layers import RECIPES, read_layers
 from unmask.config.run import resolve
@@ -79,7 +79,7 @@ def constructed(verb: str, recipes: list[str], mode: str | None, folder: Path, m
     flags = {"model.path": str(folder / model), "output_dir": tempfile.mkdtemp(dir=folder), **HERE, **more}
     if data is not None:
         flags["data.train"] = str(folder / f"{data}.jsonl")
-    layers = arranged(read_layers(recipes=recipes, flags=flags), verb, mode, recipes=len(recipes))
+    layers = adapt_recipes(read_layers(recipes=recipes, flags=flags), verb, mode, recipes=len(recipes))
     config = resolve(layers)
     trainer = make_trainer(verb, config, training_arguments(verb, config))
     assert str(trainer.lm.weight_dtype) == f"torch.{config.model.dtype}"

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.convert.test_trainer import convert
 from tests.training.tiny_runs import PAIRS, TEXTS, batch, equal, tiny, weights
-from unmask.convert.distillation import forward_kl, learn
+from unmask.convert.distillation import compare, forward_kl
 from unmask.convert.trainer import StageTrainer
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, all_masked_views, exact_count_views
@@ -55,17 +55,17 @@ def test_over_the_whole_vocabulary_the_divergence_is_that_of_torch(attention, bl
     views = planned(lm)
     if in_chunks:
         monkeypatch.setattr(head, "LOGITS_AT_ONCE", 4 * lm.config.vocab_size)
-    lesson = learn(lm, teacher, IDS, DOCUMENTS, views, top_k=10**6)
+    found = compare(lm, teacher, IDS, DOCUMENTS, views, top_k=10**6)
     taught = teacher.logits(IDS, DOCUMENTS).log_softmax(-1)[:, None].expand(-1, 2, -1, -1)[views.target_BMT]
     monkeypatch.undo()
     from_student = torch.cat([one_view(lm, views, view) for view in range(2)], 1)[views.target_BMT]
     real = torch.arange(taught.shape[1]) != lm.mask_token_id
     expected = F.kl_div(from_student[:, real], taught[:, real], log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(lesson.divergence_N, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.divergence_N, expected, rtol=1e-4, atol=1e-5)
     target = IDS[:, None].expand(-1, 2, -1)[views.target_BMT]
-    torch.testing.assert_close(lesson.log_prob_N, from_student.gather(1, target[:, None])[:, 0], rtol=1e-4, atol=1e-5)
-    assert expected.min() > 0 and lesson.divergence_N.requires_grad and lesson.distance_N.requires_grad
-    lesson.divergence_N.sum().backward()
+    torch.testing.assert_close(found.log_prob_N, from_student.gather(1, target[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    assert expected.min() > 0 and found.divergence_N.requires_grad and found.distance_N.requires_grad
+    found.divergence_N.sum().backward()
     assert all(p.grad is None for p in teacher.model.parameters()) and any(p.grad.any() for p in lm.model.parameters())
 
 
@@ -83,7 +83,7 @@ def test_with_fewer_tokens_told_apart_it_is_a_lower_bound_that_grows():
     lm, teacher = pair()
     views, last = planned(lm), None
     for top_k in (1, 2, 4, 8, 11, 100):
-        divergence = learn(lm, teacher, IDS, DOCUMENTS, views, top_k=top_k).divergence_N.detach()
+        divergence = compare(lm, teacher, IDS, DOCUMENTS, views, top_k=top_k).divergence_N.detach()
         assert (divergence >= -1e-6).all()
         if last is not None:
             assert (divergence >= last - 1e-5).all() and (top_k > 11 or divergence.sum() > last.sum() + 1e-4)
@@ -100,11 +100,11 @@ def test_equal_predictions_do_not_diverge_even_where_one_token_has_all():
 def test_a_student_that_is_the_teacher_has_nothing_to_learn(context):
     causal = sharp(tiny("causal"))
     lm = with_pattern(causal, "block_causal", 1, True, causal_context=context)
-    lesson = learn(lm, causal.frozen_copy(), IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4)
-    assert len(lesson.distance_N) == MASKABLE.sum()
-    assert lesson.distance_N.abs().max() < 1e-5 and lesson.divergence_N.abs().max() < 1e-5
+    found = compare(lm, causal.frozen_copy(), IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4)
+    assert len(found.distance_N) == MASKABLE.sum()
+    assert found.distance_N.abs().max() < 1e-5 and found.divergence_N.abs().max() < 1e-5
     other, teacher = pair("block_causal", 1, True)
-    assert learn(other, teacher, IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4).distance_N.min() > 1e-3
+    assert compare(other, teacher, IDS, DOCUMENTS, all_masked_views(MASKABLE), top_k=4).distance_N.min() > 1e-3
 
 
 @pytest.mark.parametrize(("attention", "block_size", "shift"), [("bidirectional", None, False), ("block_causal", 4, True)])
@@ -121,14 +121,14 @@ def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(att
     p_B = log_p_BTV[:, 1:].gather(2, place_BT[:, 1:, None]).sum((1, 2)).exp()
     assert p_B.sum().item() == pytest.approx(1)
     views = all_masked_views(hidden_BT)
-    lesson = learn(lm, teacher, ids_BT, documents, views, top_k=10**6)
+    found = compare(lm, teacher, ids_BT, documents, views, top_k=10**6)
     taught = hidden != (1,)  # else x_2 is shown, which the teacher does not see
-    assert (lesson.taught_N == taught).all()
+    assert (found.taught_N == taught).all()
     p_N = p_B[:, None].expand_as(ids_BT)[hidden_BT]
     parameters = list(lm.model.parameters())
     gradients = [
         torch.cat([g.flatten() for g in torch.autograd.grad((p_N * values).sum(), parameters, retain_graph=True, materialize_grads=True)])
-        for values in (-lesson.log_prob_N, lesson.divergence_N)
+        for values in (-found.log_prob_N, found.divergence_N)
     ]
     difference = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
     assert difference < 1e-3 if taught else difference > 0.05
@@ -138,16 +138,16 @@ def test_where_it_teaches_the_divergence_is_in_expectation_the_cross_entropy(att
 def test_the_teacher_reads_several_rows_at_once(rows, monkeypatch):
     lm, teacher = pair()
     views = planned(lm)
-    one = learn(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N
+    one = compare(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", rows * 9 * lm.config.vocab_size)
-    torch.testing.assert_close(learn(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N, one, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(compare(lm, teacher, IDS, DOCUMENTS, views, top_k=4).divergence_N, one, rtol=1e-5, atol=1e-6)
 
 
 def test_where_nothing_is_scored_there_is_a_loss_of_0_with_gradients():
     lm, teacher = pair()
     nothing = torch.zeros_like(MASKABLE)
-    lesson = learn(lm, teacher, IDS, DOCUMENTS, all_masked_views(nothing), top_k=4)
-    (lesson.log_prob_N.sum() + lesson.divergence_N.sum() + lesson.distance_N.sum()).backward()
+    found = compare(lm, teacher, IDS, DOCUMENTS, all_masked_views(nothing), top_k=4)
+    (found.log_prob_N.sum() + found.divergence_N.sum() + found.distance_N.sum()).backward()
     assert all(not parameter.grad.any() for parameter in lm.model.parameters() if parameter.grad is not None)
 
 

@@ -77,7 +77,7 @@ def test_stages_come_from_yaml_and_go_back_into_it(stages, count, steps, run, tm
         ("[{}, {train: [attention, no_such_layer]}]", "stages, stage 2, train: 'no_such_layer' names no parameters of LlamaForCausalLM"),
         ("[{train: []}]", "stages, stage 1, train: the stage names no parameters"),
         ("[{train: [time_embedding]}]", "stages, stage 1, train: the stage names no parameters"),
-        ("[{train: ['*.mlp.*']}]", "stages, stage 1, train: '*.mlp.*' is no regular expression"),
+        ("[{train: ['*.mlp.*']}]", "stages, stage 1, train: '*.mlp.*' is not a regular expression"),
         ("[{}, {block_size: 4}]", "block_size 4 with bidirectional attention"),
         ("[{}]\n  complementary: true\n  num_timesteps: 8", "training.num_timesteps"),
         ("[{}]\n  complementary: true\n  min_time: 0.6", "training.min_time"),

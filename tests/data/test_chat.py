@@ -12,7 +12,15 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import encode_prompt, is_conversational, render, render_pair, render_preference, render_turns, split_implicit_prompt
+from unmask.data.chat import (
+    encode_example,
+    encode_pair,
+    encode_preference,
+    encode_prompt,
+    encode_turns,
+    is_conversational,
+    split_implicit_prompt,
+)
 from unmask.errors import ConfigError, DataError
 from unmask.models.chat_template import TEMPLATES, read_template, turn_end
 
@@ -66,7 +74,7 @@ def _text(tokenizer, ids: list[int]) -> str:
 
 @given(words, words)
 def test_strings(prompt, completion):
-    prompt_ids, completion_ids = render_pair(BARE, prompt, completion)
+    prompt_ids, completion_ids = encode_pair(BARE, prompt, completion)
     assert prompt_ids == encode_prompt(BARE, prompt) == BARE(prompt)["input_ids"]
     assert prompt_ids[0] == BARE.bos_token_id and BARE.bos_token_id not in prompt_ids[1:] + completion_ids
     assert completion_ids[-1] == BARE.eos_token_id and BARE.eos_token_id not in prompt_ids + completion_ids[:-1]
@@ -76,7 +84,7 @@ def test_strings(prompt, completion):
 
 def test_a_real_tokenizer():
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
-    prompt_ids, completion_ids = render_pair(tokenizer, "Once upon a time", ", there was a girl.")
+    prompt_ids, completion_ids = encode_pair(tokenizer, "Once upon a time", ", there was a girl.")
     assert prompt_ids == tokenizer("Once upon a time")["input_ids"]
     assert completion_ids.count(tokenizer.eos_token_id) == 1 and completion_ids[-1] == tokenizer.eos_token_id
     assert tokenizer.bos_token_id not in completion_ids
@@ -90,7 +98,7 @@ def test_a_real_tokenizer():
 )
 def test_an_answer_continues_the_prompt(prompt, answer):
     tokenizer = AutoTokenizer.from_pretrained(shared_path("models", "stories260K"))
-    prompt_ids, completion_ids = render_pair(tokenizer, prompt, answer)
+    prompt_ids, completion_ids = encode_pair(tokenizer, prompt, answer)
     assert [*prompt_ids, *completion_ids[:-1]] == tokenizer(prompt + answer)["input_ids"]
 
 
@@ -99,10 +107,10 @@ def test_an_answer_continues_the_prompt(prompt, answer):
 def test_no_space_is_inserted_between_prompt_and_answer(scheme, prompt, answer):
     tokenizer = SPACED[scheme]
     prompt, answer = (text.replace("\n", " ") for text in (prompt, answer))
-    prompt_ids, completion_ids = render_pair(tokenizer, prompt, answer)
+    prompt_ids, completion_ids = encode_pair(tokenizer, prompt, answer)
     if prompt[:1].strip():  # else the tokenizer writes no other space
         assert _text(tokenizer, prompt_ids + completion_ids) == prompt + answer
-    prompt_ids, completion_ids = render_pair(tokenizer, [_turn("user", prompt)], [_turn("assistant", answer)])
+    prompt_ids, completion_ids = encode_pair(tokenizer, [_turn("user", prompt)], [_turn("assistant", answer)])
     assert _text(tokenizer, prompt_ids + completion_ids) == f"[user]{prompt}[assistant]{answer}"
 
 
@@ -121,7 +129,7 @@ def test_the_beginning_of_sequence_is_added_once_if_the_tokenizer_adds_it():
 @given(st.lists(st.integers(0, 1000), max_size=9))
 def test_ids_are_unchanged(ids):
     assert encode_prompt(BARE, ids) == ids
-    assert render_pair(BARE, tuple(ids), "ab")[0] == ids
+    assert encode_pair(BARE, tuple(ids), "ab")[0] == ids
 
 
 @pytest.mark.parametrize("prompt", [None, 3, 1.5, ["a"], [1, "a"], {"role": "user"}, [{"content": "a"}]])
@@ -134,20 +142,20 @@ def test_other_types_of_prompt_are_refused(prompt):
 @given(system=words, question=words, answer=words)
 def test_messages(tokenizer, system, question, answer):
     prompt, completion = [_turn("system", system), _turn("user", question)], [_turn("assistant", answer)]
-    prompt_ids, completion_ids = render_pair(tokenizer, prompt, completion)
+    prompt_ids, completion_ids = encode_pair(tokenizer, prompt, completion)
     assert prompt_ids == encode_prompt(tokenizer, prompt)
     start = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
     assert tokenizer.decode(prompt_ids) == start
     assert completion_ids == [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    assert render(tokenizer, {"prompt": prompt, "completion": completion}) == (prompt_ids, completion_ids)
-    whole = render(tokenizer, {"messages": prompt + completion})
+    assert encode_example(tokenizer, {"prompt": prompt, "completion": completion}) == (prompt_ids, completion_ids)
+    whole = encode_example(tokenizer, {"messages": prompt + completion})
     assert whole[0] + whole[1] == prompt_ids + completion_ids
     assert whole[0] == ([] if tokenizer is CHAT else [tokenizer.bos_token_id])
 
 
 def test_only_the_last_end_of_turn_ends_a_conversation():
     turns = [_turn("user", "a"), _turn("assistant", "b"), _turn("user", "c"), _turn("assistant", "d")]
-    ids = render(CHAT, {"messages": turns})[1]
+    ids = encode_example(CHAT, {"messages": turns})[1]
     assert ids.count(CHAT.eos_token_id) == 4 and ids[-1] == CHAT.eos_token_id
     assert CHAT.decode(ids) + "\n" == CHAT.apply_chat_template(turns, tokenize=False)
 
@@ -164,11 +172,11 @@ def _conversation(pairs: list[tuple[str, str]], system: str = "") -> list[dict]:
 @given(pairs=conversations, system=words, rest=st.lists(words, max_size=1))
 def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(tokenizer, pairs, system, rest):
     messages = _conversation(pairs, system) + [_turn("user", text) for text in rest]
-    prompt, answer, learnt = render_turns(tokenizer, messages, "all")
-    assert (prompt, answer) == render_turns(tokenizer, messages, "last")[:2]
+    prompt, answer, learnt = encode_turns(tokenizer, messages, "all")
+    assert (prompt, answer) == encode_turns(tokenizer, messages, "last")[:2]
     whole = tokenizer.apply_chat_template(_conversation(pairs, system), tokenize=False)
     assert tokenizer.decode(prompt + answer) == whole.removesuffix("\n").removesuffix("\n" if tokenizer is SIMPLE else "")
-    assert answer == render_pair(tokenizer, "", pairs[-1][1])[1] and len(learnt) == len(prompt)
+    assert answer == encode_pair(tokenizer, "", pairs[-1][1])[1] and len(learnt) == len(prompt)
     found, end = [[]], tokenizer.eos_token_id
     for token, is_learnt in zip(prompt, learnt, strict=True):
         if is_learnt:
@@ -182,8 +190,8 @@ def test_every_answer_of_a_conversation_is_learnt_with_its_end_and_nothing_else(
 @given(pairs=conversations, system=words)
 def test_the_last_answer_alone_is_a_completion(tokenizer, pairs, system):
     messages = _conversation(pairs, system)
-    prompt, answer, learnt = render_turns(tokenizer, messages, "last")
-    assert (prompt, answer) == render_pair(tokenizer, messages[:-1], messages[-1:]) and not any(learnt)
+    prompt, answer, learnt = encode_turns(tokenizer, messages, "last")
+    assert (prompt, answer) == encode_pair(tokenizer, messages[:-1], messages[-1:]) and not any(learnt)
 
 
 def test_white_space_in_an_earlier_answer_is_learnt_where_the_tokenizer_trims_it():
@@ -193,7 +201,7 @@ def test_white_space_in_an_earlier_answer_is_learnt_where_the_tokenizer_trims_it
     core.train_from_iterator([""], trainer)
     core.post_processor = processors.ByteLevel(trim_offsets=True)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="</s>", chat_template=TEMPLATES["simple"])
-    prompt, _, learnt = render_turns(tokenizer, _conversation([("a  b", " b  c "), ("d", "e")]), "all")
+    prompt, _, learnt = encode_turns(tokenizer, _conversation([("a  b", " b  c "), ("d", "e")]), "all")
     assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == " b  c </s>"
 
 
@@ -235,13 +243,13 @@ def test_the_end_of_turn_closes_an_answer_without_an_additional_eos(template, en
     """As SDAR's, Llama 3's and LLaDA's, whose templates end turns with another token than EOS."""
     tokenizer, ends = _two_ends(template)
     pairs = [(question.strip(), answer.strip()) for question, answer in pairs]
-    prompt, answer, learnt = render_turns(tokenizer, _conversation(pairs), "all", ends)
+    prompt, answer, learnt = encode_turns(tokenizer, _conversation(pairs), "all", ends)
     assert tokenizer.decode(answer) == pairs[-1][1] + end
     text = tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt])
     assert text == "".join(earlier + end for _, earlier in pairs[:-1])
-    ids = render(tokenizer, {"messages": _conversation(pairs)}, ends)[1]
+    ids = encode_example(tokenizer, {"messages": _conversation(pairs)}, ends)[1]
     assert ids[-1] == ends[1] and tokenizer.eos_token_id not in ids
-    alone = tokenizer.decode(render_turns(tokenizer, _conversation(pairs), "last")[1])
+    alone = tokenizer.decode(encode_turns(tokenizer, _conversation(pairs), "last")[1])
     assert alone.replace("\n", "").endswith(end + "</s>")  # a model that stops at EOS alone learns to write it
 
 
@@ -252,25 +260,25 @@ def test_an_answer_that_has_any_end_token_ends_once(closing, answer):
     asked, ended = [_turn("user", "a")], [_turn("assistant", answer + closing)]
     brought = "</s>" if closing == "</s>" else "<|im_end|>"
     kept = answer + " " * closing.startswith(" ")
-    assert tokenizer.decode(render_pair(tokenizer, "a", answer + closing, ends)[1]) == kept + brought
-    assert tokenizer.decode(render_pair(tokenizer, asked, ended, ends)[1]) == kept + "<|im_end|>"
-    assert tokenizer.decode(render(tokenizer, {"text": answer + closing}, ends)[1]) == kept + brought
-    assert tokenizer.decode(render_pair(tokenizer, "a", answer, ends)[1]) == answer + "</s>"
+    assert tokenizer.decode(encode_pair(tokenizer, "a", answer + closing, ends)[1]) == kept + brought
+    assert tokenizer.decode(encode_pair(tokenizer, asked, ended, ends)[1]) == kept + "<|im_end|>"
+    assert tokenizer.decode(encode_example(tokenizer, {"text": answer + closing}, ends)[1]) == kept + brought
+    assert tokenizer.decode(encode_pair(tokenizer, "a", answer, ends)[1]) == answer + "</s>"
 
 
 @pytest.mark.parametrize("answer", ["b<|im_end|>c", "b<|im_end|>c</s>", "b</s>c<|im_end|>", "b<|im_end|><|im_end|>", "<|im_end|>b"])
 def test_an_answer_with_any_end_token_inside_is_refused(answer):
     tokenizer, ends = _two_ends(CHATML)
     for render_it in (
-        lambda: render_pair(tokenizer, "a", answer, ends),
-        lambda: render_pair(tokenizer, [_turn("user", "a")], [_turn("assistant", answer)], ends),
-        lambda: render_preference(tokenizer, {"prompt": "a", "chosen": "b", "rejected": answer}, ends),
+        lambda: encode_pair(tokenizer, "a", answer, ends),
+        lambda: encode_pair(tokenizer, [_turn("user", "a")], [_turn("assistant", answer)], ends),
+        lambda: encode_preference(tokenizer, {"prompt": "a", "chosen": "b", "rejected": answer}, ends),
     ):
         with pytest.raises(DataError, match="has the end token") as caught:
             render_it()
         assert caught.value.reason == "with an end of sequence in it"
     with pytest.raises(DataError, match="only an end token"):
-        render_pair(tokenizer, "a", "<|im_end|>", ends)
+        encode_pair(tokenizer, "a", "<|im_end|>", ends)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +297,7 @@ def test_an_answer_with_any_end_token_inside_is_refused(answer):
 @pytest.mark.parametrize("learn", ["all", "last"])
 def test_conversations_without_an_answer_to_learn_are_refused(learn, turns, message, reason):
     with pytest.raises(DataError, match=message) as caught:
-        render_turns(CHAT, turns, learn)
+        encode_turns(CHAT, turns, learn)
     assert caught.value.reason == reason
 
 
@@ -300,17 +308,17 @@ def test_templates_that_change_or_do_not_end_earlier_turns_are_refused():
         "{% if add_generation_prompt %}[assistant]{% endif %}"
     )
     with pytest.raises(DataError, match=r"renders the prompt differently.*only appends"):
-        render_turns(forgets, turns, "all")
+        encode_turns(forgets, turns, "all")
     with pytest.raises(DataError, match=r"does not end a turn of the assistant.*learn: last") as caught:
-        render_turns(PLAIN_CHAT, turns, "all")
+        encode_turns(PLAIN_CHAT, turns, "all")
     assert caught.value.reason is None  # of the template: no row would be better
-    assert render_turns(PLAIN_CHAT, turns[:2], "all")[1] == render_pair(BARE, "", "b")[1]
+    assert encode_turns(PLAIN_CHAT, turns[:2], "all")[1] == encode_pair(BARE, "", "b")[1]
 
 
 @pytest.mark.parametrize("start", range(1, len("<|im_end|>")))
 def test_an_earlier_answer_may_look_like_its_end(start):
     answer = "<|im_end|>"[start:]
-    prompt, _, learnt = render_turns(CHAT, _conversation([("a", answer), ("c", "d")]), "all")
+    prompt, _, learnt = encode_turns(CHAT, _conversation([("a", answer), ("c", "d")]), "all")
     assert CHAT.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == answer + "<|im_end|>"
 
 
@@ -320,10 +328,10 @@ def test_an_earlier_answer_may_be_only_a_tool_call(content):
     turns = [*ASKED, called, _turn("tool", "b"), *ANSWER]
     said, calls = "{{ m.content or '' }}", "{% for call in m.tool_calls or [] %}{{ call.name }}{% endfor %}"
     tokenizer = _tokenizer(CHATML.replace("{{ m.content }}", said + calls))
-    prompt, _, learnt = render_turns(tokenizer, turns, "all")
+    prompt, _, learnt = encode_turns(tokenizer, turns, "all")
     assert tokenizer.decode([token for token, is_learnt in zip(prompt, learnt, strict=True) if is_learnt]) == "f<|im_end|>"
     with pytest.raises(DataError, match="does not end a turn of the assistant"):
-        render_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said)), turns, "all")
+        encode_turns(_tokenizer(PLAIN.replace("{{ m.content }}", said)), turns, "all")
 
 
 def test_a_template_by_name_or_from_a_file(tmp_path):
@@ -354,7 +362,7 @@ def test_a_started_answer_is_continued():
 def test_templates_that_cannot_serve_are_refused():
     marks_the_last = _tokenizer("{% for m in messages %}{{ m.content }}{% if loop.last %}!{% endif %}{% endfor %}")
     with pytest.raises(DataError, match="renders the prompt differently"):
-        render_pair(marks_the_last, [_turn("user", "a")], [_turn("assistant", "b")])
+        encode_pair(marks_the_last, [_turn("user", "a")], [_turn("assistant", "b")])
     refuses = _tokenizer("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(DataError, match="roles must alternate"):
         encode_prompt(refuses, [_turn("user", "a")])
@@ -365,14 +373,14 @@ def test_templates_that_cannot_serve_are_refused():
             encode_prompt(tokenizer, [turn])
         assert caught.value.reason == "refused by the chat template"
     with pytest.raises(DataError, match=r"no chat template.*chat_template"):
-        render_pair(BARE, [_turn("user", "a")], [_turn("assistant", "b")])
+        encode_pair(BARE, [_turn("user", "a")], [_turn("assistant", "b")])
 
 
 def test_a_tokenizer_without_an_end_of_sequence():
     endless = _tokenizer()
     endless.eos_token = None
     with pytest.raises(DataError, match="no EOS token"):
-        render_pair(endless, "a", "b")
+        encode_pair(endless, "a", "b")
 
 
 @pytest.mark.parametrize(
@@ -380,7 +388,7 @@ def test_a_tokenizer_without_an_end_of_sequence():
 )
 def test_strings_and_messages_are_not_mixed(prompt, completion):
     with pytest.raises(DataError, match="different types"):
-        render_pair(CHAT, prompt, completion)
+        encode_pair(CHAT, prompt, completion)
 
 
 @pytest.mark.parametrize("tokenizer", [CHAT, SIMPLE, PLAIN_CHAT], ids=["chatml", "simple", "plain"])
@@ -388,11 +396,11 @@ def test_strings_and_messages_are_not_mixed(prompt, completion):
 def test_an_answer_that_has_its_end_token_ends_once(tokenizer, answer, behind):
     eos = tokenizer.eos_token
     asked, ended = [_turn("user", "a")], [_turn("assistant", answer + eos + behind)]
-    assert render_pair(tokenizer, asked, ended) == render_pair(tokenizer, asked, [_turn("assistant", answer)])
-    assert render_pair(tokenizer, "a", answer + eos + behind) == render_pair(tokenizer, "a", answer)
+    assert encode_pair(tokenizer, asked, ended) == encode_pair(tokenizer, asked, [_turn("assistant", answer)])
+    assert encode_pair(tokenizer, "a", answer + eos + behind) == encode_pair(tokenizer, "a", answer)
     if tokenizer is not PLAIN_CHAT:
         again = asked + ended + asked
-        assert render_turns(tokenizer, again + ended, "all") == render_turns(tokenizer, _conversation([("a", answer)] * 2), "all")
+        assert encode_turns(tokenizer, again + ended, "all") == encode_turns(tokenizer, _conversation([("a", answer)] * 2), "all")
 
 
 @pytest.mark.parametrize("answer", ["b{}c", "b{}{}", "{}b{}"])
@@ -400,43 +408,43 @@ def test_an_answer_with_an_end_token_inside_is_refused(answer):
     asked, other = [_turn("user", "a")], [_turn("assistant", "b")]
     broken = [_turn("assistant", answer.replace("{}", CHAT.eos_token))]
     for render_it in (
-        lambda: render_pair(CHAT, asked, broken),
-        lambda: render_pair(CHAT, "a", broken[0]["content"]),
-        lambda: render_turns(CHAT, asked + broken + asked + other, "all"),
+        lambda: encode_pair(CHAT, asked, broken),
+        lambda: encode_pair(CHAT, "a", broken[0]["content"]),
+        lambda: encode_turns(CHAT, asked + broken + asked + other, "all"),
     ):
         with pytest.raises(DataError, match="has the end token") as caught:
             render_it()
         assert caught.value.reason == "with an end of sequence in it"
     with pytest.raises(DataError, match="only an end token") as caught:
-        render_pair(CHAT, "a", CHAT.eos_token)
+        encode_pair(CHAT, "a", CHAT.eos_token)
     assert caught.value.reason == "empty"
 
 
 def test_language_modelling():
-    assert render(BARE, {"text": "ab"}) == render_pair(BARE, "", "ab") == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
+    assert encode_example(BARE, {"text": "ab"}) == encode_pair(BARE, "", "ab") == ([BARE.bos_token_id], [4, 5, BARE.eos_token_id])
     with pytest.raises(DataError, match="not a list of messages"):
-        render(CHAT, {"messages": "a"})
+        encode_example(CHAT, {"messages": "a"})
 
 
 @given(words, words, words)
 def test_preferences_with_the_prompt_given(prompt, chosen, rejected):
-    ids = render_preference(BARE, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
-    assert ids == (*render_pair(BARE, prompt, chosen), render_pair(BARE, prompt, rejected)[1])
+    ids = encode_preference(BARE, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+    assert ids == (*encode_pair(BARE, prompt, chosen), encode_pair(BARE, prompt, rejected)[1])
 
 
 def test_preferences_with_an_implicit_prompt():
     prompt, good, bad = [_turn("user", "a")], [_turn("assistant", "b")], [_turn("assistant", "c")]
     explicit = {"prompt": prompt, "chosen": good, "rejected": bad}
     implied = {"chosen": prompt + good, "rejected": prompt + bad}
-    assert render_preference(CHAT, implied) == render_preference(CHAT, {**implied, "prompt": None}) == render_preference(CHAT, explicit)
+    assert encode_preference(CHAT, implied) == encode_preference(CHAT, {**implied, "prompt": None}) == encode_preference(CHAT, explicit)
     texts = {"chosen": "two and two: 4", "rejected": "two and two: 5"}
-    assert render_preference(BARE, texts) == render_preference(BARE, {"prompt": "two and two:", "chosen": " 4", "rejected": " 5"})
+    assert encode_preference(BARE, texts) == encode_preference(BARE, {"prompt": "two and two:", "chosen": " 4", "rejected": " 5"})
 
 
 @pytest.mark.parametrize(("chosen", "rejected"), [("b", "c"), (" b", " c"), (ASKED + ANSWER, OTHER)])
 def test_an_implicit_prompt_is_not_empty(chosen, rejected):
     with pytest.raises(DataError, match="they have no common beginning") as caught:
-        render_preference(CHAT, {"chosen": chosen, "rejected": rejected})
+        encode_preference(CHAT, {"chosen": chosen, "rejected": rejected})
     assert caught.value.reason == "empty"
 
 
@@ -476,19 +484,19 @@ def test_an_implicit_prompt_of_messages(prompt, a, b):
 @pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT, SIMPLE], ids=["chatml", "plain", "simple"])
 def test_a_completion_is_a_single_answer(tokenizer, prompt, completion, reason):
     with pytest.raises(DataError) as caught:
-        render_pair(tokenizer, prompt, completion)
+        encode_pair(tokenizer, prompt, completion)
     assert caught.value.reason == reason
     for chosen, rejected in ((completion, ANSWER), (ANSWER, completion)):
         with pytest.raises(DataError):
-            render_preference(tokenizer, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
+            encode_preference(tokenizer, {"prompt": prompt, "chosen": chosen, "rejected": rejected})
 
 
 def test_preferences_that_differ_before_the_last_answer_are_refused():
     with pytest.raises(DataError, match="a turn of the user") as caught:
-        render_preference(CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER})
+        encode_preference(CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER})
     assert caught.value.reason == "with others' turns in the answer"
     alike = {"chosen": ASKED + OTHER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + OTHER}
-    assert render_preference(CHAT, alike)[0] == encode_prompt(CHAT, ASKED + OTHER + ASKED)
+    assert encode_preference(CHAT, alike)[0] == encode_prompt(CHAT, ASKED + OTHER + ASKED)
 
 
 @pytest.mark.parametrize("field", ["prompt", "completion", "chosen", "rejected", "messages"])

@@ -16,7 +16,7 @@ from tests.helpers import shared_path
 from tests.models.configurations import tiny_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import encode_prompt, render_pair
+from unmask.data.chat import encode_pair, encode_prompt
 from unmask.data.formats import SPEAKERS, UNPAIRED
 from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport
@@ -132,7 +132,7 @@ def test_only_whole_answers_of_a_truncated_conversation_are_learnt(texts, max_le
 
 def test_messages_become_pairs():
     chat = {"prompt": [turn("user", "ab")], "completion": [turn("assistant", "c")]}
-    prompt, completion = render_pair(CHAT, chat["prompt"], chat["completion"])
+    prompt, completion = encode_pair(CHAT, chat["prompt"], chat["completion"])
     for row in (chat, {"messages": chat["prompt"] + chat["completion"]}):
         [row] = made([row], tokenizer=CHAT, learn="last")
         assert row["input_ids"] == prompt + completion

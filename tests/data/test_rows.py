@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.models.configurations import tiny_lm
 from unmask.data.characters import character_tokenizer
-from unmask.data.rows import Collator, column, iter_text_rows, pad_rows, separate_documents
+from unmask.data.rows import Collator, Column, iter_text_rows, pad_rows, separate_documents
 from unmask.diffusion.log_probs import view_log_probs
 from unmask.diffusion.views import Views
 from unmask.errors import DataError
@@ -111,7 +111,7 @@ def test_text_with_the_mask_token_is_refused():
 def test_the_error_for_a_null_text_names_the_row():
     words = r"train_dataset, row 1: no value in column 'text': null or left out \(filled: none\)\. Fill it in, or remove the row"
     with pytest.raises(DataError, match=words):
-        column([{"text": "a"}, {"text": None}], "text", "train_dataset")
+        list(Column([{"text": "a"}, {"text": None}], "text", "train_dataset"))
 
 
 @pytest.mark.parametrize("texts", [[], [""], ["", ""]])
@@ -122,9 +122,9 @@ def test_no_text_is_an_error(texts, packed):
 
 
 def test_a_column_of_rows():
-    assert column([{"text": "a", "x": 1}, {"text": "b"}], "text", "train_dataset") == ["a", "b"]
+    assert list(Column([{"text": "a", "x": 1}, {"text": "b"}], "text", "train_dataset")) == ["a", "b"]
     with pytest.raises(DataError, match=r"eval_dataset, row 1.*text"):
-        column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset")
+        list(Column([{"text": "a"}, {"words": "b"}], "text", "eval_dataset"))
 
 
 @given(st.lists(st.lists(st.integers(1, 9), max_size=6), min_size=1, max_size=5).filter(any), st.booleans())

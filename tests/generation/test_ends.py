@@ -27,7 +27,7 @@ def ending(attention: str = "causal", block_size: int | None = None):
 
 
 def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
-    """As in SDAR-Chat, whose tokenizer names only one of them: text behind the other must be cut."""
+    """As in SDAR-Chat, whose tokenizer names only one of them: text after the other must be cut."""
     folder = write(tmp_path, [IM_END, EOS])
     lm = load(folder, "block_causal", 4, dtype="float64")
     with torch.no_grad():
@@ -37,7 +37,7 @@ def test_a_model_whose_generation_config_names_two_ends_stops_at_both(tmp_path):
     assert generation.tokens == naive.generate(lm, generation.prompts, config).tokens
     assert sum(tokens[-1] == IM_END for tokens in generation.tokens) > 3
     assert not any(IM_END in tokens[:-1] or EOS in tokens[:-1] for tokens in generation.tokens)
-    assert sum(generation.forward_passes) < 8 * 12 / 2  # the blocks behind are not decoded
+    assert sum(generation.forward_passes) < 8 * 12 / 2  # the blocks after it are not decoded
     assert set("".join(generation.texts)) <= set(ALPHABET)
 
 

@@ -148,7 +148,7 @@ def test_ends_that_cannot_be_generated_are_refused(wrong, tmp_path):
 
 @pytest.mark.parametrize("wrong", [["<|im_end|>"], "<|im_end|>", [11.0]])
 def test_ends_that_are_no_ids_are_refused(wrong, tmp_path):
-    with pytest.raises(ModelError, match=r"eos_token_ids: .* is no token id\. Give ids"):
+    with pytest.raises(ModelError, match=r"eos_token_ids: .* is not a token id\. Give ids"):
         load(write(tmp_path), eos_token_ids=wrong)
 
 

@@ -271,7 +271,7 @@ def test_adapters_and_foreign_weights_are_refused(tmp_path):
 
 
 def test_a_mask_token_that_engines_do_not_expect_is_told(tmp_path):
-    with pytest.warns(RuntimeWarning, match="the mask token is 12; what runs sdar models may assume 151669"):
+    with pytest.warns(RuntimeWarning, match="the mask token is 12, but engines may assume 151669 for sdar models"):
         export(qwen3(), tmp_path, "sdar")
 
 

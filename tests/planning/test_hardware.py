@@ -185,7 +185,7 @@ def alone(name: str) -> list[HardwareConfig]:
 
 
 def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hardware, "own_memory_gb", lambda: 7.0)
+    monkeypatch.setattr(hardware, "host_memory_gb", lambda: 7.0)
     monkeypatch.setattr(hardware, "calibrate", lambda blueprint, network, work: 12.5)
     estimate = estimator().estimate(Preset.read("cpu"))
     assert (estimate.limit, estimate.seconds) == (7 * MARGIN * 1e9, 12.5)

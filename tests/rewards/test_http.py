@@ -11,8 +11,8 @@ import httpx2 as httpx
 import pytest
 
 from unmask.errors import ConfigError
-from unmask.rewards.calls import LateError
 from unmask.rewards.http import HttpReward
+from unmask.rewards.timeouts import LateError
 
 
 class Judge(BaseHTTPRequestHandler):

@@ -86,7 +86,7 @@ def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypa
     process = worker._process
     use(monkeypatch, worker)
     monkeypatch.setattr(symbolic, "SECONDS", 0.2)
-    monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 60, timeout=timeout))
+    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, timeout, apply=Worker.apply: apply(self, (60,), {}, timeout))
     assert equivalent("y + y + 3", "2y + 3").status == "timeout"
     assert process.poll() is not None
 
@@ -100,7 +100,7 @@ def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
 
 def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
     use(monkeypatch, Worker("os:_exit"))
-    monkeypatch.setattr(Worker, "call", lambda self, *_, call=Worker.call, timeout: call(self, 3, timeout=timeout))
+    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, timeout, apply=Worker.apply: apply(self, (3,), {}, timeout))
     verdict = equivalent("y + y + 2", "2y + 2")
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
 
@@ -117,7 +117,7 @@ def test_verdicts_are_remembered(monkeypatch):
 
 def test_slow_answers_wait_side_by_side(monkeypatch):
     everyone = threading.Barrier(symbolic.WORKERS)  # which all must reach before any continues
-    monkeypatch.setattr(Worker, "call", lambda *_, timeout: everyone.wait(60) * 0 or WRONG)
+    monkeypatch.setattr(Worker, "apply", lambda *_: everyone.wait(60) * 0 or WRONG)
     assert equivalent_all([(f"x + {n}", "2x") for n in range(symbolic.WORKERS)]) == [WRONG] * symbolic.WORKERS
 
 

@@ -61,10 +61,10 @@ def test_a_file_that_raises_is_told(tmp_path):
 
 def test_calls_are_answered_by_one_other_process(path):
     worker = Worker(f"{path}:where")
-    first = worker.call(timeout=60)
-    assert first == worker.call(timeout=60) != os.getpid()
+    first = worker.apply((), {}, 60)
+    assert first == worker.apply((), {}, 60) != os.getpid()
     worker.close()
-    assert worker.call(timeout=60) != first
+    assert worker.apply((), {}, 60) != first
     worker.close()
 
 
@@ -72,7 +72,7 @@ def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
     worker = Worker(f"{path}:raises")
     for _ in range(2):
         with pytest.raises(WorkerError, match="raised KeyError: 'no'"):
-            worker.call(timeout=60)
+            worker.apply((), {}, 60)
     worker.close()
 
 
@@ -80,21 +80,21 @@ def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
 def test_a_training_error_is_raised_here_as_it_is(path, name):
     worker = Worker(f"{path}:{name}")
     with pytest.raises(TrainingError, match=r"^f: no\. Mend it$") as caught:
-        worker.call(timeout=60)
+        worker.apply((), {}, 60)
     assert (caught.value.what, caught.value.where, caught.value.remedy) == ("no", "f", "Mend it")
     worker.close()
 
 
 def test_what_is_served_may_be_wrapped(path):
     worker = Worker(f"{path}:length", f"{path}:twice")
-    assert worker.call(timeout=60, completions=["ab"]) == [2.0, 2.0]
+    assert worker.apply((), {"completions": ["ab"]}, 60) == [2.0, 2.0]
     worker.close()
 
 
 def test_what_cannot_be_sent_back_is_told(path):
     worker = Worker(f"{path}:unpicklable")
     with pytest.raises(WorkerError, match="pickle"):
-        worker.call(timeout=60)
+        worker.apply((), {}, 60)
     worker.close()
 
 
@@ -103,19 +103,19 @@ def test_a_late_call_is_killed_and_the_next_one_is_served(path):
     worker.start()
     process = worker._process
     with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.2 seconds"):
-        worker.call(timeout=0.2)
+        worker.apply((), {}, 0.2)
     assert process.poll() is not None
     worker.target = f"{path}:length"
-    assert worker.call(timeout=60, completions=["a"]) == [1.0]
+    assert worker.apply((), {"completions": ["a"]}, 60) == [1.0]
     worker.close()
 
 
 def test_a_call_that_ends_the_process_is_told_with_its_code(path):
     worker = Worker(f"{path}:ends")
     with pytest.raises(WorkerDeathError, match="exit code 7"):
-        worker.call(timeout=60)
+        worker.apply((), {}, 60)
     with pytest.raises(WorkerDeathError, match="exit code 7"):
-        worker.call(timeout=60)
+        worker.apply((), {}, 60)
 
 
 def test_a_worker_that_died_between_calls_is_started_again(path):
@@ -123,13 +123,13 @@ def test_a_worker_that_died_between_calls_is_started_again(path):
     worker.start()
     worker._process.kill()
     worker._process.wait()
-    assert worker.call(timeout=60, completions=["abc"]) == [3.0]
+    assert worker.apply((), {"completions": ["abc"]}, 60) == [3.0]
     worker.close()
 
 
 def test_an_async_function_is_awaited_on_one_loop(path):
     worker = Worker(f"{path}:loop")
-    assert worker.call(timeout=60) == worker.call(timeout=60) > 0
+    assert worker.apply((), {}, 60) == worker.apply((), {}, 60) > 0
     worker.close()
 
 

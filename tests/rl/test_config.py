@@ -12,7 +12,7 @@ import torch
 from tests.rl.methods.rollouts import config, held, keys, made_up, masks, usual
 from tests.training.tiny_runs import QUICK, SMALL, unmask
 from unmask.artifacts import MetricsLog
-from unmask.commands.modes import arranged
+from unmask.commands.modes import adapt_recipes
 from unmask.commands.run import resolved, training_arguments
 from unmask.config.layers import read_layers
 from unmask.config.run import resolve
@@ -91,7 +91,7 @@ def test_settings_of_ones_own_win_over_the_recipe_and_an_unknown_task_names_the_
 def test_a_recipe_leaves_another_method_its_own_settings(name):
     """Settings that it lacks, and that would be refused, are left out; those that no method owns stay."""
     layers = read_layers(recipes=["grpo-sudoku"], overrides=["model.path=m", "output_dir=out", f"training.method={name}"])
-    config = resolve(arranged(layers, "grpo", None, recipes=1))
+    config = resolve(adapt_recipes(layers, "grpo", None, recipes=1))
     plain = GRPOConfig(output_dir="out", method=name)
     for args in (training_arguments("grpo", config), GRPOConfig.for_task("sudoku", output_dir="out", method=name)):
         for setting in ("epsilon", "epsilon_high", "beta", "kl", "reference_sync_steps", "prompt_mask_rate", "aggregation", "advantage"):
@@ -202,7 +202,7 @@ def test_what_stands_behind_the_end_is_shown_by_views_that_show_a_part_alone(nam
     if name == "coupled-grpo" or masking == "diffusion":
         args.refuse_unread(strategy)
         return
-    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} always hides what is behind the end"):
+    with pytest.raises(ConfigError, match=f"^beyond_eos: {name} always hides what is after the end"):
         args.refuse_unread(strategy)
 
 

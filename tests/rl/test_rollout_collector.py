@@ -166,7 +166,7 @@ def test_a_server_that_does_not_say_how_likely_its_tokens_were_is_refused(tmp_pa
             {"backend": "vllm", "url": "http://h:1", "method": "espo"},
             r"rollout\.backend and method: the loss of espo has no importance weights",
         ),
-        ({"url": "http://h:1"}, r"rollout.url: means nothing to backend 'local'"),
+        ({"url": "http://h:1"}, r"rollout.url: has no effect with backend 'local'"),
     ],
 )
 def test_a_rollout_that_cannot_be_is_refused_at_once(rollout, message, tmp_path):
@@ -222,7 +222,7 @@ def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
 
 
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
     with pytest.raises(ConfigError, match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use local"):
         make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
 

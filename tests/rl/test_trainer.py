@@ -284,9 +284,9 @@ def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"beyond_eos": "shown"}, "diffu-grpo always hides what is behind the end"),
-        ({"beyond_eos": "shown", "method": "cj-grpo"}, "cj-grpo always hides what is behind the end, or keeps it as sampled"),
-        ({"beyond_eos": "learnt", "lm": "causal"}, "a causal model predicts nothing from what is behind the end"),
+        ({"beyond_eos": "shown"}, "diffu-grpo always hides what is after the end"),
+        ({"beyond_eos": "shown", "method": "cj-grpo"}, "cj-grpo always hides what is after the end, or keeps it as sampled"),
+        ({"beyond_eos": "learnt", "lm": "causal"}, "a causal model predicts nothing from what is after the end"),
     ],
 )
 def test_what_stands_behind_an_end_is_refused_where_it_means_nothing(given, message, tmp_path):

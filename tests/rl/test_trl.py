@@ -104,9 +104,9 @@ def ours(case: Case, config: dict[str, Any]) -> tuple[Gradients, list[float]]:
         texts = trainer.lm.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         log_probs, steps = [[0.0] * len(ids) for ids in tokens], [list(range(len(ids))) for ids in tokens]
         traces = []
-        for ids in tokens:  # behind its end a canvas holds masks
-            behind = LENGTH - len(ids)
-            traces.append(Trace(ids + [trainer.lm.mask_token_id] * behind, [*range(len(ids)), *[-1] * behind], [0.0] * LENGTH))
+        for ids in tokens:  # after its end a canvas holds masks
+            rest = LENGTH - len(ids)
+            traces.append(Trace(ids + [trainer.lm.mask_token_id] * rest, [*range(len(ids)), *[-1] * rest], [0.0] * LENGTH))
         return Generation(prompts, texts, tokens, log_probs, steps, [len(ids) for ids in tokens], traces)
 
     trainer.sample = sample

@@ -52,7 +52,7 @@ def test_the_files_of_version_2(monkeypatch, tmp_path):
     """In a folder that imitates the hierarchy, as only a host with version 2 has a real one."""
     (tmp_path / "cgroup.controllers").touch()
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
-    monkeypatch.setattr(cgroups, "_own", lambda controller: tmp_path)
+    monkeypatch.setattr(cgroups, "_own_group", lambda controller: tmp_path)
     group = Group("unmask-1-test", 64 << 20, 4)
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +pids"
     assert {file.name: file.read_text() for file in (tmp_path / "unmask-1-test").iterdir()} == {"memory.max": "67108864", "pids.max": "4"}

@@ -72,7 +72,7 @@ def test_frames_are_what_json_reads_and_writes(value):
 def test_a_frame_that_is_no_json_is_the_candidates_error(data):
     with pipe() as ours:
         os.write(ours.sink, len(data).to_bytes(4, "big") + data)
-        with pytest.raises(worker.CandidateError, match="no JSON"):
+        with pytest.raises(worker.CandidateError, match="not JSON"):
             ours.read()
 
 
@@ -95,7 +95,7 @@ except worker.CandidateError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-I", "-S", "-c", script, frame], capture_output=True, text=True)
-    assert done.stdout.strip() == "a frame that is no JSON", done.stderr
+    assert done.stdout.strip() == "a frame that is not JSON", done.stderr
 
 
 @given(

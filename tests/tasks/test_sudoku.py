@@ -14,7 +14,7 @@ from tests.helpers import read_task, shared_path
 from unmask.errors import ConfigError, DataError
 from unmask.rewards.verdict import Verdict
 from unmask.tasks import Sudoku, Sudoku9, split_of
-from unmask.tasks.sudoku import GRIDS, is_valid_grid, solve
+from unmask.tasks.sudoku import GRIDS, solve
 
 grids = st.sampled_from(GRIDS)
 TASK = Sudoku()
@@ -54,7 +54,7 @@ def test_there_are_288_grids():
 
 @given(st.one_of(grids, st.text(alphabet="1234", min_size=16, max_size=16), st.text(max_size=20)))
 def test_a_valid_grid_obeys_the_rules(text):
-    assert is_valid_grid(text) == _obeys_the_rules(text)
+    assert TASK.is_valid(text) == _obeys_the_rules(text)
 
 
 @given(rows())
@@ -98,7 +98,7 @@ def test_ranges_are_checked(empty):
 
 
 def test_more_puzzles_than_there_are_is_an_error():
-    with pytest.raises(ConfigError, match="Ask for fewer"):
+    with pytest.raises(ConfigError, match="Request fewer"):
         Sudoku(min_empty=1, max_empty=1).generate("test", 16 * sum(split_of(grid) == "test" for grid in GRIDS) + 1, seed=0)
 
 

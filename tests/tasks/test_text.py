@@ -52,7 +52,7 @@ def test_a_passage_may_be_absent_but_is_a_text():
     for nothing in ({"context": None}, {"context": " "}, {}):
         [row] = task.rows([("row 1", {key: value for key, value in LOGIQA.items() if key != "context"} | nothing)])
         assert row["prompt"].startswith("Which follows?\nA. All fly.")
-    with pytest.raises(DataError, match=r"row 1: the passage is no text: \['a'\]"):
+    with pytest.raises(DataError, match=r"row 1: the passage is not text: \['a'\]"):
         list(task.rows([("row 1", LOGIQA | {"context": ["a"]})]))
     with pytest.raises(DataError, match="row 1: 4 is none of the 4 choices"):
         list(task.rows([("row 1", LOGIQA | {"correct_option": 4})]))

@@ -6,6 +6,7 @@ import pytest
 import torch
 import yaml
 
+from tests.helpers import require_bfloat16
 from tests.training.tiny_runs import make, settings, tiny, unmask, weights
 from unmask.commands.verbs import VERBS
 from unmask.errors import ConfigError
@@ -148,6 +149,7 @@ def test_the_variable_wins_over_the_choice(variable, expected, tmp_path, monkeyp
 
 @pytest.mark.usefixtures("ampere")
 def test_the_config_that_a_run_writes_says_what_was_chosen(model, text, tmp_path):
+    require_bfloat16()
     quick = [f"training.{setting}" for setting in ("max_steps=1", "logging_steps=1", "per_device_train_batch_size=2", "save_strategy=no")]
     done = unmask("pretrain", "--model", model, "--data", text, "--output", tmp_path / "run", "data.text_column=text", *quick)
     assert done.exit_code == 0, done.output

@@ -30,7 +30,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.kernels import flash
 from unmask.models.load import load
 from unmask.training import hardware_checks
-from unmask.training.hardware_checks import bound_memory, check_split, deepspeed_config
+from unmask.training.hardware_checks import bound_memory, check_split
+from unmask.training.sharding import deepspeed_config
 from unmask.training.trainer import DiffusionTrainer
 
 pytestmark = [
@@ -82,7 +83,7 @@ def test_every_verb_bounds_its_memory_and_says_what_to_do_when_it_is_full(verb, 
     training = {"use_cpu": True, "bf16": False, "max_steps": 20, "max_length": 48, "eval_strategy": "no", "report_to": "none"}
     config = RunConfig(model=ModelConfig(path=str(model)), training=training, **data)
     with pytest.raises(TrainingError, match=r"hardware.max_memory_gb: the device's memory is full \(CUDA out of memory\)\. Use a smaller"):
-        run.run_stage(verb, config)
+        run.run_verb(verb, config)
     assert asked == [config.hardware]
 
 
@@ -457,10 +458,10 @@ def test_sharding_that_would_not_act_is_refused(tmp_path):
 
 
 def test_deepspeed_configs_are_presets_files_or_mappings(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"deepspeed: needs deepspeed.*unmask\[deepspeed\]"):
         make("sft", tmp_path, deepspeed="zero1")
-    monkeypatch.setattr(hardware_checks.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="deepspeed: no launcher started this process"):
         make("sft", tmp_path, deepspeed="zero1")
     monkeypatch.setenv("LOCAL_RANK", "0")

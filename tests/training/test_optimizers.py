@@ -20,7 +20,6 @@ from unmask.data.characters import character_tokenizer
 from unmask.errors import ConfigError
 from unmask.models.load import make_diffusion
 from unmask.supervised.sft import SFTConfig
-from unmask.training import hardware_checks
 from unmask.training.optimizers import check_offload
 from unmask.training.trainer import DiffusionTrainer
 
@@ -56,7 +55,7 @@ def test_an_optimizer_of_bitsandbytes_keeps_its_state_in_few_bits_and_pages_it(v
 
 
 def test_an_optimizer_of_bitsandbytes_is_refused_where_it_is_not_installed(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware_checks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"optim: needs bitsandbytes, which is not installed.*unmask\[cuda\]"):
         make("sft", tmp_path, optim="adamw_bnb_8bit")
     with pytest.raises(ConfigError, match=r"optim: needs torchao, which is not installed.*unmask\[torchao\]"):

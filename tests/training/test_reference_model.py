@@ -176,7 +176,7 @@ def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(t
     next(lm.model.parameters()).ds_id = 0  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"reference: no reference can be made from weights that ZeRO 3 has sharded\. Use zero1"):
         make("grpo", tmp_path, lm, beta=0.1)
-    monkeypatch.setattr(GRPOTrainer, "shares_weights", True)
+    monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
     make("grpo", tmp_path, beta=0.1)
     with pytest.raises(ConfigError, match=r"reference_sync_steps: a reference cannot follow sharded weights\. Leave it out"):
         make("grpo", tmp_path, beta=0.1, reference_sync_steps=2)

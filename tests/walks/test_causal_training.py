@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import unmask as package
-from tests.helpers import shared_path
+from tests.helpers import require_bfloat16, shared_path
 from tests.training.tiny_runs import unmask
 from tests.walks.walking import walk
 from unmask.artifacts import MetricsLog
@@ -36,6 +36,7 @@ def pretrain(corpus: Path, output: str, *settings: str) -> list[dict[str, float]
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory:UserWarning")  # there is no GPU to pin memory for
 def test_training_with_all_its_optimizations(corpus):
+    require_bfloat16()
     switches = ["bf16=true", "dataloader_num_workers=2", "dataloader_pin_memory=true", "dataloader_persistent_workers=true"]
     lines = pretrain(corpus, "all", "training.num_train_epochs=2", *(f"training.{switch}" for switch in switches))
     assert lines[-1]["loss"] < lines[0]["loss"] and lines[-1]["epoch"] == 2
@@ -44,6 +45,7 @@ def test_training_with_all_its_optimizations(corpus):
 
 
 def test_training_without_mixed_precision_and_with_memory_in_the_log(corpus):
+    require_bfloat16()
     plain = pretrain(corpus, "plain", "training.max_steps=3", "training.bf16=false", "training.log_memory_usage=true")
     mixed = pretrain(corpus, "mixed", "training.max_steps=3", "training.bf16=true")
     assert [line["loss"] for line in mixed] == pytest.approx([line["loss"] for line in plain], rel=0.02)  # its accuracy is kept

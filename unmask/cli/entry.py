@@ -23,7 +23,7 @@ from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
     from unmask.models.diffusion_lm import DiffusionLM
-from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERBS, TrainingCommand, Unsandboxed, accept_unsandboxed_code, train
+from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingCommand, Unsandboxed, accept_unsandboxed_code, train
 
 
 class Commands(TyperGroup):
@@ -79,7 +79,7 @@ def common(
     ctx.obj = debug  # read by Commands.invoke
 
 
-for _verb, _help in VERBS.items():
+for _verb, _help in VERB_HELP.items():
     app.command(_verb, cls=TrainingCommand, help=_help, epilog=TRAINING_EPILOG)(train)
 
 
@@ -89,13 +89,13 @@ for _verb, _help in VERBS.items():
 )
 def profile(
     ctx: typer.Context,
-    verb: Annotated[str, typer.Argument(metavar="VERB", help=f"{', '.join(VERBS)}; its own options follow.")],
+    verb: Annotated[str, typer.Argument(metavar="VERB", help=f"{', '.join(VERB_HELP)}; its own options follow.")],
     steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one to warm up; of grpo: rollouts with their updates.")] = 3,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the trace; unset: trace.json in the output folder.")] = None,
 ) -> None:
     """Record a few steps of a training verb: a trace for Perfetto, and what takes the time."""
-    if verb not in VERBS:
-        raise ConfigError(f"{verb} is no training verb", where="profile", remedy=f"Begin with one of {', '.join(VERBS)}.")
+    if verb not in VERB_HELP:
+        raise ConfigError(f"{verb} is no training verb", where="profile", remedy=f"Begin with one of {', '.join(VERB_HELP)}.")
     ctx.meta[PROFILE] = steps, trace
     command = typing.cast(TyperGroup, ctx.find_root().command).commands[verb]
     with command.make_context(verb, ctx.args, parent=ctx) as inner:

@@ -1,4 +1,6 @@
-"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`."""
+"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`: `train` merges a setting's sources (`config/layers.py`) and checks the sections
+(`config/run.py`); `commands/run.py` makes the stage's config and trainer; the trainer reads `self.args`, and copies what an RL method reads
+into the method's fields (`GRPOConfig.build_method`), where its loss reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
-from unmask.config.run import RunConfig, claim_output, continues, resolve, resuming, to_yaml
+from unmask.config.run import RunConfig, claim_output, continues, resolve, split_resume, to_yaml
 from unmask.console import show_table
 from unmask.errors import ConfigError
 
@@ -19,24 +21,23 @@ USAGE_ERROR: Any = typer.BadParameter.__base__  # which typer does not export
 
 
 class TrainingCommand(TyperCommand):
-    """`--resume` takes a path or nothing: what follows it is one unless it is an option or a setting. Of an option that is a setting, the
-    error shows the form that works."""
+    """`--resume` takes an optional path: the next argument, unless it is an option or a setting. If an unknown option is the name of a
+    setting, the error shows how to write it."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        following = [*args[1:], "-"]
-        bare = [arg == "--resume" and (after.startswith("-") or "=" in after) for arg, after in zip(args, following, strict=False)]
-        given = ["--resume=" if empty else arg for arg, empty in zip(args, bare, strict=True)]
+        no_path = [after.startswith("-") or "=" in after for after in [*args[1:], "-"]]
+        args = ["--resume=" if arg == "--resume" and alone else arg for arg, alone in zip(args, no_path, strict=False)]
         try:
-            return super().parse_args(ctx, list(given))
+            return super().parse_args(ctx, list(args))
         except USAGE_ERROR as error:
-            if option := getattr(error, "option_name", None):  # it has none such
+            if option := getattr(error, "option_name", None):  # the command has no such option
                 from unmask.commands.bare_options import refuse_bare_flag
 
-                refuse_bare_flag(str(ctx.info_name), option, given)
+                refuse_bare_flag(str(ctx.info_name), option, args)
             raise
 
 
-VERBS = {
+VERB_HELP = {
     "pretrain": "Train a causal model on text, token by token.",
     "convert": "Turn a causal model into a diffusion model, in stages.",
     "sft": "Fine-tune on prompts and their completions.",
@@ -52,7 +53,7 @@ TRAINING_EPILOG = (
 
 
 PROFILE = "unmask.profile"
-"""What `profile` leaves in the context for the verb: the steps to record, and where to."""
+"""The key under which `profile` passes the verb the steps to record, and the file to write."""
 
 
 Unsandboxed = Annotated[
@@ -99,17 +100,17 @@ def train(
     accept_unsandboxed_code(accept_unsandboxed)
     flags = {"model.path": model, "data.train": data, "data.task": task, "output_dir": output, "overwrite": overwrite or None}
     recipes = [*(recipe or []), *(["debug"] if debug else [])]
-    older, own = older_layers(os.environ, verb), overrides or []
-    layers = read_layers(recipes=recipes, config_files=config or [], older=older, environ=os.environ, flags=flags, overrides=own)
+    older, files = older_layers(os.environ, verb), config or []
+    layers = read_layers(recipes=recipes, config_files=files, older=older, environ=os.environ, flags=flags, overrides=overrides or [])
     if mode or recipes:
-        from unmask.commands.modes import arranged
+        from unmask.commands.modes import adapt_recipes
 
-        layers = arranged(layers, verb, mode, recipes=len(recipes))
+        layers = adapt_recipes(layers, verb, mode, recipes=len(recipes))
     if debug:
-        show_everything(ctx)
-    going_on, settings = resuming(resume, resolve(layers))
+        enable_debug_output(ctx)
+    resume_from, settings = split_resume(resume, resolve(layers))
     profiling = ctx.meta.get(PROFILE)
-    if profiling and (going_on or dry_run):
+    if profiling and (resume_from or dry_run):
         raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
     with layers.naming_sources():
         if print_config:
@@ -117,18 +118,18 @@ def train(
         elif profiling:
             show_profile(verb, settings, *profiling)
         elif dry_run:
-            show_rehearsal(verb, settings)
+            show_dry_run(verb, settings)
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, going_on))
-            from unmask.commands.run import run_stage
+            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, resume_from))
+            from unmask.commands.run import run_verb
 
-            run_stage(verb, settings, going_on)
+            run_verb(verb, settings, resume_from)
 
 
-def show_everything(ctx: typer.Context) -> None:
-    """Tracebacks of errors, and the operation that makes a NaN."""
+def enable_debug_output(ctx: typer.Context) -> None:
+    """Show tracebacks, and name the operation that produces a NaN."""
     from unmask.training.hardware_checks import watch_for_anomalies
 
     ctx.find_root().obj = True
@@ -150,10 +151,10 @@ def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None)
     typer.echo(f"{trace}: open it in https://ui.perfetto.dev")
 
 
-def show_rehearsal(verb: str, settings: RunConfig) -> None:
-    from unmask.commands.dry_run import rehearse
+def show_dry_run(verb: str, settings: RunConfig) -> None:
+    from unmask.commands.dry_run import dry_run
 
-    lines = rehearse(verb, settings)
+    lines = dry_run(verb, settings)
     by_stage = [(name, *(line[name] for line in lines)) for name in lines[0]]
     show_table(by_stage, f"{verb}: two steps of every stage", head=["", *map(str, range(1, len(lines) + 1))])
 

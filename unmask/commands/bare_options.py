@@ -1,4 +1,4 @@
-"""Settings that were given as options of the command line."""
+"""Settings that were mistaken for options of the command line (`--learning-rate`)."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
     """Refuse an unknown option of a training verb that is the name of one of its settings.
 
     Args:
-        verb: the verb.
-        option: the option, with its dashes, and as it stands in `args`.
-        args: the command line behind the verb.
+        option: with its dashes, as in `args`.
+        args: the command line after the verb.
 
     Raises:
-        ConfigError: it is one; shows the form that works, with the value that was given.
+        ConfigError: it is one; the remedy shows how to write it, with its value.
     """
     if not option.startswith("--"):
         return

@@ -1,4 +1,4 @@
-"""Settings of a run that cannot go together: refused before data and model are read, with both of their names."""
+"""Refuse combinations of settings before data and model are read, naming both settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unmask.training.hardware_checks import TrainedModel, check_hardware_setting
 
 
 def check_together(config: RunConfig, args: TrainingConfig) -> None:
-    """Refuse before the model is loaded what its trainer would refuse afterwards, judging by the settings and the model's config.
+    """Refuse by settings and the model's config what the trainer would refuse after loading the model.
 
     Raises:
         ConfigError: `where` holds the keys of both settings, joined by " and ".
@@ -41,7 +41,7 @@ def check_together(config: RunConfig, args: TrainingConfig) -> None:
 
 @contextmanager
 def naming_sections(args: TrainingConfig) -> Iterator[None]:
-    """Errors then name the section of settings that the trainer knows without it."""
+    """Inside, errors name settings with their section, which the trainer does not know."""
     try:
         yield
     except ConfigError as error:

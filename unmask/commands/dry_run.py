@@ -25,11 +25,11 @@ STEPS = 2
 
 
 def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None:
-    """The estimate of the run's training step on the machine that its `hardware` section describes (unset: this computer); None for a
-    stage that has no formula. Rows are taken to be `max_length` long.
+    """The estimate of the run's training step on the machine of its `hardware` section (unset: this computer), for rows of `max_length`
+    tokens; None: there is no formula for this verb.
 
     Raises:
-        ConfigError: it does not fit that machine.
+        ConfigError: a step does not fit that machine.
     """
     blueprint = Blueprint.read(config.model)
     work = args.workload(blueprint, config)
@@ -43,23 +43,23 @@ def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None
     return estimate
 
 
-def rehearse(verb: str, config: RunConfig) -> list[dict[str, str]]:
-    """Make two steps of every stage, in a folder that is removed again.
+def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
+    """Make two steps of every stage, in a temporary folder.
 
     Returns:
-        A table line per stage: what it trains, its fraction of the steps, and the predicted and measured time of a step.
+        A table row per stage: what it trains, its number of steps, and the predicted and measured time of a step.
 
     Raises:
-        UnmaskError: all that the run itself would raise before its third step.
+        UnmaskError: the errors that the run itself would raise before its third step.
     """
     args = training_arguments(verb, config)
-    estimate, watch = estimate_run(config, args), Watch()
+    estimate, timer = estimate_run(config, args), StepTimes()
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display, display.phase(verb) as phase, short_trainer(verb, config, args, STEPS, callbacks=[watch], progress=phase) as trainer:
-        steps, before = trainer.planned_steps(args), trainer.planned_seconds(args)
+    with display, display.phase(verb) as phase, short_trainer(verb, config, args, STEPS, callbacks=[timer], progress=phase) as trainer:
+        steps, setup_seconds = trainer.planned_steps(args), trainer.planned_seconds(args)
         trainer.train()
-    seconds = watch.seconds[STEPS - 1 :: STEPS]
-    return [_line(part, args, estimate, taken, steps, before) for part, taken in zip(args.parts(), seconds, strict=True)]
+    measured = timer.seconds[STEPS - 1 :: STEPS]
+    return [_row(part, args, estimate, seconds, steps, setup_seconds) for part, seconds in zip(args.parts(), measured, strict=True)]
 
 
 @contextlib.contextmanager
@@ -67,11 +67,11 @@ def short_trainer(verb: str, config: RunConfig, args: TrainingConfig, steps: int
     """The run's trainer, with `steps` steps of every stage in a temporary folder; `rest` is passed to it."""
     with tempfile.TemporaryDirectory() as folder:
         shortened = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
-        made = training_arguments(verb, shortened)
-        yield make_trainer(verb, shortened, made, **made.rehearsal(steps) | rest)
+        short_args = training_arguments(verb, shortened)
+        yield make_trainer(verb, shortened, short_args, **short_args.rehearsal(steps) | rest)
 
 
-class Watch(TrainerCallback):
+class StepTimes(TrainerCallback):
     """The seconds of every optimizer step."""
 
     def __init__(self) -> None:
@@ -85,7 +85,9 @@ class Watch(TrainerCallback):
         self.seconds.append(time.perf_counter() - self.started)
 
 
-def _line(part: Part, args: TrainingConfig, estimate: StepEstimate | None, seconds: float, steps: int, before: float) -> dict[str, str]:
+def _row(
+    part: Part, args: TrainingConfig, estimate: StepEstimate | None, seconds: float, steps: int, setup_seconds: float
+) -> dict[str, str]:
     micro_batches = args.gradient_accumulation_steps
     predicted = estimate.seconds * micro_batches if estimate and estimate.seconds else None
     return {
@@ -94,7 +96,7 @@ def _line(part: Part, args: TrainingConfig, estimate: StepEstimate | None, secon
         "rate": f"{args.learning_rate * part.rate:.3g}",
         "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
         "seconds a step": f"{seconds:.3g}",
-        "hours in all": f"{(before + seconds * part.share * steps) / 3600:.3g}",
+        "hours in all": f"{(setup_seconds + seconds * part.share * steps) / 3600:.3g}",
         "predicted peak GB": "-" if estimate is None else f"{estimate.peak / 1e9:.3g}",
         "peak GB so far": f"{memory_metrics(args.device)['memory_gb']:.3g}",
     }

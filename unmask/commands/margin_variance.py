@@ -1,4 +1,4 @@
-"""How far estimates of the preference margin scatter, by estimator and budget: what `unmask dpo --measure-variance` prints.
+"""The variance of the preference margin, by estimator and budget: `unmask dpo --measure-variance`.
 
 Shapes: B rows (pairs), N responses, P pairs, R redraws, M views, T tokens.
 """
@@ -43,7 +43,7 @@ def one_by_one(draw_view: Callable[[Tensor, Draw], Views], group_BT: Tensor, dra
 
 @dataclass(frozen=True)
 class Estimator:
-    """How the bounds of a response under two models are estimated.
+    """An estimator of the bounds of a response under two models.
 
     Attributes:
         draw_views: draws the hidden tokens.
@@ -70,11 +70,7 @@ ESTIMATORS = {
 
 @torch.no_grad()
 def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: int, redraws: int) -> Tensor:
-    """The margins [R, P] of a batch's pairs for `redraws` independent draws, in nats.
-
-    Args:
-        trainer: with a reference that is scored along.
-    """
+    """The margins [R, P] of a batch's pairs for `redraws` independent draws, in nats. The trainer must hold its reference model."""
     assert trainer.reference is not None
     group_BT, drawn = noise_groups(trainer.lm, batch["maskable"], batch["documents"]), []
     for redraw in range(redraws):
@@ -93,8 +89,8 @@ def _bounds(trainer: DPOTrainer, lm: DiffusionLM, batch: Any, views: Views) -> T
 
 
 def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> tuple[dict[str, dict[int, float]], float]:
-    """By estimator and budget the variance of the margin over redraws, in nats squared, on average over the training pairs; and the mean
-    margin by the last of them on the largest budget, in nats."""
+    """The variance of the margin over redraws by estimator and budget, in nats squared, averaged over the training pairs; and the mean
+    margin of the last estimator with the largest budget, in nats."""
     batches = list(trainer.in_batches(trainer.train_dataset, trainer.args.train_batch_size))
     found: dict[str, dict[int, float]] = {}
     for name, estimator in ESTIMATORS.items():
@@ -106,11 +102,11 @@ def variances(trainer: DPOTrainer, *, budgets: Sequence[int], redraws: int) -> t
 
 
 def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
-    """The variances on the first pairs of a run's data, of its model as the policy, held to `training.reference_model`.
+    """The variances on the first pairs of a run's data, with its model as the policy and `training.reference_model` as the reference.
 
     Returns:
-        pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes for each response. What is exact
-        has none, and as many passes as that takes.
+        pairs, redraws, the mean margin in nats, and the variance in nats squared by estimator and passes per response; that of exact
+        likelihoods is 0, with the number of passes that they need.
 
     Raises:
         ConfigError: the verb, the loss or the reference leaves no margin to measure.
@@ -123,7 +119,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
         raise ConfigError(what, where="training.loss_type", remedy=f"Measure with {', '.join(LOSSES)}")
     if args.reference_model is None:
         remedy = "Give the model that the policy was trained from"
-        raise ConfigError("the policy is its own reference, so that every margin is 0", where="training.reference_model", remedy=remedy)
+        raise ConfigError("the policy is its own reference, so every margin is 0", where="training.reference_model", remedy=remedy)
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
     training = config.training | {"reference": "frozen", "stale_reference": "error"}
     measured = config.model_copy(update={"data": data, "training": training, "lora": None})
@@ -136,7 +132,7 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
 
 
 def as_table(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The head and the rows of a table: an estimator a row, a budget a column, and how much less that is than independent draws."""
+    """The head and rows of a table: estimators by budgets, each with the reduction compared with independent draws."""
     found = measured["variance"]
     passes = sorted({views for by_views in found.values() for views in by_views})
 

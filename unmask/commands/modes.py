@@ -1,4 +1,4 @@
-"""The settings of `--mode`: groups of options for this hardware, from `unmask/recipes/modes`."""
+"""`--mode`: groups of settings for this hardware, from `unmask/recipes/modes`."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from unmask.commands.verbs import VERBS
 from unmask.config.layers import MODES, Layer, Layers, read_settings
 
 
-def arranged(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
-    """The layers, of which the first `recipes` are recipes, adapted: recipes for another RL method leave out the settings in which methods
-    differ, and a mode comes behind the recipes."""
+def adapt_recipes(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
+    """Adapt the first `recipes` layers, the recipes: those for another RL method lose the settings in which methods differ. A mode's layer
+    is inserted after them."""
     stage, chosen = VERBS[verb].config, layers.merged().get("training", {})
-    ours = [Layer(name, values | {"training": stage.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]]
-    layers = Layers([*ours, *layers[recipes:]])
+    adapted = [Layer(name, values | {"training": stage.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]]
+    layers = Layers([*adapted, *layers[recipes:]])
     return with_mode(layers, mode, verb, after=recipes) if mode else layers
 
 
 def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
-    """Insert a mode's settings behind the first `after` layers, the recipes: files, variables and the command line override them."""
+    """Insert a mode's settings after the first `after` layers, the recipes: files, variables and the command line override them."""
     active = {verb} | hardware_here(use_cpu=layers.value_of("training.use_cpu") is True)
     if layers.value_of("training.fsdp"):
         active.add("fsdp")
@@ -27,13 +27,13 @@ def with_mode(layers: Layers, mode: str, verb: str, *, after: int) -> Layers:
 
 
 def mode_settings(mode: str, active: Collection[str]) -> dict[str, Any]:
-    """The settings of a mode: of its section `everywhere`, and of the active ones (the hardware, fsdp, a verb)."""
+    """The settings in a mode's section `everywhere` and in its active sections (hardware, fsdp, verb)."""
     sections = read_settings(MODES / f"{mode}.yaml")
     return Layers(Layer(name, values) for name, values in sections.items() if name in {"everywhere", *active}).merged()
 
 
 def hardware_here(*, use_cpu: bool = False) -> set[str]:
-    """The sections of this machine: cpu, or gpu and, where that computes in bfloat16 and TF32, ampere."""
+    """The sections of this machine: cpu; or gpu, and ampere if the GPU computes in bfloat16 and TF32."""
     import torch
 
     if use_cpu or not torch.cuda.is_available():

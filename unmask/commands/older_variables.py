@@ -1,4 +1,4 @@
-"""Environment variables of older names, read as settings. They rank below `UNMASK_*` variables and above files."""
+"""Environment variables of other trainers, read as settings. `UNMASK_*` variables override them, and they override files."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Variable(NamedTuple):
     """How a variable is read."""
 
     read: Callable[[str], Settings]
-    """A text that means nothing: ValueError or KeyError."""
+    """Raises ValueError or KeyError for an invalid text."""
     wanted: str
     """The expected form of the text."""
 
 
 def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
-    """The settings of each variable that is set and not empty; a line on stderr says how it is read.
+    """A layer for each variable that is set and not empty; a line on stderr says how it is read.
 
     Raises:
-        ConfigError: a value that means nothing.
+        ConfigError: an invalid value.
     """
     variables = OLDER | (OLDER_OF_GRPO if verb == "grpo" else {})
     texts = {name: text for name in variables if (text := environ.get(name, "").strip())}
-    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # then there is no server, whatever its address
+    if SWITCH.get(texts.get("GRPO_USE_VLLM", "").lower()) is False:  # there is no server, so its address is ignored
         texts.pop("VLLM_SERVER_HOST", None)
     layers = []
     for name, text in texts.items():
@@ -63,7 +63,7 @@ def _switch(key: str, values: tuple[Any, Any] = (False, True)) -> Variable:
 
 
 def _precision(text: str) -> Settings:
-    """A switch that is on means bfloat16, but on a GPU without it float16."""
+    """A switch that is on means bfloat16, or float16 on a GPU without bfloat16."""
     if text.lower() in SWITCH:
         text = _fast_type() if SWITCH[text.lower()] else "no"
     if text not in ("bf16", "fp16", "no"):

@@ -35,7 +35,7 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
         Tables by title: of the phases, and of the operators that take the most time.
 
     Raises:
-        UnmaskError: the trace is there and may not be overwritten, or all that the run itself would raise.
+        UnmaskError: the trace exists and may not be overwritten, or an error of the run itself.
     """
     if trace.exists() and not config.overwrite:
         raise ConfigError("the file exists", where=str(trace), remedy="Choose another with --trace, or replace it with --overwrite")
@@ -61,7 +61,7 @@ class Advance(TrainerCallback):
         self.recorder, self.phases, self.left = recorder, phases, warmup
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        self.phases.end_step()  # before the profiler takes time of its own
+        self.phases.end_step()  # before the profiler takes time
         self.recorder.step()
         self.left -= 1
         if self.left == 0:
@@ -69,10 +69,10 @@ class Advance(TrainerCallback):
 
 
 def write_trace(recorder: profile, path: Path) -> None:
-    """Write the trace whole or not at all."""
+    """Write the trace atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        written = Path(folder) / path.name  # its ending says whether it is gzipped
+        written = Path(folder) / path.name  # the suffix decides whether it is gzipped
         recorder.export_chrome_trace(str(written))
         os.replace(written, path)
 
@@ -93,9 +93,9 @@ def by_phase(phases: Phases, steps: int) -> Table:
 
 
 def by_operator(recorder: profile, steps: int) -> dict[str, Table]:
-    """The operators that take the most time on the CPU, without those that they call, and the kernels that do on a GPU.
+    """The operators that take the most time on the CPU, without the operators that they call, and the kernels on a GPU.
 
-    Read from the profiler's own events: its `key_averages` takes minutes for the millions of them that a rollout can have.
+    Computed from the profiler's raw events: its `key_averages` takes minutes for the millions of events of a rollout.
     """
     profiler: Any = recorder.profiler
     spans, kernels = [], []
@@ -109,7 +109,7 @@ def by_operator(recorder: profile, steps: int) -> dict[str, Table]:
 
 
 class Span(NamedTuple):
-    """An event; sorted, those of a thread follow each other, and what encloses comes before what is within. In nanoseconds."""
+    """An event, in nanoseconds. In sorted order threads are contiguous, and an event precedes those within it."""
 
     thread: int
     start: int
@@ -118,7 +118,7 @@ class Span(NamedTuple):
 
 
 def own_times(spans: list[Span], nested: bool = True) -> tuple[Counter[str], Counter[str]]:
-    """Nanoseconds by name, of `nested` spans without those within them, and calls; one that only passes on to its like is the same."""
+    """Nanoseconds and calls by name. With `nested`, a span's time excludes spans within it, and calls by its own name do not count."""
     own: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     around: list[Span] = []

@@ -27,26 +27,27 @@ from unmask.rl.completion_log import SAMPLES_NAME
 from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
-from unmask.training.hardware_checks import bound_memory, naming_full_memory, sharded_by
+from unmask.training.hardware_checks import bound_memory, naming_full_memory
 from unmask.training.run_log import LOG_NAME
+from unmask.training.sharding import weight_sharding_setting
 
 DATA_REPORT = "data_report.json"
 TRAINED_MODEL = "model"
 
 
 def training_arguments(verb: str, config: RunConfig) -> Any:
-    """The verb's arguments; a task gives the length of the canvas, and `data` the column of the text, where `training` does not.
+    """The verb's training arguments. Unless `training` sets them, the canvas length comes from the task, and the text column from `data`.
 
     Raises:
         ConfigError: a setting that the verb does not have, or a value that it refuses.
     """
-    kind = VERBS[verb]
+    entry = VERBS[verb]
     task = get_task(config.data.task) if config.data.task else None
-    defaults: dict[str, Any] = {kind.canvas: task.max_completion} if task and kind.canvas and config.data.style == "plain" else {}
-    defaults |= kind.config.data_defaults(config.data, config.data.task)
+    defaults: dict[str, Any] = {entry.canvas: task.max_completion} if task and entry.canvas and config.data.style == "plain" else {}
+    defaults |= entry.config.data_defaults(config.data, config.data.task)
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
-    fixed["resume_from_checkpoint"] = None  # of a start, and not of the run
-    args = build_training_args(kind.config, defaults | config.training, **fixed)
+    fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run
+    args = build_training_args(entry.config, defaults | config.training, **fixed)
     args.choose_precision(in_float32=config.model.dtype == "float32")
     return args
 
@@ -58,28 +59,28 @@ def data_name(data: DataConfig) -> str | None:
 
 
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
-    """The config with the verb's own settings filled in; those of TrainingArguments stay out unless set, or other than there."""
+    """The config with the defaults of the verb's settings. Fields of TrainingArguments are left out unless set, or with another default."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     fixed = ("output_dir", "data_source", "resume_from_checkpoint")
-    own = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
+    listed = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
     values = args.to_dict()
-    given = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
-    return config.model_copy(update={"training": {name: values[name] for name in own} | given})
+    set_by_user = {name: value for name, value in config.training.items() if value is not None or values[name] is None}
+    return config.model_copy(update={"training": {name: values[name] for name in listed} | set_by_user})
 
 
-def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
+def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     """Run `unmask VERB`.
 
-    The trained model goes to `output_dir/model`, beside checkpoints, `training_logs.json`, the resolved config and a manifest. With
-    a task, the model is then evaluated on held-out problems (`evaluation.json`).
+    Writes the trained model to `output_dir/model`, with checkpoints, `training_logs.json`, the resolved config and a manifest beside it.
+    With a task, the model is then evaluated on held-out problems (`evaluation.json`).
 
     Args:
         verb: pretrain, convert, sft, dpo or grpo.
         config: the run.
-        resume: continue from the last complete checkpoint (True), or from this one.
+        resume: True: resume from the last complete checkpoint; a path: from this one.
 
     Raises:
-        UnmaskError: a fault in the config, model or data; nothing is written before all three are loaded.
+        UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
     """
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
@@ -102,41 +103,41 @@ def run_stage(verb: str, config: RunConfig, resume: str | bool = False) -> None:
                 write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(output / TRAINED_MODEL))
-        if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # of a conversion every stage ends with one
+        if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # conversion stages evaluate at their end
             trainer.evaluate()
             trainer.save_model(str(output / TRAINED_MODEL))  # for its card
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
         evaluated = trainer.lm
-        if sharded_by(args):  # then a pass would take all processes
+        if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
             evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
         write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
-    # A process that leaves while others still talk to it aborts.
+    # A process aborts if it exits while others still communicate with it.
     processes = PartialState()
     processes.wait_for_everyone()
     processes.destroy_process_group()
 
 
 def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any) -> Any:
-    """The verb's trainer, with its model and data loaded; `rest` goes to it."""
+    """The verb's trainer, with its model and data; `rest` is passed to it."""
     check_together(config, args)
-    kind = VERBS[verb]
+    entry = VERBS[verb]
     bound_memory(config.hardware, args.device)
     task = get_task(config.data.task) if config.data.task else None
-    train, held_out = read_data(config, kind, task, args)
+    train, held_out = read_data(config, entry, task, args)
     lm = load_model(config)
     if config.data.chat_template is not None:
         set_chat_template(lm, read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
-    rest |= kind.arguments(config, task)
+    rest |= entry.arguments(config, task)
     with naming_files(config.data):
-        return kind.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
+        return entry.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 
 
 def forget_earlier_run(output: Path) -> None:
-    """Remove the checkpoints, metrics and samples of an earlier run that is overwritten: a later resume must not find them."""
+    """Remove the checkpoints, metrics and samples of a run that is overwritten: a later resume must not find them."""
     for path in output.glob("*-*"):
         if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)

@@ -28,18 +28,18 @@ class Config(pydantic.BaseModel):
         except pydantic.ValidationError as error:
             raise _config_error(error, values, type(self)) from None
 
-    # Nested configs are then validated in place, so that an error keeps its whole path.
+    # Makes pydantic validate nested configs in place, so that an error keeps its whole path.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
 
 def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: type[Config]) -> ConfigError:
-    """The first of pydantic's errors in our words; unknown keys first, since a misspelt key also leaves another one missing, then those
-    deepest inside, since a section that is refused may also have been given as a single value."""
+    """The first of pydantic's errors in Unmask's words. Unknown keys come first, since a misspelt key also leaves another one missing; then
+    the most deeply nested errors, since the alternatives of a section include single values."""
     errors = sorted(error.errors(), key=lambda one: (one["type"] != "extra_forbidden", -len(_locate(one["loc"], values)[0])))
     path, value = _locate(errors[0]["loc"], values)
-    own = errors[0].get("ctx", {}).get("error")
-    if isinstance(own, ConfigError):  # raised by the config itself
-        return ConfigError(own.what, where=".".join([*path, own.where]) if own.where else ".".join(path), remedy=own.remedy)
+    cause = errors[0].get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # raised by the config itself
+        return ConfigError(cause.what, where=".".join([*path, cause.where]) if cause.where else ".".join(path), remedy=cause.remedy)
     if errors[0]["type"] == "extra_forbidden":
         return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
     if errors[0]["type"] == "missing":
@@ -49,13 +49,13 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
 
 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
-    """Several errors of one value are the alternatives of a union."""
+    """The error for a value; several errors of pydantic are the alternatives of a union."""
     wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
     return ConfigError(f"{value!r} is refused", where=where, remedy=f"It should be {wanted}.")
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:
-    """The keys of an error's location that are in the input (a location also has names of union members), and the value there."""
+    """The keys of an error's location that are in the input (it also contains names of union members), and the value at them."""
     path = []
     for part in loc:
         inside = part in values if isinstance(values, dict) else isinstance(values, list) and isinstance(part, int)
@@ -69,12 +69,12 @@ def _fields_at(cls: type[Config], path: Sequence[str]) -> list[str]:
     """The keys of the section `path` of a config."""
     for part in path:
         if not part.isdecimal():  # a place in a list
-            cls = next(kind for kind in _kinds(cls.model_fields[part].annotation) if isinstance(kind, type) and issubclass(kind, Config))
+            cls = next(one for one in _type_args(cls.model_fields[part].annotation) if isinstance(one, type) and issubclass(one, Config))
     return list(cls.model_fields)
 
 
-def _kinds(annotation: Any) -> Iterator[Any]:
+def _type_args(annotation: Any) -> Iterator[Any]:
     """An annotation and its nested arguments."""
     yield annotation
     for inner in typing.get_args(annotation):
-        yield from _kinds(inner)
+        yield from _type_args(inner)

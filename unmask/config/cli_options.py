@@ -1,4 +1,4 @@
-"""Options of the command line from configs: one per field."""
+"""Command-line options from configs: one per field."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spread_configs(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _option_name(section: str, field: str) -> str:
-    """`block_size` alone is the sampler's decoding block."""
+    """The option `block_size` is the decoding block of the sampler, so the model's attention block has another name."""
     return {("model", "path"): "model", ("model", "block_size"): "attention_block_size"}.get((section, field), field)
 
 

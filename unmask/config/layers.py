@@ -15,17 +15,17 @@ MODES = RECIPES / "modes"
 """The sections of `--mode` files, by the case that they apply to."""
 PREFIX = "UNMASK_"
 ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
-"""Set to 1, it lets programs that models write run where nothing isolates them; --i-accept-unsandboxed-code sets it."""
+"""With the value 1, model-written programs run even if nothing isolates them; --i-accept-unsandboxed-code sets it."""
 API_KEY = "UNMASK_API_KEY"
 """The key that `unmask serve` requires and rollouts send; not a setting, so that it is not recorded."""
 NOT_SETTINGS = {"UNMASK_DEBUG", "UNMASK_SHARED", ACCEPT_UNSANDBOXED, API_KEY}  # the command line's tracebacks, the tests' data
 
 
 class Layer(NamedTuple):
-    """Settings that one source gives."""
+    """The settings of one source."""
 
     source: str
-    """As errors name it: `configs/a.yaml`, `environment variable UNMASK_SEED`, `command line`."""
+    """Its name in errors: `configs/a.yaml`, `environment variable UNMASK_SEED`, `command line`."""
     values: dict[str, Any]
     """Nested mappings."""
 
@@ -41,7 +41,7 @@ class Layers(tuple[Layer, ...]):
         return values
 
     def source_of(self, key: str) -> str | None:
-        """Who set a dotted `key`: the last source of a value, every source of a section; None if nobody did."""
+        """The source of a dotted `key`: the last source of a value, all sources of a section; None if no source sets it."""
         found = [(layer.source, value) for layer in self for value in _look_up(layer.values, key)]
         if not found:
             return None
@@ -53,11 +53,11 @@ class Layers(tuple[Layer, ...]):
 
     @contextmanager
     def naming_sources(self) -> Iterator[None]:
-        """Let a `ConfigError` raised inside say which source the refused key came from."""
+        """Inside, a `ConfigError` also names the source of the refused key."""
         try:
             yield
         except ConfigError as error:
-            keys = (error.where or "").split(" and ")  # of settings that do not go together
+            keys = (error.where or "").split(" and ")  # of two settings that cannot be combined
             sources = [self.source_of(key) if key else None for key in keys]
             if not any(sources):
                 raise
@@ -74,19 +74,19 @@ def read_layers(
     flags: Mapping[str, Any] | None = None,
     overrides: Sequence[str] = (),
 ) -> Layers:
-    """Every source of settings, in the order in which they apply.
+    """All sources of settings, in the order in which they apply.
 
     Args:
         recipes: names of files under `unmask/recipes`, without folder and suffix.
         config_files: YAML files.
-        older: variables of other names.
+        older: settings from variables with other names (`commands/older_variables.py`).
         environ: the environment; `UNMASK_TRAINING__LEARNING_RATE=1e-4` sets `training.learning_rate`.
-        flags: values by dotted key, already parsed; None for a flag that was not given.
-        overrides: `dotted.key=value`, the value written in YAML.
+        flags: values by dotted key, already parsed; None for a flag that is not set.
+        overrides: `dotted.key=value`, with a value in YAML.
 
     Raises:
-        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value where another source has a
-            section of settings, which it would wipe out.
+        ConfigError: an unknown recipe, a file that is missing or malformed, an override without `=`, a value for a key that is a
+            section of settings in another source.
     """
     layers = [Layer(f"recipe {name}", read_recipe(name)) for name in recipes]
     layers += [Layer(str(path), read_settings(Path(path))) for path in config_files]
@@ -125,7 +125,7 @@ def recipe_path(name: str) -> Path:
     """The file of a recipe.
 
     Raises:
-        ConfigError: the name is unknown; names the nearest.
+        ConfigError: the name is unknown; the remedy has the most similar one.
     """
     recipes = _recipes()
     if name not in recipes:
@@ -134,20 +134,12 @@ def recipe_path(name: str) -> Path:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """The settings of a recipe.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """The settings of a recipe. Raises ConfigError if the name is unknown."""
     return read_settings(recipe_path(name))
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file.
-
-    Raises:
-        ConfigError: it is missing or malformed.
-    """
+    """The settings of a YAML file. Raises ConfigError if it is missing or malformed."""
     values = parse_yaml(read_text(path), str(path))
     if values is None:
         return {}
@@ -157,11 +149,7 @@ def read_settings(path: Path) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file of settings.
-
-    Raises:
-        ConfigError: it is missing, or no text.
-    """
+    """The text of a file of settings. Raises ConfigError if it is missing or no text."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -179,14 +167,14 @@ def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
 
 
 def nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
-    """The value nested under these keys, the first outermost."""
+    """The value nested under these keys, of which the first is the outermost."""
     for key in reversed(keys):
         value = {key: value}
     return value
 
 
 def _look_up(values: Any, key: str) -> list[Any]:
-    """The value of a dotted key in a list, or an empty list; the items of a list have the list's source."""
+    """A list of the value of a dotted key, or an empty list. A key within a list finds the list."""
     for part in key.split("."):
         if isinstance(values, list):
             break

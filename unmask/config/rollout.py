@@ -11,16 +11,16 @@ from unmask.config.base import Config
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 
-SERVED = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
-MEANT = {"local": {"backend"}, "server": SERVED, "vllm": SERVED | {"model", "sync"}}
+OF_SERVERS = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
+USED_BY = {"local": {"backend"}, "server": OF_SERVERS, "vllm": OF_SERVERS | {"model", "sync"}}
 VLLM_READS = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
 VLLM_READS |= {"seed", "batch_size"}
-"""The settings of a sampler that mean something to a vLLM server."""
+"""The sampler settings that a vLLM server supports."""
 
 
 def unread_by_vllm(sampler: SamplerConfig) -> str | None:
-    """The first setting, other than by default, that means nothing to a vLLM server, as it decodes token by token; None: all mean
-    something. The policy left_to_right is what it does."""
+    """The first setting with another value than the default that a vLLM server, which decodes from left to right, does not support; None:
+    it supports all."""
     default = SamplerConfig()
     for name in sorted(SamplerConfig.model_fields.keys() - VLLM_READS):
         value = getattr(sampler, name)
@@ -30,10 +30,10 @@ def unread_by_vllm(sampler: SamplerConfig) -> str | None:
 
 
 class RolloutConfig(Config):
-    """Which backend samples, and how it is given the weights that are trained.
+    """Which backend samples, and how it gets the trained weights.
 
     Raises:
-        ConfigError: a setting that is missing, or means nothing to the backend.
+        ConfigError: a setting is missing, or has no effect on the backend.
     """
 
     backend: Literal["local", "server", "vllm"] = "local"
@@ -45,26 +45,28 @@ class RolloutConfig(Config):
     sync: Literal["disk", "lora", "nccl"] = "disk"
     """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU to GPU."""
     folder: str | None = None
-    """Where weights for the server are written, by a path that is the same on its side; unset: rollout_weights in the output folder."""
+    """Where weights for the server are written, a path that is valid on both machines; unset: rollout_weights in the output folder."""
     sync_steps: int = Field(default=1, ge=1)
-    """vllm: rollouts between two transfers of weights. Above 1, completions are of older weights, which `importance_cap` corrects for. A
-    resumed run transfers them at once, and then differs from an uninterrupted one."""
+    """vllm: rollouts between two transfers of weights. Above 1, completions come from older weights, which `importance_cap` corrects for. A
+    resumed run transfers them immediately, and then differs from an uninterrupted one."""
     timeout: float = Field(default=300.0, gt=0)
-    """Seconds to wait for an answer: of `unmask serve` a whole rollout, of vLLM one completion."""
+    """Seconds to wait for an answer: a whole rollout from `unmask serve`, one completion from vLLM."""
     patience: float = Field(default=30.0, ge=0)
-    """Seconds to wait for a server that takes no requests, at the start or after it died."""
+    """Seconds to wait for a server that accepts no requests, at the start or after it died."""
     api_key: str | None = None
     """The server's API key; unset: the variable UNMASK_API_KEY, which is not recorded with the settings."""
 
     def model_post_init(self, _: object) -> None:
         for name, field in type(self).model_fields.items():
-            if name not in MEANT[self.backend] and getattr(self, name) != field.default:
-                raise ConfigError(f"means nothing to backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend.")
+            if name not in USED_BY[self.backend] and getattr(self, name) != field.default:
+                raise ConfigError(
+                    f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend."
+                )
         if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
             what = f"{self.url!r} is no address" if self.url else f"backend {self.backend!r} needs the address of its server"
             raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000.")
         if self.backend == "server" and self.sync_steps > 1:
-            what = "completions would be of older weights, and of them nothing corrects the loss"
+            what = "completions would come from older weights, for which this backend's loss has no correction"
             raise ConfigError(what, where="sync_steps", remedy="Leave it out.")
         if self.sync == "nccl" and self.folder is not None:
             raise ConfigError("nothing is written with nccl", where="folder", remedy="Leave it out.")

@@ -112,10 +112,10 @@ class LoraSettings(Config):
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """Dropout probability of an adapter's inputs in training."""
     target_modules: str | list[str] = "all-linear"
-    """The names of the layers that get one, a regular expression, or all-linear."""
+    """The names of the layers that get adapters, a regular expression, or all-linear."""
 
     def to_peft(self) -> peft.LoraConfig:
-        """The same, for the PEFT library."""
+        """The settings as a PEFT config."""
         import peft
 
         return peft.LoraConfig(
@@ -139,13 +139,13 @@ class DeviceConfig(Config):
 
 
 class HardwareConfig(Config):
-    """The machine that a run is planned for (`unmask inspect`, `--dry-run`). The run itself takes the devices that are there, and of
-    a GPU's memory at most `max_memory_gb`."""
+    """The machine that a run is planned for (`unmask inspect`, `--dry-run`). The run itself uses the devices of this machine, and
+    at most `max_memory_gb` of a GPU's memory."""
 
     name: str
     """Its name in the estimate."""
     devices: list[DeviceConfig] = Field(min_length=1)
-    """The kinds of devices in a node. Of unequal ones the smallest sets the batch of all, the slowest the time."""
+    """The kinds of devices in a node. Among unequal ones the smallest determines the batch of all, the slowest the time."""
     nodes: int = Field(default=1, ge=1)
     """How many such nodes work together."""
     interconnect_gb_s: float | None = Field(default=None, gt=0)
@@ -157,7 +157,7 @@ class HardwareConfig(Config):
 
     @property
     def count(self) -> int:
-        """Devices of all nodes."""
+        """The number of devices in all nodes."""
         return sum(device.count for device in self.devices) * self.nodes
 
     @property
@@ -197,7 +197,7 @@ class RunConfig(Config):
 
 
 def resolve(layers: Layers) -> RunConfig:
-    """The config that all sources together give; errors name the source of the refused value."""
+    """The config of all sources together; errors name the source of a refused value."""
     with layers.naming_sources():
         return RunConfig(**layers.merged())
 
@@ -207,15 +207,15 @@ def to_yaml(config: Config) -> str:
     return dump_yaml(config.model_dump())
 
 
-def resuming(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
-    """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` equals `--resume`.
+def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:
+    """The checkpoint to resume from, and the settings without it: `training.resume_from_checkpoint` is the same as `--resume`.
 
     Args:
-        resume: of the command line: a path, or the empty text for the last checkpoint; None: not given.
-        settings: as resolved.
+        resume: the option's value: a path, or "" for the last checkpoint; None: it is not set.
+        settings: the resolved config.
 
     Returns:
-        True for the last checkpoint in the output folder, a path, or False where the run begins.
+        True for the last checkpoint in the output folder, a path, or False for a new run.
 
     Raises:
         ConfigError: the folder does not exist, or two are named.
@@ -241,7 +241,7 @@ def continues(output_dir: str | Path, resume: str | bool) -> bool:
 def claim_output(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
     """Check that a run may write into `path`: it is absent or empty, or the user allows it. Nothing is created or deleted.
 
-    Only the first process checks: it may have begun to write when the others do.
+    Only the first process checks: it may already be writing when the others start.
 
     Raises:
         TrainingError: the folder is in use, or `path` is a file.
@@ -260,10 +260,10 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
     """An instance of `cls`, a dataclass that extends `transformers.TrainingArguments`, from a section of a config.
 
     Args:
-        cls: the dataclass; values are checked against its annotations where these can be checked.
+        cls: the dataclass; values are checked against its annotations if pydantic supports these.
         mapping: values by field name.
         where: the section's name, for errors.
-        fixed: fields that the run itself sets, and the section may not.
+        fixed: fields that the run sets and the section may not.
 
     Raises:
         ConfigError: an unknown key, a wrong type, or a value that `cls` refuses.
@@ -283,7 +283,7 @@ def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where:
 
 
 def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed: Collection[str] = ()) -> dict[str, Any]:
-    """The values of a section, each a field of a dataclass and of its type.
+    """The values of a section, checked to be fields of the dataclass with the right types.
 
     Args:
         cls, mapping, where: as of `build_training_args`.
@@ -303,15 +303,15 @@ def checked_fields(cls: type[Any], mapping: Mapping[str, Any], where: str, fixed
 
 
 def checked(value: Any, annotation: Any, where: str) -> Any:
-    """The value as this annotation has it.
+    """The value, converted to the type of an annotation.
 
     Raises:
-        ConfigError: it has another type; names `where` it is.
+        ConfigError: it has another type; the error names `where`.
     """
     try:
         adapter = pydantic.TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
         return adapter.validate_python(value, strict=isinstance(value, bool))  # strict: True is not the number 1
-    except pydantic.errors.PydanticUserError:  # an annotation that pydantic cannot check: the dataclass itself must judge
+    except pydantic.errors.PydanticUserError:  # pydantic cannot check this annotation; the dataclass must
         return value
     except pydantic.ValidationError as error:
         raise refused(error.errors(), value, where) from None

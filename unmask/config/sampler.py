@@ -23,7 +23,7 @@ class SamplerConfig(Config):
     """Denoising steps. Unset: one token per step. Else the total over the completion, shared evenly by its decoding blocks (at least one
     each); within a block the tokens per step are as even as possible, the larger counts first."""
     tokens_per_step: int | None = Field(default=None, ge=1)
-    """The same by its inverse: how many tokens a step reveals."""
+    """The tokens that a step reveals, instead of `steps`."""
     schedule: Literal["even", "dream", "ancestral"] = "even"
     """How the steps of a block share its tokens. even: as stated for `steps`. dream: rounded down at times from 1 to 0.001, as Dream does,
     so that early steps reveal less. ancestral: each token at a step drawn for it, as MDLM and Dream's `origin` do. A step that would
@@ -33,20 +33,20 @@ class SamplerConfig(Config):
     the attention block of a block-causal model. Not to be confused with the attention block, which belongs to the model."""
     sub_block_size: int | None = Field(default=None, ge=1)
     """Block-causal models: each attention block is completed in parts of this many tokens, from left to right; with a logit shift its
-    first token comes before them, alone, as the clean text before it predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole block at
-    once."""
+    first token comes before them, alone, because the clean text before it predicts it (Fast-dLLM v2, Wu et al. 2025). Unset: the whole
+    block at once."""
     policy: Literal["confidence", "margin", "entropy", "random", "left_to_right"] = "confidence"
     """Which hidden tokens to reveal first: highest probability, largest gap between the two best, lowest entropy, any, or the
     first ones."""
     threshold: float | None = Field(default=None, gt=0, le=1)
-    """Reveal in each step all tokens of at least this probability, or exactly the best one where none reaches it."""
+    """Reveal in each step all tokens of at least this probability; if there is none, the most probable one."""
     factor: float | None = Field(default=None, gt=0)
     """Reveal in each step the n best tokens, for the largest n at which the n-th is at least 1 - factor / (n + 1) probable."""
     entropy_bound: float | None = Field(default=None, ge=0)
     """Reveal in each step the tokens of lowest entropy whose entropies together stay within this many nats, and at least one."""
     remask: float = Field(default=0.0, ge=0, lt=1)
-    """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier steps first. As many more tokens
-    are revealed, so that the number of steps does not change."""
+    """The fraction of a block's visible tokens to hide again at every step, the least probable of earlier steps first. As many additional
+    tokens are revealed, so the number of steps does not change."""
     temperature: float = Field(default=0.0, ge=0, le=1e6)
     """Divides the logits; 0: always the most probable token. Not between 0 and 1e-6."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -68,10 +68,10 @@ class SamplerConfig(Config):
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
     """Token ids that are not produced. The mask token never is."""
     stop_at_eos: bool = True
-    """Whether a completion ends with its first end token, whichever of the model's (`DiffusionLM.eos_token_ids`) that is."""
+    """Whether a completion ends with the first of the model's end tokens (`DiffusionLM.eos_token_ids`)."""
     cache: Literal["exact", "prefix", "dual"] = "exact"
     """Keys and values kept between steps. exact: only where that changes nothing. Lossy, for bidirectional models: prefix keeps those
-    before the current block, dual also those behind it."""
+    before the current block, dual also those after it."""
     refresh_interval: int | None = Field(default=None, ge=1)
     """Number of steps after which a lossy cache is recomputed; unset: at the start of every decoding block only."""
     early_commit: float | None = Field(default=None, gt=0, le=1)

@@ -1,4 +1,4 @@
-"""YAML as configs are written in: version 1.2, where `1e-5` is a number and `no` is a text."""
+"""The YAML of configs: version 1.2, in which `1e-5` is a number and `no` is a text."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """Unicode's own line breaks survive only where they are escaped."""
+        """Quote text with Unicode line breaks, which are preserved only if escaped."""
         style = '"' if re.search("[\x85\u2028\u2029]", data) else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style)
 
@@ -58,17 +58,17 @@ for _name, (_pattern, _first) in CORE_SCHEMA.items():
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value that `text` writes.
+    """The value of a YAML text.
 
     Raises:
-        ConfigError: it is not YAML, or a key occurs twice; names `where` (a file, a variable) and the line.
+        ConfigError: it is not YAML, or a key occurs twice; the error names `where` (a file, a variable) and the line.
     """
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{error.problem}", where=f"{where}{line}", remedy="Mend the YAML there.") from error
-    except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids; a number Python cannot hold
+    except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids, or a number too large for Python
         raise ConfigError(f"this is not YAML: {error}", where=where, remedy="Mend the YAML there.") from error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,6 +14,7 @@ from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.training.config import Part
+from unmask.training.config_fields import check_settings, setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.text_config import TextConfig
 
@@ -23,36 +23,32 @@ from unmask.training.text_config import TextConfig
 class ConvertConfig(NoisingConfig, TextConfig):
     """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` returns those of a recipe."""
 
-    learning_rate: float = field(default=5e-4, metadata={"help": "The base learning rate; the default stages use 0.5, 1 and 0.3 times it."})
+    learning_rate: float = setting(5e-4, "The base learning rate; the default stages use 0.5, 1 and 0.3 times it")
     attention: Pattern = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
-    block_size: int | None = field(default=None, metadata={"help": f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}."})
-    logit_shift: bool | None = field(default=None, metadata={"help": "Keep predicting token i + 1 at row i; unset: no."})
-    causal_context: bool = field(
-        default=False,
-        metadata={"help": "block_causal: attend causally within finished blocks, as the causal model does; its loss then costs nothing."},
+    block_size: int | None = setting(None, f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}")
+    logit_shift: bool | None = setting(None, "Keep predicting token i + 1 at row i; unset: no")
+    causal_context: bool = setting(
+        False, "block_causal: attend causally within finished blocks, as the causal model does; its loss then costs nothing"
     )
-    time_embedding: bool = field(default=False, metadata={"help": "Give the model the fraction of hidden tokens as an input."})
-    complementary: bool = field(default=False, metadata={"help": "Use two views of each row; each hides the tokens that the other shows."})
-    attention_annealing: float = field(
-        default=0.0, metadata={"help": "The fraction of the steps over which later tokens become visible at random; 0: at once."}
+    time_embedding: bool = setting(False, "Give the model the fraction of hidden tokens as an input")
+    complementary: bool = setting(False, "Use two views of each row; each hides the tokens that the other shows")
+    attention_annealing: float = setting(
+        0.0, "The fraction of the steps over which later tokens become visible at random; 0: at once", low=0, high=1
     )
-    distillation: float = field(
-        default=0.0,
-        metadata={"help": "The weight (0 to 1) of the KL divergence from the frozen causal model, where no later token is visible."},
+    distillation: float = setting(
+        0.0, "The weight of the KL divergence from the frozen causal model, where no later token is visible", low=0, high=1
     )
-    teacher_top_k: int = field(
-        default=64, metadata={"help": "Most probable tokens of the causal model that are compared one by one; the others count as one."}
+    teacher_top_k: int = setting(
+        64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1
     )
-    on_policy: float = field(default=0.0, metadata={"help": "The fraction of rows that the model continues, to learn from its own text."})
-    rollout_tokens: int = field(default=32, metadata={"help": "Tokens that it generates per continued row."})
-    alignment: float = field(
-        default=0.0, metadata={"help": "The weight of the cosine distance to the hidden states of the frozen causal model."}
-    )
+    on_policy: float = setting(0.0, "The fraction of rows that the model continues, to learn from its own text", low=0, high=1)
+    rollout_tokens: int = setting(32, "Tokens that it generates per continued row", low=1)
+    alignment: float = setting(0.0, "The weight of the cosine distance to the hidden states of the frozen causal model", low=0)
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}
     )
-    recipe: str | None = field(default=None, metadata={"help": "The name of these settings in the model card."})
-    canvas_length: int | None = field(default=None, metadata={"help": "As in SFT, for rows of prompt and completion."})
+    recipe: str | None = setting(None, "The name of these settings in the model card")
+    canvas_length: int | None = setting(None, "As in SFT, for rows of prompt and completion")
 
     @classmethod
     def for_recipe(cls, recipe: str, **settings: Any) -> ConvertConfig:
@@ -63,12 +59,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
         self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in self.stages]
         if not self.stages:
             raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
-        for name, high in (("attention_annealing", 1.0), ("distillation", 1.0), ("on_policy", 1.0), ("alignment", math.inf)):
-            if not 0 <= getattr(self, name) <= high:
-                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy=f"Use a number from 0 to {high:g}")
-        for name in ("teacher_top_k", "rollout_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy="Use 1 or more")
+        check_settings(self)
         if self.attention == "causal":
             raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
         if self.attention_annealing and self.attention != "bidirectional":
@@ -113,10 +104,10 @@ class ConvertConfig(NoisingConfig, TextConfig):
 
     def refuse_adapters(self, *, timed: bool) -> None:
         """Raise ConfigError if adapters cannot be trained. `timed`: whether the model has a time embedding."""
-        args: Any = self
         if timed:
             what, remedy = "adapters cannot train a time embedding, which is new", "Set time_embedding: false, or convert without lora"
             raise ConfigError(what, where="time_embedding and lora", remedy=remedy)
+        args: Any = self  # mypy does not read the fields of TrainingArguments
         if args.deepspeed:
             what = "a conversion with adapters cannot go from one stage to the next under DeepSpeed"
             raise ConfigError(what, where="deepspeed and lora", remedy="Leave deepspeed out, or convert without lora")

@@ -19,36 +19,27 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks import head
 
 SMALLEST = 1e-9
-"""The least probability of all tokens outside of the top K together."""
+"""Lower bound of the total probability of the tokens outside the top K."""
 
 
-class Lesson(NamedTuple):
-    """The student compared with the teacher, at the target tokens of views in row-major order.
+class Comparison(NamedTuple):
+    """The student compared with the teacher, at the target tokens of views in row-major order."""
 
-    Attributes:
-        log_prob_N: the student's log-probability of the real token, in nats.
-        taught_N: whether the target is the teacher's prediction; otherwise it is the real token.
-        divergence_N: forward KL from the teacher's prediction to the student's, in nats.
-        distance_N: 1 - cosine between their hidden states that predict the token.
-    """
-
-    log_prob_N: Tensor
-    taught_N: Tensor
-    divergence_N: Tensor
-    distance_N: Tensor
+    log_prob_N: Tensor  # the student's log-probability of the real token, in nats
+    taught_N: Tensor  # whether the target is the teacher's prediction; otherwise it is the real token
+    divergence_N: Tensor  # forward KL from the teacher's prediction to the student's, in nats
+    distance_N: Tensor  # 1 - cosine between their hidden states that predict the token
 
 
-def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Lesson:
+def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, views: Views, *, top_k: int) -> Comparison:
     """Compare a model that sees noised text with the causal teacher, which sees all tokens before each token.
 
-    Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the
-    same gradient as the cross-entropy, with far less variance: averaged over the hidden tokens before it, the teacher's prediction
-    is the token's distribution given the visible tokens. Where a later token is visible this does not hold, because the teacher
-    does not see it, and the student learns from the real token.
+    Where no later token of the same block (or document) is visible, the forward KL has in expectation over the teacher's text the same
+    gradient as the cross-entropy, with far less variance: averaged over the hidden tokens before a token, the teacher's prediction is its
+    distribution given the visible tokens. The teacher sees no later tokens; where one is visible, the student learns from the real token.
 
     Args:
-        lm: the student.
-        teacher: a causal model with the same vocabulary, frozen.
+        lm, teacher: the student, and a frozen causal model with the same vocabulary.
         ids_BT: the clean tokens.
         document_BT: packed documents are numbered, padding is 0; None: every row is one document.
         views: the hidden tokens and the targets.
@@ -66,7 +57,7 @@ def learn(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: Te
     divergence_N = forward_kl(log_p_UK[index_N], log_q[:, 1:])
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
     taught_N = ~later_shown(lm, views, document_BT)[target_BMT]
-    return Lesson(log_q[:, 0], taught_N, divergence_N, distance_N)
+    return Comparison(log_q[:, 0], taught_N, divergence_N, distance_N)
 
 
 def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
@@ -82,7 +73,7 @@ def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Te
 def predictions(
     teacher: DiffusionLM, ids_BT: Tensor, document_BT: Tensor | None, target_BT: Tensor, top_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The teacher's log-probabilities [U, K] of its most probable tokens, these tokens [U, K], and its hidden states [U, D]."""
+    """The teacher's log-probabilities [U, K] of its most probable tokens, the tokens [U, K], and its hidden states [U, D]."""
     log_probs, tokens = [], []
     rows_per_pass = max(1, head.LOGITS_AT_ONCE // (ids_BT.shape[1] * teacher.config.vocab_size))
     with teacher.capturing() as hidden_states:

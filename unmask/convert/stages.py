@@ -1,4 +1,4 @@
-"""The stages of a conversion: the trained weights, learning rate, attention and auxiliary loss of each."""
+"""The stages of a conversion: trained weights, learning rate, attention and auxiliary loss."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class ConversionStage(Config):
     rate: float = Field(default=1.0, gt=0)
     """Multiplies the learning rate."""
     final_rate: float | None = Field(default=None, ge=0)
-    """Multiplies the learning rate at the end of the stage, which a cosine schedule then reaches; None: use `lr_scheduler_type`. A stage
-    that ends at the rate of the next one wastes no steps near 0."""
+    """Multiplies the learning rate at the end of the stage, which a cosine schedule then reaches; None: use `lr_scheduler_type`."""
     train: Literal["all"] | list[str] = "all"
     """The trained weights: all, or a list of attention, time_embedding (if the model has one), mask_token (its embedding row alone) and
     regular expressions of parameter names."""
@@ -58,9 +57,9 @@ class ConversionStage(Config):
         chosen = {name: _named(lm, name, named, where) for name in self.train}
         empty = [name for name, found in chosen.items() if not found and name != "time_embedding"]
         if empty or not any(chosen.values()):
+            what = f"{repr(empty[0]) if empty else 'the stage'} names no parameters of {type(lm.model).__name__}"
             remedy = "Use attention, mask_token, time_embedding (of a model that has one), or regular expressions of parameter names"
-            what = f"{empty[0]!r} names" if empty else "the stage names"
-            raise ConfigError(f"{what} no parameters of {type(lm.model).__name__}", where=where, remedy=remedy)
+            raise ConfigError(what, where=where, remedy=remedy)
         return set().union(*chosen.values())
 
 
@@ -69,8 +68,7 @@ STAGES = (
     ConversionStage(share=0.6, rate=1.0),
     ConversionStage(share=0.3, rate=0.3, lm_loss=0.1),
 )
-"""Attention first, so that it learns to look ahead before other weights forget; then all weights; then all slowly, with a next-token
-loss."""
+"""Attention first, so that it learns to look ahead before other weights forget; then all; then all slowly, with a next-token loss."""
 
 
 def stage_ends(stages: Sequence[ConversionStage], steps: int) -> list[int]:
@@ -110,8 +108,8 @@ def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: st
     try:
         return {parameter for key, parameter in named.items() if re.search(name, key)}
     except re.error as error:
-        remedy = "Write it as for Python's re, such as mlp for all names that hold it"
-        raise ConfigError(f"{name!r} is no regular expression ({error})", where=where, remedy=remedy) from error
+        remedy = "Write it as for Python's re, such as mlp for all names that contain it"
+        raise ConfigError(f"{name!r} is not a regular expression ({error})", where=where, remedy=remedy) from error
 
 
 @contextmanager
@@ -133,8 +131,8 @@ def freezing(lm: DiffusionLM, stage: ConversionStage) -> Iterator[None]:
 def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
     """Inside, the embedding table gets a gradient for the mask token's row only.
 
-    The gradient is stopped at the output of the lookup, not at the weights, which wrappers that shard a model replace. A head tied to the
-    table contributes no gradient, because the mask token is never predicted.
+    The gradient is stopped after the lookup, not at the weights, which wrappers that shard a model replace. A head tied to the table
+    contributes no gradient, because the mask token is never predicted.
     """
     table, head = lm.model.get_input_embeddings(), lm.model.get_output_embeddings()
 

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import CONFIG_NAME
 
 from unmask.config.run import SamplerConfig
-from unmask.convert.distillation import learn
+from unmask.convert.config import ConvertConfig
+from unmask.convert.distillation import compare
 from unmask.convert.stages import ROW, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
@@ -35,24 +36,21 @@ from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
 from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.config import row_length, total_steps
-from unmask.training.hardware_checks import is_split, with_fresh_accelerator_state
+from unmask.training.hardware_checks import is_split
 from unmask.training.run_log import Progress, RunLog
+from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
 from unmask.training.trainer import Batch, DiffusionTrainer
 
 if TYPE_CHECKING:
     import peft
-from unmask.convert.config import ConvertConfig
 
 
 class StageTrainer(DiffusionTrainer):
     """The trainer of one stage, on `conversion_rows`: the diffusion loss and the auxiliary losses of the stage.
 
-    Args:
-        stage: its settings.
-        teacher: the frozen causal model, for distillation and alignment.
-        done: the steps of the stages before this one, and the steps of all stages.
+    `teacher` is the frozen causal model, for distillation and alignment; `done` the steps of the stages before this one and of all stages.
     """
 
     streams = True
@@ -68,18 +66,16 @@ class StageTrainer(DiffusionTrainer):
 
     def reported_settings(self) -> dict[str, Any]:
         """The config's settings, with those of this stage in place of `stages`."""
-        settings = super().reported_settings()
-        settings.pop("stages", None)
+        settings = {name: value for name, value in super().reported_settings().items() if name != "stages"}
         return settings | self.stage.model_dump(exclude_defaults=True)
 
     def restore(self) -> bool:
         """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
+        if self.uses_fsdp_or_deepspeed or self.args.load_best_model_at_end:
+            return False  # only `train`, which then makes no step, can load their checkpoints
         checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
         logged = self.metrics.read()
-        # Sharded weights and the best checkpoint can only be loaded by `train`, which then makes no step.
         if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
-            return False
-        if self.sharded or self.args.load_best_model_at_end:
             return False
         check_weights(checkpoint)
         self._load_from_checkpoint(str(checkpoint))
@@ -99,9 +95,9 @@ class StageTrainer(DiffusionTrainer):
         if self.teacher is None:
             return self.cross_entropy(lm, batch, views)
         if not views.causal:
-            return self._lesson(lm, self.teacher, batch, views)
+            return self._distillation_loss(lm, self.teacher, batch, views)
         noised, causal = views.apart()
-        return self._lesson(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
+        return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
         step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
@@ -109,24 +105,24 @@ class StageTrainer(DiffusionTrainer):
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
-    def _lesson(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
-        lesson = learn(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
+    def _distillation_loss(self, lm: DiffusionLM, teacher: DiffusionLM, batch: Batch, views: Views) -> torch.Tensor:
+        found = compare(lm, teacher, batch["input_ids"], separate_documents(batch), views, top_k=self.args.teacher_top_k)
         weight_N, count = views.weight_BMT[views.target_BMT], float(views.target_BMT.sum())
-        for name, values in (("cross_entropy", -lesson.log_prob_N), ("kl", lesson.divergence_N), ("distance", lesson.distance_N)):
+        for name, values in (("cross_entropy", -found.log_prob_N), ("kl", found.divergence_N), ("distance", found.distance_N)):
             self.record(name, values.detach().sum() / max(count, 1), count)
-        kl_weight_N = self.args.distillation * lesson.taught_N.float()
-        loss = (weight_N * ((1 - kl_weight_N) * -lesson.log_prob_N + kl_weight_N * lesson.divergence_N)).sum()
-        return loss + self.args.alignment * lesson.distance_N.sum()
+        kl_weight_N = self.args.distillation * found.taught_N.float()
+        loss = (weight_N * ((1 - kl_weight_N) * -found.log_prob_N + kl_weight_N * found.divergence_N)).sum()
+        return loss + self.args.alignment * found.distance_N.sum()
 
     def prepared(self, batches: list[Batch]) -> list[Batch]:
         return [self._continued(batch) for batch in batches] if self.args.on_policy else batches
 
     def _continued(self, batch: Batch) -> Batch:
-        """A copy of the batch in which randomly chosen rows are cut and continued by the model. Only the continuation is learnt."""
+        """A copy of the batch in which the model continues randomly chosen rows from a random cut. Only the continuation is learnt."""
         key_B = batch["sample_id"]
         chosen_B, cut_B = (uniform(self.args.seed, key_B, step=self.state.global_step, position=i, stream=Stream.ROLLOUT) for i in (0, 1))
         length_B = (batch["documents"] == 1).sum(1) - self.args.rollout_tokens
-        rows = (((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten()).tolist()
+        rows = ((chosen_B < self.args.on_policy) & (length_B > 0)).nonzero().flatten().tolist()
         if not rows:
             return batch
         prompts = [batch["input_ids"][row, : 1 + int(cut_B[row] * length_B[row])].tolist() for row in rows]
@@ -144,7 +140,7 @@ class StageTrainer(DiffusionTrainer):
         return batch
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
-        """The parameters with weight decay, without embedding rows that the stage does not train."""
+        """The parameters with weight decay, without embeddings of which the stage trains only the mask token's row."""
         names = [name for name in super().get_decay_parameter_names(model) if ROW not in name]
         if not only_mask_row(self.lm, self.stage):
             return names
@@ -164,10 +160,9 @@ class ConvertTrainer:
         train_dataset: rows with `text` (or a stream of them, see `corpus_rows`), or with `prompt` and `completion`, of which only the
             completion is noised.
         eval_dataset: held-out rows in the same format; each stage ends with an evaluation.
-        progress: a progress display to update.
         peft_config: trains adapters and the mask token's embedding row; a stage then trains the adapters of the weights that it names.
             Adapters are merged when the model is saved.
-        rest: as in DiffusionTrainer.
+        progress, rest: as in DiffusionTrainer.
 
     Raises:
         ConfigError: a causal pattern, adapters with a time embedding or DeepSpeed, or a stage that trains nothing or has no steps.
@@ -190,7 +185,7 @@ class ConvertTrainer:
         self.args, self.progress, self.rest = args, progress, rest
         self.dtype = str(lm.weight_dtype).removeprefix("torch.")
         self.teacher = lm.as_causal().frozen_copy() if args.distillation or args.alignment else None
-        self.lms = [self._pattern(lm, stage) for stage in args.stages]
+        self.lms = [self._with_pattern(lm, stage) for stage in args.stages]
         if peft_config is not None:
             self._add_adapters(peft_config)
         for number, (stage, stage_lm) in enumerate(zip(args.stages, self.lms, strict=True), start=1):
@@ -206,7 +201,7 @@ class ConvertTrainer:
         self.trackers = RunTrackers(self.args)
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
-        """Run the stages, or when resuming those that are not finished.
+        """Run the stages, or those that are not finished when resuming.
 
         Args:
             resume_from_checkpoint: True: resume from the last complete checkpoint in the output folder. A path: the checkpoint of a stage,
@@ -220,14 +215,12 @@ class ConvertTrainer:
             if Path(resume).resolve() == Path(str(self.args.output_dir)).resolve():
                 resume = True
             else:
-                start, resume = self._from_checkpoint(Path(resume))
-        for number, (first, last) in enumerate(pairwise([0, *self.ends]), start=1):
-            if number < start:
-                continue
-            if self.trainer is not None and self.trainer.sharded:
+                start, resume = self._checkpoint_to_resume(Path(resume))
+        for number, (first, last) in islice(enumerate(pairwise([0, *self.ends]), start=1), start - 1, None):
+            if self.trainer is not None and self.trainer.uses_fsdp_or_deepspeed:
                 self._gather(self.trainer)
             self.trainer = None  # frees the optimizer's states
-            self.trainer = self._run(number, first, last, resume)
+            self.trainer = self._run_stage(number, first, last, resume)
             if not isinstance(resume, bool):
                 resume = False  # the later stages start from the beginning
         self.trackers.finish()
@@ -235,9 +228,7 @@ class ConvertTrainer:
 
     def planned_steps(self, args: ConvertConfig) -> int:
         """As in `DiffusionTrainer`; refuses stages without steps."""
-        steps = total_steps(args, self.train_rows)
-        stage_ends(args.stages, steps)
-        return steps
+        return stage_ends(args.stages, total_steps(args, self.train_rows))[-1]
 
     def planned_seconds(self, args: ConvertConfig) -> float:
         """As in `DiffusionTrainer`."""
@@ -247,8 +238,8 @@ class ConvertTrainer:
         """As in `DiffusionTrainer`."""
         return {}
 
-    def _from_checkpoint(self, path: Path) -> tuple[int, str]:
-        """The number of a checkpoint's stage, and the checkpoint. Restores the history of the stages before it."""
+    def _checkpoint_to_resume(self, path: Path) -> tuple[int, str]:
+        """The number of a checkpoint's stage, and the checkpoint. Restores the history of the earlier stages."""
         number, checkpoint = named_stage(path)
         if number > len(self.ends):
             what = f"is of stage {number}, but this conversion has {len(self.ends)} stages"
@@ -258,14 +249,14 @@ class ConvertTrainer:
             what = f"is after {done} steps of stage {number}, which has {length} steps in this conversion"
             raise TrainingError(what, where=str(checkpoint), remedy="Convert with the stages and max_steps of that run")
         for later in range(number + 1, len(self.ends) + 1):
-            if found := checkpoints(self._folder(later)):
+            if found := checkpoints(self._stage_folder(later)):
                 remedy = "Remove it, choose another output_dir, or resume from the last checkpoint"
                 raise TrainingError("a later stage was trained already", where=str(found[0]), remedy=remedy)
         if (config := checkpoint / CONFIG_NAME).is_file():
             setattr(self.lm.config, HISTORY_KEY, json.loads(config.read_text()).get(HISTORY_KEY, []))
         return number, str(checkpoint)
 
-    def _folder(self, number: int) -> Path:
+    def _stage_folder(self, number: int) -> Path:
         return Path(str(self.args.output_dir)) / f"stage-{number}"
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
@@ -277,7 +268,7 @@ class ConvertTrainer:
             self.lm.save(folder)
 
     def _gather(self, trainer: StageTrainer) -> None:
-        """Save the whole weights to a folder and reload them for the next stage: wrappers that shard a model leave it changed."""
+        """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a model changed."""
         folder = Path(str(trainer.args.output_dir)) / "whole"
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
@@ -286,7 +277,7 @@ class ConvertTrainer:
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             shutil.rmtree(folder)
-        self.lms = [self._pattern(lm, stage) for stage in self.args.stages]
+        self.lms = [self._with_pattern(lm, stage) for stage in self.args.stages]
         self.lm = self.lms[-1]
 
     def _add_adapters(self, peft_config: peft.PeftConfig) -> None:
@@ -296,23 +287,23 @@ class ConvertTrainer:
         adapted = with_adapters(self.lms[-1], training_mask_row(peft_config, self.lms[-1])).model
         self.lms = [lm.bind(adapted) for lm in self.lms]
 
-    def _pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
+    def _with_pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:
         args, attention = self.args, stage.attention or self.args.attention
         block_size = (stage.block_size or args.block_size or DEFAULT_BLOCK) if attention == "block_causal" else stage.block_size
         context = args.causal_context and attention == "block_causal"
         time_embedding = args.time_embedding or None  # None keeps an existing one
         return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
 
-    def _run(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
+    def _run_stage(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
         steps = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
         args = with_fresh_accelerator_state(self.args)
-        args.output_dir = str(self._folder(number))
+        args.output_dir = str(self._stage_folder(number))
         args.max_steps, args.learning_rate = last - first, self.args.learning_rate * stage.rate
         if stage.final_rate is not None:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
-        rest = self.rest | {"progress": None if self.progress is None else Portion(self.progress, first / steps, last / steps)}
+        rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / steps, last / steps)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
         rows, done = rows_from_step(self.train_rows, args, first), (first, steps)
@@ -338,7 +329,7 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
 
 
 @dataclass
-class Portion:
+class ProgressPart:
     """A fraction of a progress display, from `start` to `stop`."""
 
     whole: Progress

@@ -1,4 +1,4 @@
-"""Converts examples in TRL's formats to token ids.
+"""Encodes examples in TRL's formats as token ids.
 
 | type | standard | conversational |
 |---|---|---|
@@ -8,8 +8,8 @@
 | preference | `chosen`, `rejected`: str; `prompt`: str, or their common beginning | the same with messages |
 
 A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenised separately, because sampling sees only the prompt. The
-beginning of sequence belongs to the prompt, if the tokenizer adds one. A completion ends with exactly one end token, which is learnt: the
-one in the text or from the template, otherwise the tokenizer's EOS. Nothing is truncated here.
+beginning of sequence (BOS) belongs to the prompt, if the tokenizer adds one. A completion ends with exactly one end token, which is learnt:
+the one in the text or from the template, otherwise the tokenizer's EOS. Nothing is truncated here.
 
 `ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS.
 """
@@ -45,10 +45,10 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """The ids of a prompt: a string (after the beginning of sequence, if the tokenizer adds one), messages, or ids (unchanged)."""
+    """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged)."""
     if isinstance(prompt, str):
-        ids, bos = _encode(tokenizer, prompt), _bos(tokenizer)
-        return ids if ids[:1] == bos else bos + ids
+        ids, bos = _encode(tokenizer, prompt), [tokenizer.bos_token_id]
+        return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if _is_messages(prompt):
         return _encode(tokenizer, _prompt_text(tokenizer, prompt))
     if _is_ids(prompt):
@@ -58,7 +58,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
-    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's put before a text."""
+    """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text."""
     ids, newline = _encode(tokenizer, text), _encode(tokenizer, "\n")
     if prompt and _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a"):  # the tokenizer adds the space
         after_newline = _encode(tokenizer, "\n" + text)
@@ -67,7 +67,7 @@ def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: 
     return ids
 
 
-def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
+def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: Text, ends: Ends = ()) -> tuple[list[int], list[int]]:
     """The ids of a prompt and of its completion: both strings, or both messages.
 
     Raises:
@@ -89,9 +89,9 @@ def render_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]), ends)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
-    """The prompt ids and completion ids of an example with `text`, `messages`, or `prompt` and `completion`. For the first two, the prompt
-    is only the beginning of sequence, if any."""
+def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
+    """The prompt ids and completion ids of an example with `text` or `messages`, whose prompt is only BOS, if any, or with `prompt` and
+    `completion`."""
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
@@ -102,25 +102,20 @@ def render(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends:
         ids = _encode(tokenizer, render_template(tokenizer, example["messages"]))
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
-    return render_pair(tokenizer, example["prompt"], example["completion"], ends)
+    return encode_pair(tokenizer, example["prompt"], example["completion"], ends)
 
 
-def render_turns(
+def encode_turns(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], learn: Learn, ends: Ends = ()
 ) -> tuple[list[int], list[int], list[bool]]:
     """The ids before the last answer of a conversation, the ids of this answer, and which of the former are learnt.
 
-    The ids are those of `render_pair`, regardless of `learn`. The last answer ends with exactly one end token; later messages are left out.
-    An earlier answer is learnt with the end that the template writes, without white space after it.
-
-    Args:
-        tokenizer: with a chat template that only appends.
-        messages: the conversation; its first message is not the assistant's.
-        learn: all of the assistant's turns, or only the last.
+    The ids are those of `encode_pair`, whether all answers are learnt or only the last. Messages after the last answer are left out. An
+    earlier answer is learnt with the end that the template writes, without white space after it.
 
     Raises:
-        DataError: the assistant has no turn, or one that follows no other; the template renders a turn differently if others follow, or
-            does not end it; the tokenizer has no character offsets.
+        DataError: the assistant has no turn, or one that follows no other role's; the template renders a turn differently if others
+            follow, or does not end it; the tokenizer has no character offsets.
     """
     _require_messages(messages)
     answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -132,44 +127,42 @@ def render_turns(
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
     messages = [_without_end(tokenizer, message, ends) for message in messages]
     last = answers.pop()
-    prompt, answer = render_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
+    prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
     learnt = [False] * len(prompt)
     if learn == "all" and answers:
         whole = _prompt_text(tokenizer, messages[:last])
         spans = _spans(tokenizer, whole)
         for turn in answers:
-            context, until = _prompt_text(tokenizer, messages[:turn]), render_template(tokenizer, messages[: turn + 1])
-            _require_prefix(context, until, messages[:turn])
-            _require_prefix(until, whole, messages[: turn + 1])
-            _require_end(until[len(context) :], messages[turn])
+            before, through = _prompt_text(tokenizer, messages[:turn]), render_template(tokenizer, messages[: turn + 1])
+            _require_prefix(before, through, messages[:turn])
+            _require_prefix(through, whole, messages[: turn + 1])
+            _require_end(through[len(before) :], messages[turn])
             # Offsets may exclude white space, so that a token of only white space has an empty span.
-            inside = [index for index, (first, end) in enumerate(spans) if len(context) <= first and len(context) < end <= len(until)]
+            inside = [index for index, (first, end) in enumerate(spans) if len(before) <= first and len(before) < end <= len(through)]
             for index in inside[: _learnt_length(tokenizer, [prompt[index] for index in inside], ends)]:
                 learnt[index] = True
     return prompt, answer, learnt
 
 
-def render_preference(
+def encode_preference(
     tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()
 ) -> tuple[list[int], list[int], list[int]]:
-    """The ids of the prompt, the chosen and the rejected completion. Without `prompt`, it is the common beginning of the two."""
+    """The ids of the prompt, the chosen and the rejected completion. A missing prompt is the common beginning of the two."""
     prompt, chosen, rejected = example.get("prompt"), example["chosen"], example["rejected"]
     if prompt is None:
         prompt, chosen, rejected = split_implicit_prompt(chosen, rejected)
         if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-            what = "they have no common beginning that could be the prompt"
+            what = "they have no common beginning to be the prompt"
             raise DataError(what, where="chosen, rejected", remedy="Give a prompt, or remove the row.", reason="empty")
-    prompt_ids, chosen_ids = render_pair(tokenizer, prompt, chosen, ends)
-    return prompt_ids, chosen_ids, render_pair(tokenizer, prompt, rejected, ends)[1]
+    prompt_ids, chosen_ids = encode_pair(tokenizer, prompt, chosen, ends)
+    return prompt_ids, chosen_ids, encode_pair(tokenizer, prompt, rejected, ends)[1]
 
 
 def split_implicit_prompt(chosen: Side, rejected: Side) -> tuple[Side, Side, Side]:
     """Prompt, chosen and rejected completion of two texts (or conversations), neither empty, that begin with the same prompt.
 
-    The prompt is the longest common beginning that leaves both a completion; a space before the difference goes to the completions.
-
-    Raises:
-        DataError: the two are equal.
+    The prompt is the longest common beginning that leaves both a completion; a space before the difference goes to the completions. Raises
+    DataError if the two are equal.
     """
     if chosen == rejected:
         what = f"chosen and rejected are the same: {chosen!r:.80}"
@@ -200,19 +193,13 @@ def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 def _spans(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
     """The start and end of each token in the text, in characters."""
     if not tokenizer.is_fast:
-        what, remedy = "a slow tokenizer has no offsets to find earlier answers by", "Use a fast one, or learn only the last (learn: last)."
+        what, remedy = "a slow tokenizer has no offsets to locate earlier answers", "Use a fast one, or learn only the last (learn: last)."
         raise DataError(what, where=tokenizer.name_or_path or None, remedy=remedy)
     return list(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
 
 
-def _bos(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The beginning of sequence, if the tokenizer adds one."""
-    added = tokenizer("")["input_ids"][:1]
-    return [tokenizer.bos_token_id] if added == [tokenizer.bos_token_id] else []
-
-
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
-    """The text before the model's answer: its turn is opened, or continued if the last message is already the assistant's."""
+    """The text before the model's answer: its turn is opened, or continued if the last message is the assistant's."""
     answering = messages[-1]["role"] == "assistant"
     return render_template(tokenizer, messages, add_generation_prompt=not answering, continue_final_message=answering)
 
@@ -234,7 +221,7 @@ def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) ->
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: Ends) -> Message:
-    """The message; the assistant's without end tokens at its end (the template writes one, or `_finish` adds it)."""
+    """The message, an assistant's without end tokens at its end: the template writes one, or `_finish` adds it."""
     if message["role"] != "assistant" or not isinstance(message.get("content"), str):
         return message
     return {**message, "content": _split_end(tokenizer, message["content"], ends)[0]}
@@ -260,7 +247,7 @@ def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> t
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:
-    """Raise a DataError if messages are rendered differently when others follow: training and sampling would see different prompts."""
+    """Raise a DataError if messages are rendered differently when others follow: sampling would see other prompts than training."""
     if not whole.startswith(start):
         what = "the chat template renders the prompt differently if a completion follows"
         remedy = "Use a template that only appends, or give both as strings."
@@ -289,7 +276,7 @@ def _learnt_length(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: End
 
 
 def _finish(tokenizer: PreTrainedTokenizerBase, ids: list[int], ends: Ends) -> list[int]:
-    """A completion with exactly one end token, its last: its own or the tokenizer's EOS. What the template writes after it is dropped."""
+    """A completion cut after its first closing end token, or with the tokenizer's EOS added if it has none."""
     eos = tokenizer.eos_token_id
     if eos is None:
         raise DataError("the tokenizer has no EOS token", where=tokenizer.name_or_path or None, remedy="Set its `eos_token`.")

@@ -38,7 +38,7 @@ TRACE_INSTRUCTIONS = "Think step by step. Answer in this form:\n<reasoning>\n...
 
 
 def conversation(row: Example) -> Any:
-    """The messages of a ShareGPT row. A `system` column becomes the first message."""
+    """The messages of a ShareGPT row, with its `system` column as the first."""
     messages, system = row["conversations"], row.get("system")
     if not isinstance(system, str | None):
         raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="of another type")
@@ -56,10 +56,8 @@ def trace(row: Example) -> Example:
     """A reasoning trace as prompt and completion: the first trajectory, and the attempt as the answer."""
     thoughts = row["thinking_trajectories"]
     if not isinstance(thoughts, Sequence) or isinstance(thoughts, str) or not all(isinstance(text, str) for text in thoughts):
-        remedy = "Give a list of strings."
-        raise DataError(
-            f"{thoughts!r:.40} is not a list of strings", where="thinking_trajectories", remedy=remedy, reason="of another type"
-        )
+        what, remedy = f"{thoughts!r:.40} is not a list of strings", "Give a list of strings."
+        raise DataError(what, where="thinking_trajectories", remedy=remedy, reason="of another type")
     if not (thoughts and thoughts[0].strip()):
         raise DataError("there is no trace", where="thinking_trajectories", remedy="Remove the row.", reason="empty")
     answer = f"<reasoning>\n{thoughts[0].strip()}\n</reasoning>\n<answer>\n{row['attempt']}\n</answer>"
@@ -70,7 +68,7 @@ def trace(row: Example) -> Example:
 
 
 def preference(row: Example) -> Example:
-    """A preference. If `chosen` and `rejected` are conversations that repeat the prompt, it is left out: their common beginning is used."""
+    """A preference. The prompt is left out if `chosen` and `rejected` are conversations that repeat it: their common beginning is used."""
     prompt, chosen, rejected = row["prompt"], row["chosen"], row["rejected"]
     if isinstance(prompt, str) and _is_chat(chosen) and _is_chat(rejected):
         shared = takewhile(lambda pair: pair[0] == pair[1], zip(chosen, rejected, strict=False))
@@ -89,27 +87,16 @@ def unpaired(row: Example) -> Example:
 
 @dataclass(frozen=True)
 class RecordFormat:
-    """The columns of a record format.
+    """The columns of a record format."""
 
-    Attributes:
-        columns: identify the format.
-        texts: the columns that hold text or messages.
-        convert: to TRL's columns, from a row whose messages have roles; None: the columns are TRL's.
-        unread: columns that would change the prompt but are not supported; a row that has one is refused.
-    """
-
-    columns: tuple[str, ...]
-    texts: tuple[str, ...]
-    convert: Callable[[Example], Example] | None = None
-    unread: tuple[str, ...] = ("tools", "system", "history")
+    columns: tuple[str, ...]  # identify the format
+    texts: tuple[str, ...]  # those that hold text or messages
+    convert: Callable[[Example], Example] | None = None  # to TRL's columns, from a row whose messages have roles; None: they are TRL's
+    unsupported: tuple[str, ...] = ("tools", "system", "history")  # they would change the prompt; a row that has one is refused
 
     def read(self, row: Example) -> Example:
-        """A row in TRL's columns.
-
-        Raises:
-            DataError: a text is blank or of another type, or the row has an `unread` column.
-        """
-        for name in self.unread:
+        """A row in TRL's columns. Raises DataError if a text is blank or of another type, or the row has an unsupported column."""
+        for name in self.unsupported:
             if row.get(name):
                 what, remedy = f"the column {name} is not supported", "Write it into the prompt (a system message), or remove the column."
                 raise DataError(what, where=name, remedy=remedy, reason=f"with {name}")
@@ -129,7 +116,7 @@ class RecordFormat:
         return f"{', '.join(self.columns)} ({' and '.join(types)})"
 
 
-PLAIN = RecordFormat(("text",), ("text",), unread=("tools",))
+PLAIN = RecordFormat(("text",), ("text",), unsupported=("tools",))
 CHAT = RecordFormat(("messages",), ("messages",))
 SHAREGPT = RecordFormat(("conversations",), ("conversations",), lambda row: {"messages": conversation(row)}, ("tools", "history"))
 TRACE = RecordFormat(("question", "thinking_trajectories", "attempt"), ("question", "attempt"), trace)
@@ -144,7 +131,7 @@ PREFERENCES = (
         ("tools", "history"),
     ),
     RecordFormat(("prompt", "chosen", "rejected"), ("prompt", "chosen", "rejected"), preference),
-    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), unread=("tools", "system", "history", *PROMPTS)),
+    RecordFormat(("chosen", "rejected"), ("chosen", "rejected"), unsupported=("tools", "system", "history", *PROMPTS)),
 )
 UNPAIRED = (RecordFormat(("prompt", "completion", "label"), ("prompt", "completion"), unpaired),)
 
@@ -152,8 +139,7 @@ UNPAIRED = (RecordFormat(("prompt", "completion", "label"), ("prompt", "completi
 class Reader:
     """Reads rows of one format: that of the first good row. Later rows must have the same format, and the same types of text.
 
-    Args:
-        formats: accepted, in order of precedence.
+    `formats` are those accepted, in order of precedence.
     """
 
     def __init__(self, formats: Sequence[RecordFormat]):
@@ -175,18 +161,18 @@ class Reader:
         if not isinstance(row, Mapping):
             remedy = 'Give objects with columns, as {"prompt": ..., "completion": ...}.'
             raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="of another type")
-        given = {name: value for name, value in row.items() if value is not None}
-        format_ = next((known for known in self.formats if given.keys() >= {*known.columns}), None)
+        filled = {name: value for name, value in row.items() if value is not None}
+        format_ = next((known for known in self.formats if filled.keys() >= {*known.columns}), None)
         if format_ is None:
-            require_values(row, (self.format or self._nearest(row, given)).columns, "")
+            require_values(row, (self.format or self._nearest(row, filled)).columns, "")
         assert format_ is not None
         for other in self.formats:
             if {*format_.columns} < {*other.columns} <= row.keys():  # null in a column of `other` is an error, not another format
                 require_values(row, other.columns, "")
-        example = format_.read(given)
+        example = format_.read(filled)
         if len({isinstance(example[name], str) for name in example.keys() - {"label"}}) > 1:
             return example  # mixes text and messages: rendering refuses it, so it must not set the format
-        described = format_.described(given)
+        described = format_.described(filled)
         if self.format is None:
             self.format, self.described, self.first = format_, described, self.count - 1
         if described != self.described:
@@ -194,9 +180,9 @@ class Reader:
             raise DataError(what, remedy="Keep one format in a file.", reason="of another layout")
         return example
 
-    def _nearest(self, row: Mapping[str, Any], given: Example) -> RecordFormat:
+    def _nearest(self, row: Mapping[str, Any], filled: Example) -> RecordFormat:
         """The format with the most columns that have a value in the row; among equals, the one with the most columns present."""
-        return max(reversed(self.formats), key=lambda known: [sum(name in cells for name in known.columns) for cells in (given, row)])
+        return max(reversed(self.formats), key=lambda known: [sum(name in cells for name in known.columns) for cells in (filled, row)])
 
 
 def _type(value: Any) -> str:
@@ -207,7 +193,7 @@ def _type(value: Any) -> str:
 
 
 def _is_chat(value: Any) -> bool:
-    """Whether the value is one message or a list of them, with roles or in ShareGPT's form. A key with a null value counts as absent."""
+    """Whether the value is one message or a list of them, with roles or in ShareGPT's form. A null value counts as absent."""
     messages = [value] if isinstance(value, Mapping) else value
     if not isinstance(messages, Sequence) or len(messages) == 0:
         return False
@@ -215,10 +201,8 @@ def _is_chat(value: Any) -> bool:
 
 
 def _messages(value: Any) -> Any:
-    """Messages with roles; a value that is not messages is unchanged."""
-    if not _is_chat(value):
-        return value
-    return [_message(message) for message in ([value] if isinstance(value, Mapping) else value)]
+    """Messages with roles; any other value unchanged."""
+    return [_message(message) for message in ([value] if isinstance(value, Mapping) else value)] if _is_chat(value) else value
 
 
 def _message(message: Mapping[str, Any]) -> Example:
@@ -241,7 +225,7 @@ def _message(message: Mapping[str, Any]) -> Example:
 
 
 def _part(part: Any) -> str:
-    """The text of a part of a message's content (OpenAI's format). Any other part, such as an image, is a DataError."""
+    """The text of a part of a message's content (OpenAI's format). Raises DataError for other parts, such as images."""
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     remedy = 'Write {"type": "text", "text": "..."}.'

@@ -1,10 +1,8 @@
 """Token rows of prompts with completions, for supervised fine-tuning and preferences.
 
 Only the completion is learnt, with its end token and the EOS tokens that fill the positions after it, because a sampler fills these too:
-the rest of the last attention block of a block-causal model (its sampler stops at the end of a block), or the whole canvas if
-`canvas_length` is set. A truncated completion has neither an end token nor a filling.
-
-Rows are as in `unmask.data.rows`.
+the rest of the last attention block of a block-causal model, or the whole canvas if `canvas_length` is set. A truncated completion has
+neither an end token nor a filling. Rows are as in `unmask.data.rows`.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import EQUAL_RESPONSES, Ends, Learn, render, render_preference, render_turns
+from unmask.data.chat import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask
@@ -30,28 +28,16 @@ Examples = Iterable[Mapping[str, Any] | DataError]
 
 @dataclass(frozen=True)
 class RowLimits:
-    """The limits of a row and how it is filled.
+    """The limits of a row and how it is filled."""
 
-    Attributes:
-        max_length: tokens of a row at most.
-        canvas_length: tokens to which each completion is filled with EOS; None: to the end of its last block.
-        block_size: of block-causal attention; 1: no blocks.
-        truncate_prompt: if the completion does not fit, cut the beginning of the prompt (after its beginning of sequence).
-        truncate_completion: cut a completion that is too long, to whole blocks.
-    """
-
-    max_length: int
-    canvas_length: int | None = None
-    block_size: int = 1
-    truncate_prompt: bool = False
-    truncate_completion: bool = False
+    max_length: int  # tokens of a row at most
+    canvas_length: int | None = None  # tokens to which each completion is filled with EOS; None: to the end of its last block
+    block_size: int = 1  # of block-causal attention; 1: no blocks
+    truncate_prompt: bool = False  # if the completion does not fit, cut the beginning of the prompt (after BOS)
+    truncate_completion: bool = False  # cut a completion that is too long, to whole blocks
 
     def fit(self, tokenizer: PreTrainedTokenizerBase, prompt: Ids, *completions: Ids) -> tuple[Ids, list[Ids]]:
-        """A prompt and the completions that may follow it, truncated where this is allowed.
-
-        Raises:
-            DataError: they are too long and may not be truncated.
-        """
+        """A prompt and the completions that may follow it, truncated where this is allowed. Raises DataError if they are too long."""
         longest = max(map(len, completions))
         if self.canvas_length is not None and longest > self.canvas_length:
             what = f"{longest} completion tokens, but canvas_length is {self.canvas_length}"
@@ -69,7 +55,7 @@ class RowLimits:
         raise DataError(f"{length} tokens, but a row holds {self.max_length}", remedy=remedy, reason="too long")
 
     def filling(self, prompt: int, completion: int) -> int:
-        """The number of EOS tokens after a completion, given the tokens of prompt and completion."""
+        """The number of EOS tokens that fill a row after a prompt and a completion of these lengths."""
         if self.canvas_length is not None:
             return self.canvas_length - completion
         return min(-(prompt + completion) % self.block_size, self.max_length - prompt - completion)
@@ -104,12 +90,13 @@ def pair_rows(
     for index, example in enumerate(examples):
         with report.row(index):
             converted = reader.read(example)
-            prompt, completion, learnt = _render(tokenizer, converted, learn, ends)
+            prompt, completion, learnt = _encode_parts(tokenizer, converted, learn, ends)
             refuse_mask(tokenizer, [*prompt, *completion])
             report.record_lengths(prompt=len(prompt), completion=len(completion))
             kept, [answer] = limits.fit(tokenizer, prompt, completion)
             cut = len(answer) < len(completion)
-            row = _row(tokenizer, kept, answer, limits, len(rows), cut=cut, learnt=_last(learnt, len(kept)))
+            filling = 0 if cut else limits.filling(len(kept), len(answer))
+            row = _row(tokenizer, kept, answer, filling, len(rows), _last(learnt, len(kept)))
             if "label" in converted:
                 row["label"] = converted["label"]
             rows.append(row)
@@ -124,33 +111,29 @@ def pair_rows(
 def preference_rows(
     tokenizer: PreTrainedTokenizerBase, examples: Examples, limits: RowLimits, report: DataReport, *, ends: Ends = ()
 ) -> Rows[dict[str, Any]]:
-    """Pairs of token rows, `chosen` and `rejected`.
+    """Pairs of token rows, `chosen` and `rejected`, of rows in a format of `PREFERENCES`.
 
-    Args:
-        tokenizer, limits, report, ends: as in `pair_rows`; responses are never truncated.
-        examples: rows in a format of `PREFERENCES`.
-
-    Raises:
-        DataError: as `pair_rows`; equal responses are a bad row.
+    Arguments and errors are as for `pair_rows`. Responses are never truncated; equal ones are a bad row.
     """
     reader, pairs = Reader(PREFERENCES), list[dict[str, Any]]()
     for index, example in enumerate(examples):
         with report.row(index):
-            prompt, chosen, rejected = render_preference(tokenizer, reader.read(example), ends)
+            prompt, chosen, rejected = encode_preference(tokenizer, reader.read(example), ends)
             if chosen == rejected:
                 remedy = "Remove the row: it states no preference."
                 raise DataError("chosen and rejected are the same", where="chosen, rejected", remedy=remedy, reason=EQUAL_RESPONSES)
             refuse_mask(tokenizer, [*prompt, *chosen, *rejected])
             report.record_lengths(prompt=len(prompt), chosen=len(chosen), rejected=len(rejected))
             kept, answers = limits.fit(tokenizer, prompt, chosen, rejected)
-            rows = [_row(tokenizer, kept, side, limits, len(pairs), cut=False, learnt=[False] * len(kept)) for side in answers]
+            fillings = [limits.filling(len(kept), len(answer)) for answer in answers]
+            rows = [_row(tokenizer, kept, *side, len(pairs), [False] * len(kept)) for side in zip(answers, fillings, strict=True)]
             pairs.append({"chosen": rows[0], "rejected": rows[1]})
             report.record_cuts(prompt=len(kept) < len(prompt))
     return report.attach(pairs)
 
 
 def pack(rows: Sequence[Row], max_length: int) -> list[Row]:
-    """Packs rows into rows of at most `max_length` tokens, each a document (best fit, longest first)."""
+    """Packs rows, each a document, into rows of at most `max_length` tokens (best fit, longest first)."""
     packs, free = list[list[Row]](), list[tuple[int, int]]()  # `free`: the free tokens and the index of each pack, in order
     for row in sorted(rows, key=lambda row: -len(row["input_ids"])):
         best = bisect_left(free, (len(row["input_ids"]),))
@@ -170,35 +153,23 @@ def joined(rows: Sequence[Row], sample_id: int) -> Row:
     return make_row(ids, documents, maskable, sample_id)
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
+def _encode_parts(tokenizer: PreTrainedTokenizerBase, example: Example, learn: Learn | None, ends: Ends) -> tuple[Ids, Ids, Sequence[bool]]:
     """The ids of prompt and completion, and which tokens of the prompt are learnt (earlier answers of a conversation)."""
     if learn is not None and "messages" in example:
-        return render_turns(tokenizer, example["messages"], learn, ends)
-    prompt, completion = render(tokenizer, example, ends)
+        return encode_turns(tokenizer, example["messages"], learn, ends)
+    prompt, completion = encode_example(tokenizer, example, ends)
     return prompt, completion, [False] * len(prompt)
 
 
 def _last(learnt: Sequence[bool], count: int) -> list[bool]:
     """`learnt` of the last tokens of a prompt. An answer whose beginning was cut off is not learnt."""
-    if count == len(learnt):
-        return [*learnt]
     kept = learnt[len(learnt) - count :]
-    headless = sum(1 for _ in takewhile(bool, kept))
+    headless = 0 if count == len(learnt) else sum(1 for _ in takewhile(bool, kept))
     return [False] * headless + [*kept[headless:]]
 
 
-def _row(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: Ids,
-    completion: Ids,
-    limits: RowLimits,
-    sample_id: int,
-    *,
-    cut: bool,
-    learnt: Sequence[bool],
-) -> Row:
-    """A row with its filling (none after a cut). `learnt` says which tokens of the prompt are learnt; the first token never is."""
-    filling = 0 if cut else limits.filling(len(prompt), len(completion))
+def _row(tokenizer: PreTrainedTokenizerBase, prompt: Ids, completion: Ids, filling: int, sample_id: int, learnt: Sequence[bool]) -> Row:
+    """A row filled with EOS. `learnt` says which tokens of the prompt are learnt; the first token never is."""
     ids = [*prompt, *completion, *[tokenizer.eos_token_id] * filling]
     maskable = [*learnt, *[True] * (len(completion) + filling)]
     return make_row(ids, [1] * len(ids), [False, *maskable[1:]], sample_id)

@@ -25,11 +25,9 @@ def read_problems(
     """The rows of a task, from a source (see `load_rows`) or generated.
 
     Args:
-        source: a file, a folder or a hub id; None: the task generates problems.
+        source: a file, a folder or a hub id; None: the task generates problems, of this `split` and `seed`.
         count: at most this many; None: all of the source.
-        split: of generated problems.
         hub_split: of a hub data set; None: `split`.
-        seed: of generated problems.
 
     Raises:
         DataError: the source is missing or malformed.
@@ -44,11 +42,8 @@ def read_problems(
 
 
 def pose(task: Task, rows: list[Row], style: Style, shots: int = 0) -> list[Row]:
-    """The rows with their prompts. The first `shots` rows are solved examples in the prompts of the others.
-
-    Raises:
-        ConfigError: no row is left.
-    """
+    """The rows with their prompts. The first `shots` rows are solved examples in the prompts of the others; raises ConfigError if no others
+    are left."""
     if len(rows) <= shots:
         raise ConfigError(f"{shots} examples use all {len(rows)} rows", where="shots", remedy="Give fewer shots, or more rows")
     return [task.posed(row, style, rows[:shots]) for row in rows[shots:]]

@@ -26,36 +26,24 @@ class Rows(list[RowType]):
 
 
 def print_report(rows: Any, wanted: bool) -> Any:
-    """Prints the report of the rows, if they have one and it is wanted. Returns the rows."""
+    """Prints the report of rows that have one, if it is wanted. Returns the rows."""
     if wanted and isinstance(rows, Rows):
         rows.report.show()
     return rows
 
 
 class DataReport:
-    """Counts the rows of a data set while they are tokenised, and skips bad rows or raises their errors.
-
-    Args:
-        where: the name of the data set in errors.
-        skip: skip and count bad rows instead of raising their errors.
-
-    Attributes:
-        read: number of rows read.
-        numbers: indices, from 0, of the rows that are kept.
-        dropped: indices of skipped rows, by reason.
-        truncated: number of truncated rows, by part ("prompt" or "completion").
-        lengths: tokens before truncation of all rows that could be rendered, by part.
-        packed: number of packed rows; None without packing.
-    """
+    """Counts the rows of a data set (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
+    counted."""
 
     def __init__(self, where: str, *, skip: bool = False):
         self.where, self.skip = where, skip
-        self.read = 0
-        self.numbers: list[int] = []
-        self.dropped: dict[str, list[int]] = {}
-        self.truncated: Counter[str] = Counter()
-        self.lengths: dict[str, list[int]] = {}
-        self.packed: int | None = None
+        self.read = 0  # number of rows read
+        self.numbers: list[int] = []  # indices, from 0, of the rows that are kept
+        self.dropped: dict[str, list[int]] = {}  # indices of skipped rows, by reason
+        self.truncated: Counter[str] = Counter()  # number of truncated rows, by part ("prompt" or "completion")
+        self.lengths: dict[str, list[int]] = {}  # tokens before truncation of all rows that could be encoded, by part
+        self.packed: int | None = None  # number of packed rows; None without packing
 
     @contextmanager
     def row(self, index: int) -> Iterator[None]:
@@ -85,16 +73,11 @@ class DataReport:
         self.truncated.update(name for name, truncated in parts.items() if truncated)
 
     def attach(self, rows: Sequence[RowType]) -> Rows[RowType]:
-        """The rows with this report.
-
-        Raises:
-            DataError: there are no rows.
-        """
+        """The rows with this report. Raises DataError if there are no rows."""
         if not rows:
             reasons = ", ".join(f"{len(indices):,} {reason}" for reason, indices in self.dropped.items())
-            raise DataError(
-                f"no row is left ({reasons})", where=self.where, remedy="Fix the data; with bad_rows: error each error is shown"
-            )
+            remedy = "Fix the data; with bad_rows: error each error is shown"
+            raise DataError(f"no row is left ({reasons})", where=self.where, remedy=remedy)
         reported = Rows(rows)
         reported.report = self
         return reported

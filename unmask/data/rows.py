@@ -25,18 +25,13 @@ TEXTS_AT_ONCE = 256
 """Texts that are tokenised together and held in memory."""
 
 Row = dict[str, Any]
-Token = tuple[int, int, bool]
 
 
 @dataclass(frozen=True)
 class Column:
     """The values of one column of a list of rows, a `datasets.Dataset` or a stream. It can be iterated repeatedly.
 
-    Args:
-        setting: the setting that names the column, for the error.
-
-    Raises:
-        DataError: on iteration, a row does not have the column or a value in it.
+    `setting` is the setting that names the column, for the error. Iteration raises DataError at a row without the column or a value in it.
     """
 
     dataset: Iterable[Mapping[str, Any]]
@@ -56,11 +51,7 @@ class Column:
 
 
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
-    """Check that a data set can be trained on.
-
-    Raises:
-        DataError: there are several, it is empty, or it is a stream and `streams` is false.
-    """
+    """Raise DataError for several data sets, an empty one, and, unless `streams` are accepted, a stream."""
     if isinstance(dataset, Mapping):
         raise DataError(f"are several data sets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
     if not isinstance(dataset, Sized) and not streams:
@@ -69,13 +60,8 @@ def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
         raise DataError("the data set is empty", where=where, remedy="Give at least one row")
 
 
-def column(dataset: Iterable[Mapping[str, Any]], name: str, where: str) -> list[Any]:
-    """The values of a `Column` as a list."""
-    return list(Column(dataset, name, where))
-
-
 def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
-    """As `require_names`, for a row. None (a cell that the file leaves empty) is an error too."""
+    """As `require_names`, for a row, where None (an empty cell) is an error too."""
     names = list(names)
     require_names(row, names, where)
     if empty := [name for name in names if row[name] is None]:
@@ -86,7 +72,7 @@ def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> 
 
 @contextmanager
 def prepending_place(where: str) -> Iterator[None]:
-    """Prepends `where`, the place of a row, to the place of errors raised inside."""
+    """Prepends `where`, the place of a row, to the place of DataErrors raised inside."""
     try:
         yield
     except DataError as error:
@@ -110,25 +96,18 @@ def iter_text_rows(
     documents = (bos + body + eos for body in _encoded(tokenizer, texts, where) if body)
     # A token is its id, the number of its document, and whether it is learnt.
     tokenised = (zip(document, repeat(number), chain([False], repeat(True))) for number, document in enumerate(documents, start=1))
+    rows: Iterator[list[tuple[int, int, bool]]] = (list(islice(document, max_length)) for document in tokenised)
+    if packed:
+        stream = chain.from_iterable(tokenised)
+        rows = iter(lambda: list(islice(stream, max_length)), [])  # until the stream is empty
     empty = True
-    for sample_id, tokens in enumerate(_cut(tokenised, max_length, packed=packed)):
+    for sample_id, tokens in enumerate(rows):
         ids, numbers, maskable = zip(*tokens, strict=True)
         if any(maskable[1:]):
             empty = False
             yield make_row(ids, numbers, [False, *maskable[1:]], sample_id)
     if empty:
         raise DataError("no text to train on", where=where, remedy="Give at least one document that is not empty")
-
-
-def _cut(documents: Iterable[Iterable[Token]], max_length: int, *, packed: bool) -> Iterator[list[Token]]:
-    """The tokens of each row."""
-    if packed:
-        stream = chain.from_iterable(documents)
-        while tokens := list(islice(stream, max_length)):
-            yield tokens
-    else:
-        for document in documents:
-            yield list(islice(document, max_length))
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: str) -> Iterator[list[int]]:
@@ -168,10 +147,8 @@ def pad_rows(rows: Sequence[Sequence[int | bool]], fill: int | bool, *, left: bo
 class Collator:
     """Makes batches of rows, padded on the right; padding is document 0. Noise is drawn in the step, not here, so that resuming is exact.
 
-    Args:
-        pad_token_id: the id of padding.
-        marking: add `one_document`, a bool: whether every row is one document without padding. Computed here, because a step would have to
-            wait for the GPU. Batches that processes send to one another may hold only tensors, and so must go without.
+    With `marking` a batch says in `one_document`, a bool, whether every row is one document without padding: a step would have to wait for
+    the GPU to know. Batches that processes send to one another may hold only tensors.
     """
 
     def __init__(self, pad_token_id: int, *, marking: bool = True):

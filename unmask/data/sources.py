@@ -1,7 +1,7 @@
 """Loads rows from text, JSON, CSV and Parquet files, saved datasets and the Hugging Face hub, and mixes several sources.
 
-Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. A corpus larger than memory should be
-Parquet or a saved dataset, which are memory-mapped, or be streamed.
+Text, JSON and CSV files are read into memory, so that malformed rows are reported before training. Parquet files and saved datasets are
+memory-mapped.
 """
 
 from __future__ import annotations
@@ -57,8 +57,10 @@ def load_rows(
         dataset = _from_parquet(source, streaming)
     elif kind in SUFFIXES or path.exists():
         dataset = _from_file(source, kind, text_column, streaming)
+    elif match := HUB_ID.fullmatch(source):
+        dataset = _load_dataset(match["name"], match["config"], split, streaming)
     else:
-        dataset = _from_hub(source, split, streaming)
+        raise DataError("no such file or directory", where=source, remedy="Check the path.")
     if not streaming and not len(dataset):
         raise _empty(source)
     return dataset if max_rows is None else dataset.take(max_rows)
@@ -76,14 +78,9 @@ def load_records(path_or_id: str | os.PathLike[str], split: str = "train") -> Ge
 def load_examples(
     path_or_id: str | os.PathLike[str], *, split: str = "train", max_rows: int | None = None, keep_malformed: bool = False
 ) -> Sequence[dict[str, Any] | DataError]:
-    """The rows of a dataset whose columns may mix types.
+    """As `load_rows`, for columns that may mix types: a CSV or JSON file becomes a list of rows instead of a table.
 
-    Args:
-        path_or_id, split, max_rows: as in `load_rows`. A CSV or JSON file becomes a list of rows instead of a table.
-        keep_malformed: return the error of a malformed line of a .jsonl file in place of its row.
-
-    Raises:
-        DataError: as `load_rows`.
+    With `keep_malformed` the error of a malformed line of a .jsonl file replaces its row.
     """
     if kind_of(path_or_id) not in RECORDS or Path(path_or_id).is_dir():
         return load_rows(path_or_id, split=split, max_rows=max_rows)
@@ -155,8 +152,7 @@ def _renamed(rows: Iterable[dict[str, Any]], names: dict[str, str]) -> Iterator[
 def split_documents(read: Callable[[], Iterable[str]]) -> Iterator[str]:
     """The documents of a text: blocks separated by blank lines, or single lines if there are no blank lines.
 
-    Args:
-        read: returns the lines from the beginning. Called twice, so that only one block is held in memory.
+    `read` returns the lines from the beginning; it is called twice, so that only one block is held in memory.
     """
     single_block = sum(1 for _ in islice(_blocks(read()), 2)) < 2
     for block in _blocks(read()):
@@ -229,7 +225,7 @@ def _from_directory(source: str, split: str, streaming: bool) -> Dataset | Itera
 
 
 def _naming_files(rows: IterableDataset, source: str) -> IterableDataset:
-    """The stream with errors that name the file. Its shards (files) are kept, so that they can be shuffled."""
+    """The stream with errors that name the file. It keeps its shards (files), so that they can be shuffled."""
     import datasets
 
     count = rows.num_shards
@@ -248,13 +244,6 @@ def _rows_of_shards(shards: Iterable[IterableDataset], names: Iterable[str]) -> 
         except (datasets.exceptions.DatasetsError, pyarrow.ArrowException, OSError) as error:
             what = f"the rest cannot be read: {' '.join(str(error).split())}"
             raise DataError(what, where=name, remedy="Write the file again.") from error
-
-
-def _from_hub(source: str, split: str, streaming: bool) -> Dataset | IterableDataset:
-    match = HUB_ID.fullmatch(source)
-    if not match:
-        raise DataError("no such file or directory", where=source, remedy="Check the path.")
-    return _load_dataset(match["name"], match["config"], split, streaming)
 
 
 def _load_dataset(name: str, config: str | None, split: str, streaming: bool) -> Dataset | IterableDataset:

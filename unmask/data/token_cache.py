@@ -32,15 +32,9 @@ class StreamedRows(IterableDataset):
     """An endless stream of text rows, tokenised while training. After the last document it starts again from the first.
 
     Every iteration yields the same rows, so that a resumed run, which skips the batches it has seen, continues exactly. Sample ids keep
-    counting over the passes, so that each pass has other noise. A shuffled `datasets.IterableDataset` has another order in each pass.
+    counting over the passes, so that the noise differs. A shuffled `datasets.IterableDataset` has another order in each pass.
 
-    Args:
-        texts: a column of a source that can be iterated repeatedly; it is read lazily.
-        make_rows: converts texts to rows, lazily.
-        skipped: rows to skip at the beginning.
-
-    Raises:
-        DataError: on iteration, when a bad row is reached.
+    `make_rows` converts the texts to rows lazily; `skipped` rows at the beginning are left out. Iteration raises DataError at a bad row.
     """
 
     def __init__(self, texts: Column, make_rows: Callable[[Iterable[str]], Iterator[Row]], skipped: int = 0):
@@ -73,12 +67,8 @@ def cached_rows(
 ) -> Dataset:
     """The rows of `iter_text_rows`, memory-mapped from a cache on disk, which is created if it does not exist.
 
-    The key of a cache is a hash of the texts, the tokenizer, `max_length` and `packed`. The first process of each machine creates it.
-
-    Args:
-        folder: the parent folder of all caches.
-        texts: iterated once to compute the key, and again to create the cache.
-        tokenizer, max_length, packed, where: as in `iter_text_rows`.
+    The caches in `folder` are named by a hash of the texts, the tokenizer, `max_length` and `packed`. The first process of each machine
+    creates them. `texts` are iterated to compute the hash, and again to create a cache.
 
     Raises:
         DataError: as `iter_text_rows`; or the cache is truncated or altered.
@@ -112,7 +102,7 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_len
 
 
 def _write_cache(cache: Path, rows: Iterator[Row]) -> None:
-    """Write atomically: the folder gets its name when it is complete."""
+    """Write atomically: the folder is renamed when it is complete."""
     import pyarrow as pa
 
     integers = pa.list_(pa.int32())

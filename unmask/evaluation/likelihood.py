@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unmask.data.chat import encode_completion, encode_prompt
-from unmask.data.rows import column, pad_rows
+from unmask.data.rows import Column, pad_rows
 from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import elbo, exact_log_likelihood
 from unmask.diffusion.rng import sequence_key
@@ -77,7 +77,7 @@ def likelihood_of_file(
     """The result of `unmask evaluate --likelihood` on a file's first documents: the negative log-likelihood of each document's tokens after
     the first, up to the model's context. Without an estimator: exact for a causal model, otherwise the ELBO. Raises DataError if no
     document has two tokens."""
-    texts = column(load_rows(path, max_rows=rows), "text", path)
+    texts = list(Column(load_rows(path, max_rows=rows), "text", path))
     documents = [ids[: lm.context_length] for ids in lm.tokenizer(texts).input_ids if len(ids) > 1]
     if not documents:
         raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")

@@ -34,7 +34,7 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
 
 
 def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-    """Fill in the mask tokens of texts. A bidirectional model reads what is before and behind them, a block-causal one what is before the
+    """Fill in the mask tokens of texts. A bidirectional model reads what is before and after them, a block-causal one what is before the
     end of the block, a causal one what is before.
 
     Args:

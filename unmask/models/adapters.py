@@ -72,17 +72,17 @@ def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.Pef
         if not isinstance(named, str) and any(table.endswith(f".{name}") for name in named):
             remedy = "Leave it out: the row of the mask token is trained anyway"
             raise ConfigError("names the embedding table", where=f"lora (peft_config), {setting}", remedy=remedy)
-    own = peft_config.trainable_token_indices or []
-    if isinstance(own, dict):
+    tokens = peft_config.trainable_token_indices or []
+    if isinstance(tokens, dict):
         what, remedy = "rows of the embedding table are named by module", "Give trainable_token_indices as a list of tokens"
         raise ConfigError(what, where="peft_config, trainable_token_indices", remedy=remedy)
-    return replace(peft_config, trainable_token_indices=sorted({*own, lm.mask_token_id}))
+    return replace(peft_config, trainable_token_indices=sorted({*tokens, lm.mask_token_id}))
 
 
 @contextmanager
 def _untied(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, PEFT treats the head as untied from the embedding table: training a row of the table leaves the head, which computes
-    selected rows only, as it is. Merging changes both."""
+    """Inside, PEFT treats the head as untied from the embedding table: a trained row of the table does not change the head, which computes
+    selected rows only. Merging changes both."""
     tied, lm.model.config.tie_word_embeddings = lm.model.config.tie_word_embeddings, False
     try:
         yield
@@ -91,18 +91,18 @@ def _untied(lm: DiffusionLM) -> Iterator[None]:
 
 
 def changes_nothing(lm: DiffusionLM) -> bool:
-    """Whether switching the adapters off gives the model before training: LoRA that starts at zero, and no other trained weights."""
+    """Whether the model without its adapters is the model before training: LoRA that starts at zero, and no other trained weights."""
     if any(getattr(config, "bias", "none") != "none" for config in lm.model.peft_config.values()):
         return False
     weights = dict(lm.model.named_parameters())
-    halves = [(half, half.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A.", ".lora_embedding_B.")) for half in weights]
-    pairs = [(weights[one], weights[other]) for one, other in halves if one != other]
-    return bool(pairs) and not any(one.any() and other.any() for one, other in pairs)
+    names = [(name, name.replace(".lora_A.", ".lora_B.").replace(".lora_embedding_A.", ".lora_embedding_B.")) for name in weights]
+    pairs = [(weights[a], weights[b]) for a, b in names if a != b]
+    return bool(pairs) and not any(a.any() and b.any() for a, b in pairs)
 
 
 def merged(lm: DiffusionLM) -> DiffusionLM:
-    """A copy of the model with its adapters merged into the weights. Quantised weights stay dequantised: rounding would lose most of the
-    update."""
+    """A copy of the model with its adapters merged into the weights. Quantised weights are dequantised, since rounding would lose most of
+    the update."""
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
     model = lm.frozen_copy().model
@@ -114,6 +114,6 @@ def merged(lm: DiffusionLM) -> DiffusionLM:
 
 
 def without_tables(lm: DiffusionLM) -> None:
-    """Make PEFT save adapters alone. It would also save embedding tables when the vocabulary differs from the base's."""
+    """Make PEFT save only adapters: it would also save embedding tables when the vocabulary differs from the base model's."""
     for adapters in getattr(lm.model, "peft_config", {}).values():
         adapters.base_model_name_or_path = None  # restored when they are saved

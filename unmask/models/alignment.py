@@ -11,7 +11,7 @@ from torch import Tensor, nn
 ALIGNMENT = 64
 """Bytes: of torch's CPU allocator, and of a vector register."""
 MADV_PAGEOUT = 21
-"""Linux: the pages are not needed soon. Their content never changes."""
+"""Linux: the pages are not needed soon; their content is kept."""
 
 
 @torch.no_grad()

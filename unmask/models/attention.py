@@ -1,8 +1,7 @@
 """Attention patterns: causal, block-causal and bidirectional, with padding and packing, over stock Hugging Face models.
 
-One attention function is registered with transformers under the name "unmask". The mask reaches it as an extra forward
-keyword (`unmask_mask`), so no modelling code is copied, and no model can silently use its own mask: without the keyword
-the function raises.
+One attention function is registered with transformers under the name "unmask". The mask reaches it as an extra forward keyword
+(`unmask_mask`); without the keyword it raises, so that no model can silently use its own mask.
 
 Shapes: B batch, T tokens, Q queries, K keys, H heads, D head width.
 """
@@ -37,17 +36,11 @@ CELLS_KEPT = 2**26
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of rows: all that a mask and the position embeddings depend on.
+    """The documents, positions and noised copies of tokens, on which masks and position embeddings depend."""
 
-    Attributes:
-        document_BT: number of a token's document; 0 is padding.
-        position_BT: position within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
-        copy_BT: 0 for clean tokens, 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`.
-    """
-
-    document_BT: Tensor
-    position_BT: Tensor
-    copy_BT: Tensor
+    document_BT: Tensor  # number of a token's document; 0 is padding
+    position_BT: Tensor  # within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
+    copy_BT: Tensor  # 0 for clean tokens; 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Layout:
@@ -67,8 +60,8 @@ class Layout:
     def with_noised_copies(self, count: int = 1) -> Layout:
         """The layout `[x_t ; ... ; x_0]`: noised copies before the clean tokens, all at the same positions."""
         copies = [torch.full_like(self.copy_BT, number) for number in range(1, count + 1)]
-        repeats = (1, count + 1)
-        return Layout(self.document_BT.repeat(repeats), self.position_BT.repeat(repeats), torch.cat([*copies, self.copy_BT], 1))
+        document_BT, position_BT = (numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT))
+        return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1))
 
     def last(self, count: int) -> Layout:
         """The layout of the last `count` tokens (the queries of a pass with a key-value cache)."""
@@ -77,19 +70,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class AttentionMask:
-    """The keys that each query attends to.
+    """The keys that each query attends to."""
 
-    Attributes:
-        allowed_BQK: boolean [B or 1, 1, Q, K]; True is visible.
-        positions: of queries and keys, if the model's sliding windows apply (causal pattern only).
-        full: whether it is known that everything is visible.
-        documents: for FlashAttention, the documents within which all is visible, or all before a token.
-    """
-
-    allowed_BQK: Tensor
-    positions: tuple[Tensor, Tensor] | None
-    full: bool = False
-    documents: Documents | None = None
+    allowed_BQK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
+    positions: tuple[Tensor, Tensor] | None  # of queries and keys, if the model's sliding windows apply (causal pattern only)
+    full: bool = False  # everything is known to be visible
+    documents: Documents | None = None  # for FlashAttention: those within which all tokens, or all earlier ones, are visible
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
     _added: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
@@ -105,14 +91,14 @@ class AttentionMask:
         return self._windowed[window]
 
     def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
-        """The mask on another device, made once. Accelerate calls it between layers of a model split over devices."""
-        place = torch.device(device)
-        if place == self.allowed_BQK.device:
+        """The mask on another device, copied once. Accelerate calls it between layers of a model split over devices."""
+        device = torch.device(device)
+        if device == self.allowed_BQK.device:
             return self
-        if place not in self._moved:
-            positions = self.positions and (self.positions[0].to(place), self.positions[1].to(place))
-            self._moved[place] = AttentionMask(self.allowed_BQK.to(place), positions, self.full)
-        return self._moved[place]
+        if device not in self._moved:
+            positions = self.positions and (self.positions[0].to(device), self.positions[1].to(device))
+            self._moved[device] = AttentionMask(self.allowed_BQK.to(device), positions, self.full)
+        return self._moved[device]
 
     def annealed(self, seen: float, key: int) -> AttentionMask:
         """The mask in which a random fraction of the keys after each query is visible; `key` selects them, in rows of any width."""
@@ -124,7 +110,7 @@ class AttentionMask:
 
     @torch.inference_mode(False)  # masks are cached, and a later training step saves these numbers for its gradient
     def added(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask of SDPA, shared by all layers: from a boolean mask every layer would make and keep its own."""
+        """The additive mask of SDPA, shared by all layers: each would make and keep its own from a boolean mask."""
         if dtype not in self._added:
             self._added[dtype] = torch.zeros_like(self.allowed_BQK, dtype=dtype).masked_fill_(~self.allowed_BQK, -torch.inf)
         return self._added[dtype]
@@ -162,9 +148,9 @@ def runs(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
 def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
-    Clean tokens attend to the clean tokens of their own and earlier blocks (with `causal_context` only to those before them);
-    noised tokens to the noised tokens of their own copy and block and the clean ones of earlier blocks. No token attends to another
-    document or to padding (padding attends to itself only, so that no row is empty).
+    Clean tokens attend to the clean tokens of the same and earlier blocks (with `causal_context` only to earlier tokens); noised tokens to
+    the noised tokens of the same copy and block and the clean ones of earlier blocks. No token attends to another document or to padding.
+    Padding attends only to itself, so that no row is empty.
     """
     query_BQ1, key_B1K = blocks(queries, pattern, block_size)[:, :, None], blocks(keys, pattern, block_size)[:, None, :]
     copy_BQ1, copy_B1K = queries.copy_BT[:, :, None], keys.copy_BT[:, None, :]
@@ -189,8 +175,7 @@ def unpadded_mask(
 
     @torch.inference_mode(False)  # a later training step may save it for its gradient
     def make() -> AttentionMask:
-        layout = Layout.full(length, device)
-        layout = layout.with_noised_copies(copies) if copies else layout
+        layout = Layout.full(length, device).with_noised_copies(copies)
         mask = make_mask(pattern, block_size, layout, layout, causal_context=causal_context)
         return replace(mask, full=pattern == "bidirectional" and copies == 0)
 
@@ -199,9 +184,8 @@ def unpadded_mask(
 
 def mask_cache_stats() -> dict[str, float]:
     """Hits, misses, hit rate and number of cached masks."""
-    asked = _unpadded.hits + _unpadded.misses
-    rate = _unpadded.hits / asked if asked else 0.0
-    return {"hits": _unpadded.hits, "misses": _unpadded.misses, "hit_rate": rate, "size": len(_unpadded)}
+    hits, misses = _unpadded.hits, _unpadded.misses
+    return {"hits": hits, "misses": misses, "hit_rate": hits / max(hits + misses, 1), "size": len(_unpadded)}
 
 
 def clear_mask_cache() -> None:
@@ -214,21 +198,17 @@ def check_pattern(pattern: str, block_size: int | None, causal_context: bool = F
     if pattern not in PATTERNS:
         raise ConfigError(f"unknown attention pattern {pattern!r}", where="attention", remedy=f"Use one of {', '.join(PATTERNS)}")
     if pattern == "block_causal" and (block_size is None or block_size < 1):
-        raise ConfigError(
-            f"block_causal attention with block_size {block_size!r}", where="block_size", remedy="Give a block size of at least 1"
-        )
+        what = f"block_causal attention with block_size {block_size!r}"
+        raise ConfigError(what, where="block_size", remedy="Give a block size of at least 1")
+    remedy = "Leave it out, or use attention='block_causal'"
     if pattern != "block_causal" and block_size is not None:
-        raise ConfigError(
-            f"block_size {block_size} with {pattern} attention", where="block_size", remedy="Leave it out, or use attention='block_causal'"
-        )
+        raise ConfigError(f"block_size {block_size} with {pattern} attention", where="block_size", remedy=remedy)
     if causal_context and pattern != "block_causal":
-        remedy = "Leave it out, or use attention='block_causal'"
         raise ConfigError(f"a causal context with {pattern} attention", where="causal_context", remedy=remedy)
 
 
 def attention_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The attention module of every layer, found by its name in transformers; of nested ones (BERT) the outer, which has the output
-    projection."""
+    """The attention module of every layer, found by its class name; of nested ones (BERT) the outer, which has the output projection."""
     named = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
     inner = {part for module in named for part in module.modules() if part is not module}
     return [module for module in named if module not in inner]
@@ -259,11 +239,8 @@ def unmask_attention(
         ModelError: there is no mask, or the model has attention sinks or a position bias.
     """
     if unmask_mask is None:
-        raise ModelError(
-            "the model was called without a mask, and would attend to tokens that it must not see",
-            where=type(module).__name__,
-            remedy="Call it through unmask.DiffusionLM",
-        )
+        what = "the model was called without a mask, and would attend to tokens that it must not see"
+        raise ModelError(what, where=type(module).__name__, remedy="Call it through unmask.DiffusionLM")
     if s_aux is not None or position_bias is not None:
         raise ModelError("attention sinks and position biases are not supported", where=type(module).__name__, remedy="Use another model")
     mask = unmask_mask.within(sliding_window)
@@ -273,29 +250,27 @@ def unmask_attention(
         return flash.attend(query_BHQD, key_BHKD, value_BHKD, mask.documents, scaling=scaling), None
     if flex.usable(query_BHQD) and dropout == 0:
         out_BHQD = flex.attend(query_BHQD, key_BHKD, value_BHKD, mask.block_mask, scaling=scaling, softcap=softcap)
-        return out_BHQD.transpose(1, 2).contiguous(), None
-    if softcap is None:
+    elif softcap is None:
         out_BHQD = _sdpa(query_BHQD, key_BHKD, value_BHKD, mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1)
-        return out_BHQD.transpose(1, 2).contiguous(), None
-    key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
-    scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
-    score_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
-    weight_BHQK = score_BHQK.masked_fill(~mask.allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
-    weight_BHQK = F.dropout(weight_BHQK, dropout)
-    return (weight_BHQK @ value_BHKD).transpose(1, 2).contiguous(), None
+    else:
+        key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
+        scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
+        score_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
+        weight_BHQK = score_BHQK.masked_fill(~mask.allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
+        out_BHQD = F.dropout(weight_BHQK, dropout) @ value_BHKD
+    return out_BHQD.transpose(1, 2).contiguous(), None
 
 
 def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: AttentionMask, **options: Any) -> Tensor:
-    """SDPA, by tiles where that saves work. A compiled graph must not depend on where that is."""
+    """SDPA, by tiles where that saves work; a compiled graph must not depend on where it does."""
     if mask.full:
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
-    cut = None
-    if not torch.compiler.is_compiling():
-        cut = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
-    if cut is None:
-        allowed_BQK = mask.allowed_BQK if torch.compiler.is_compiling() else mask.added(query_BHQD.dtype)
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=allowed_BQK, **options)
-    return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, cut, **options)
+    if torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+    tiles = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
+    if tiles is None:
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.added(query_BHQD.dtype), **options)
+    return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, tiles, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, unmask_attention)

@@ -11,8 +11,7 @@ from unmask.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ANSWER = "zqxj"  # that no template writes
-
+ANSWER = "zqxj"  # no template writes it
 
 TEMPLATES = {
     "simple": r"{{ bos_token }}{% for message in messages %}{{ message['role'] + ':\n' + message['content'] }}"
@@ -23,11 +22,7 @@ TEMPLATES = {
 
 
 def read_template(name_or_path: str) -> str:
-    """A chat template: one of `TEMPLATES` by its name, or the content of a Jinja file.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """A chat template: one of `TEMPLATES` by its name, or the content of a Jinja file. Raises ConfigError if it is neither."""
     if name_or_path in TEMPLATES:
         return TEMPLATES[name_or_path]
     try:
@@ -58,18 +53,16 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """The token that the chat template writes behind an assistant's answer: `<|im_end|>` in ChatML, `<|eot_id|>` in Llama 3.
+    """The token that the chat template writes after an assistant's answer: `<|im_end|>` in ChatML, `<|eot_id|>` in Llama 3.
 
     Found by rendering a last answer, so that the start of the next turn is not mistaken for an end. White space may precede it. None: the
     template ends a turn with plain text or not at all, does not render, or is missing.
     """
-    if not tokenizer.chat_template:
-        return None
     try:
         text = render_template(tokenizer, [{"role": "user", "content": "a"}, {"role": "assistant", "content": ANSWER}])
     except DataError:
         return None
-    behind = text.rpartition(ANSWER)[2].lstrip()
+    after = text.rpartition(ANSWER)[2].lstrip()
     added = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if number != tokenizer.mask_token_id}
-    found = [token for token in added if token.strip() and behind.startswith(token)]
+    found = [token for token in added if token.strip() and after.startswith(token)]
     return added[max(found, key=len)] if found else None

@@ -1,4 +1,4 @@
-"""The device of a model, or of each part of it if one process spreads it over several."""
+"""The device of a model, or of each part of a model that one process spreads over several devices."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    PretrainedConfig,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from unmask.errors import ModelError, first_line
 
 
 def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[float]) -> dict[str, str]:
-    """The device of each part of a model, by its name: layers in their order, divided in proportion to memory.
+    """The device of each part of a model, by the part's name: consecutive layers, divided in proportion to the memory of each device.
 
     Raises:
         ModelError: there are fewer than two devices.
@@ -43,19 +40,15 @@ def _parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module
     """The parts that stay whole on a device, in the order of a forward pass: layers, and the modules around them."""
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList)]
     for name, part in module.named_children():
-        inside = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
-        if inside and not (isinstance(module, nn.ModuleList)):
+        divided = isinstance(part, nn.ModuleList) or (prefix.count(".") < 2 and any(other in lists for other in part.modules()))
+        if divided and not isinstance(module, nn.ModuleList):
             yield from _parts(part, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", part
 
 
 def resolve_device(device: str) -> str:
-    """A torch device; "auto" is the GPU if there is one.
-
-    Raises:
-        ModelError: there is no such device here.
-    """
+    """A torch device; "auto" is the GPU if there is one. Raises ModelError if this machine lacks the device."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

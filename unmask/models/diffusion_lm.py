@@ -1,6 +1,6 @@
 """DiffusionLM: a causal language model of transformers, read as a diffusion language model.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from unmask.models.generation_config import accept_generation_config
 from unmask.models.hooks import head
 from unmask.models.hooks.head import RowSelector, token_log_probs
 from unmask.models.hooks.last_layer import LastLayer
-from unmask.models.hooks.time_embedding import add_time_embedding
+from unmask.models.hooks.time_embedding import HiddenFraction, add_time_embedding
 from unmask.models.kernels import flash
 from unmask.models.model_card import write_card
 
@@ -32,23 +32,15 @@ SETTINGS_KEY = "unmask"
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of one forward pass.
+    """The inputs of one forward pass."""
 
-    Attributes:
-        ids_BT: token ids, with the mask token at hidden positions.
-        layout: documents, positions and copies of the tokens.
-        mask: the keys that each token attends to.
-        index_N: flat indices into [B * T] of the rows to compute; None: all.
-        share_BT: the fraction of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden.
-        pruned: whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training
-            the ratio of a policy to itself must be 1.
-    """
-
-    ids_BT: Tensor
+    ids_BT: Tensor  # token ids, with the mask token at hidden positions
     layout: Layout
     mask: AttentionMask
-    index_N: Tensor | None = None
-    share_BT: Tensor | None = None
+    index_N: Tensor | None = None  # flat indices into [B * T] of the rows to compute; None: all
+    fraction_BT: Tensor | None = None  # of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden
+    # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training the ratio of
+    # a policy to itself must be 1.
     pruned: bool = False
 
 
@@ -61,11 +53,11 @@ class DiffusionLM:
         attention: "causal", "block_causal" or "bidirectional".
         block_size: the attention block of a block-causal model, else None.
         mask_token_id: the input id at hidden positions; it is never predicted.
-        eos_token_ids: all tokens that end a text: decoding stops and a completion is cut at the first of any. The tokenizer's EOS comes
-            first; it alone fills canvases.
+        eos_token_ids: all tokens that end a text: a completion is cut at the first. The tokenizer's EOS comes first; it alone fills
+            canvases.
         logit_shift: whether the output at row i predicts token i + 1 (as in causal models) rather than token i.
-        causal_context: whether a block-causal model reads finished blocks from left to right, as the causal model that it was, and only
-            the current block in both directions (NBDiff, Tian et al. 2025). Its clean half is that causal model.
+        causal_context: whether a block-causal model reads finished blocks from left to right, as a causal model does, and only the current
+            block in both directions (NBDiff, Tian et al. 2025).
         config: of the unwrapped model.
         padding_idx: the token whose embedding is never trained, in released models that have one (docs/models.md); else None.
         flash_attention: whether rows without blocks use FlashAttention 2, on a GPU in 16 bits.
@@ -100,6 +92,7 @@ class DiffusionLM:
         self._rows = RowSelector.of(model)
         self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
+        self._fraction = HiddenFraction() if self._time is None else self._time.fraction
         self._seen: tuple[float, int] | None = None
         self.compile_options: dict[str, Any] | None = None
 
@@ -133,18 +126,18 @@ class DiffusionLM:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The one end token that fills canvases, the tokenizer's; `eos_token_ids` has all that end a text."""
+        """The tokenizer's end token, the only one that fills canvases."""
         return self.tokenizer.eos_token_id
 
     @property
     def pad_token_id(self) -> int:
-        """The id at padding: any valid one, since no token attends to padding."""
+        """The id at padding. Any valid one serves, since no token attends to padding."""
         pad = self.tokenizer.pad_token_id
         return pad if pad is not None else 0
 
     @property
     def context_length(self) -> int | None:
-        """The longest row that the model was made for; None: its config does not say."""
+        """The longest row that the model supports; None: its config does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
@@ -171,31 +164,27 @@ class DiffusionLM:
         return bound
 
     def compile(self, **options: Any) -> None:
-        """Compile the model, one graph for all lengths and numbers of rows.
-
-        Args:
-            options: of torch.compile; `mode="reduce-overhead"` records CUDA graphs.
-        """
+        """Compile the model with these options of torch.compile, one graph for all lengths and numbers of rows."""
         torch._dynamo.config.force_nn_module_property_static_shapes = False  # hooks hold the selected rows of a pass
         self.model.compile(dynamic=True, **options)
         self.compile_options = options
 
     def compile_as(self, other: DiffusionLM) -> DiffusionLM:
-        """The model, compiled with the same options if another one is compiled."""
+        """This model, compiled with the options of another one if that is compiled."""
         if other.compile_options is not None:
             self.compile(**other.compile_options)
         return self
 
     def as_causal(self) -> DiffusionLM:
-        """The same weights with the causal attention that they had."""
+        """The same weights as a causal model."""
         causal = copy.copy(self)
         causal.attention, causal.block_size, causal.logit_shift = "causal", None, True
-        causal.causal_context, causal._time, causal._seen = False, None, None
+        causal.causal_context, causal._time, causal._fraction, causal._seen = False, None, HiddenFraction(), None
         return causal
 
     def annealed(self, seen: float, key: int) -> DiffusionLM:
-        """The same model in which each token behind a query is visible with this probability (DiffuLLaMA, Gong et al. 2025); `key`
-        selects them."""
+        """The same model in which each token after a query is visible with this probability (DiffuLLaMA, Gong et al. 2025); `key` selects
+        them."""
         annealed = copy.copy(self)
         annealed._seen = (seen, key)
         return annealed
@@ -223,8 +212,8 @@ class DiffusionLM:
             ModelError: a row is too long, or hidden_BT is missing for a model that needs it.
 
         Returns:
-            [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has -inf. Row 0
-            of a shifted model has no predecessor and is undefined.
+            [B, T, V], or [N, V] at the chosen rows; float32 (float64 for a float64 model). The mask token has -inf. Row 0 of a shifted
+            model has no predecessor and is undefined.
         """
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
@@ -240,16 +229,16 @@ class DiffusionLM:
     ) -> ForwardInputs:
         """Rows with hidden tokens among the others. Arguments as for `logits`."""
         layout, mask = self._layout(ids_BT, attention_mask_BT)
-        share_BT = None
+        fraction_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
-            share_BT = self.hidden_share(hidden_BT, layout)
+            fraction_BT = self.hidden_fraction(hidden_BT, layout)
             if self.causal_context:  # current blocks are read in both directions
-                layout = replace(layout, copy_BT=(share_BT > 0).long())
+                layout = replace(layout, copy_BT=(fraction_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
         index_N = None if rows_BT is None else rows_BT.flatten().nonzero().squeeze(1)
         if index_N is not None and self.logit_shift:
             index_N = (index_N - 1).clamp_min(0)
-        return ForwardInputs(ids_BT, layout, mask, index_N, share_BT)
+        return ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT)
 
     def noised(
         self,
@@ -259,18 +248,16 @@ class DiffusionLM:
         rows_BMT: Tensor,
         clean_rows_BT: Tensor | None = None,
     ) -> ForwardInputs:
-        """`[x_t ; ... ; x_0]`: V noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
+        """`[x_t ; ... ; x_0]`: M noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
 
-        Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation. With a logit shift
-        the last CLEAN row before a block predicts its first token.
+        Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation. With a logit shift the last
+        CLEAN row before a block predicts its first token.
 
         Args:
-            clean_BT: the clean tokens.
+            clean_BT: the clean tokens; `attention_mask_BT` as for `logits`.
             hidden_BMT: True at the hidden positions of each copy.
-            attention_mask_BT: as for `logits`.
             rows_BMT: the rows of the copies to compute, in row-major order.
-            clean_rows_BT: with a causal context, tokens that the causal model predicts from the clean ones before them; their rows
-                come last.
+            clean_rows_BT: with a causal context, tokens that the causal model predicts from earlier clean ones; their rows come last.
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
@@ -286,13 +273,13 @@ class DiffusionLM:
         index_N = batch_N * width + column_N
         if clean_rows_BT is not None:
             assert self.causal_context, "in other models a clean row attends to the tokens after it"
-            batch_M, column_M = clean_rows_BT.nonzero(as_tuple=True)
-            index_N = torch.cat([index_N, batch_M * width + copies * length + (column_M - 1).clamp_min(0)])
-        share_BT = None
+            batch_C, column_C = clean_rows_BT.nonzero(as_tuple=True)
+            index_N = torch.cat([index_N, batch_C * width + copies * length + (column_C - 1).clamp_min(0)])
+        fraction_BT = None
         if self._time is not None:
             hidden_BT = torch.cat([hidden_BMT.flatten(1), torch.zeros_like(clean_BT, dtype=torch.bool)], 1)
-            share_BT = self.hidden_share(hidden_BT, layout)
-        return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, share_BT)
+            fraction_BT = self.hidden_fraction(hidden_BT, layout)
+        return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, fraction_BT)
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         """One forward pass, unaligned: logits [B, T, V], or [N, V] at the selected rows. Keys and values are appended to a cache."""
@@ -330,13 +317,11 @@ class DiffusionLM:
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
         """Inside, every pass calls the same modules, for processes that synchronise at each module."""
-        if self._time is not None:
-            self._time.share.in_every_pass = True
+        self._fraction.in_every_pass = True
         try:
             yield
         finally:
-            if self._time is not None:
-                self._time.share.in_every_pass = False
+            self._fraction.in_every_pass = False
 
     @contextmanager
     def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
@@ -344,15 +329,12 @@ class DiffusionLM:
         rows = self._rows
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.mask_token_id
         self._last.index_N = inputs.index_N if inputs.pruned else None
-        if self._time is not None:
-            self._time.share.value_BT = inputs.share_BT
+        self._fraction.value_BT = inputs.fraction_BT
         try:
             yield rows
         finally:
             rows.clear()
-            self._last.index_N = None
-            if self._time is not None:
-                self._time.share.value_BT = None
+            self._last.index_N = self._fraction.value_BT = None
 
     def _run(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
         return self.model(
@@ -366,7 +348,7 @@ class DiffusionLM:
     def save(self, path: str | pathlib.Path) -> None:
         """Write config, tokenizer, weights (safetensors only) and a model card; `unmask.load` restores the model bit for bit.
 
-        With adapters only these are written; merge them first (as the trainers do)."""
+        Merge adapters first, as the trainers do: otherwise only these are written."""
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)
@@ -390,10 +372,10 @@ class DiffusionLM:
             mask = replace(mask, documents=flash.documents(document_BT, causal=self.attention == "causal"))
         return layout, mask if self._seen is None else mask.annealed(*self._seen)
 
-    def hidden_share(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
+    def hidden_fraction(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
         """The fraction [B, T] of hidden tokens in each token's block or document; 0 at padding."""
         run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
         real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
-        counted = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
-        hidden_count_BT, count_BT = (per_run_BR.gather(1, run_BT) for per_run_BR in counted)
+        per_run = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
+        hidden_count_BT, count_BT = (count_BR.gather(1, run_BT) for count_BR in per_run)
         return hidden_count_BT / count_BT.clamp_min(1)

@@ -1,19 +1,22 @@
-"""Write models in the formats of released families."""
+"""Export models in the formats of released families, or as stock causal models for transformers and servers without Unmask."""
 
 from __future__ import annotations
 
+import copy
 import json
 import pathlib
 import warnings
 
 from huggingface_hub import save_torch_state_dict
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from unmask.errors import ConfigError
-from unmask.models.diffusion_lm import DiffusionLM
+from unmask.errors import ConfigError, ModelError
+from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.families import FAMILIES
 from unmask.models.generation_config import accept_generation_config
-from unmask.models.model_card import write_card
-from unmask.models.stock import STOCK_LAYOUT, export_stock, save_tokenizer
+from unmask.models.model_card import HISTORY_KEY, write_card
+
+STOCK_LAYOUT = "hf"
 
 
 def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
@@ -22,30 +25,87 @@ def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
     Args:
         lm: the model, with adapters merged.
         path: the folder; it is created.
-        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
-            "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal
-            GLM-4-MoE) or "hf" (a causal model of any architecture, `export_stock`).
+        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3), "fast_dllm_v2"
+            (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal GLM-4-MoE) or "hf" (a
+            causal model of any architecture, as transformers saves it).
 
     Raises:
         ConfigError: an unknown layout.
         ModelError: a model that the layout cannot express; nothing is written.
     """
+    folder = pathlib.Path(path)
     if layout == STOCK_LAYOUT:
-        export_stock(lm, path)
-        return
-    if layout not in FAMILIES:
-        remedy = f"Use one of {', '.join([*FAMILIES, STOCK_LAYOUT])}"
-        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=remedy)
-    family, folder = FAMILIES[layout], pathlib.Path(path)
+        _export_stock(lm, folder)
+    elif layout in FAMILIES:
+        _export_released(lm, folder, layout)
+    else:
+        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_LAYOUT])}")
+    save_tokenizer(lm.tokenizer, folder)
+    write_card(lm, folder)
+
+
+def _export_released(lm: DiffusionLM, folder: pathlib.Path, layout: str) -> None:
+    family = FAMILIES[layout]
     family.check(lm)
     if lm.mask_token_id != family.mask_token_id:
-        message = f"the mask token is {lm.mask_token_id}; what runs {layout} models may assume {family.mask_token_id}: tell it"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
+        message = f"the mask token is {lm.mask_token_id}, but engines may assume {family.mask_token_id} for {layout} models: set it there"
+        warnings.warn(message, RuntimeWarning, stacklevel=3)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(family.published_weights(lm.model), folder)
     accept_generation_config(lm.model.generation_config)
     lm.model.generation_config.save_pretrained(folder)
-    save_tokenizer(lm.tokenizer, folder)
     for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():
         (folder / name).write_text(text, encoding="utf-8")
-    write_card(lm, folder)
+
+
+def _export_stock(lm: DiffusionLM, folder: pathlib.Path) -> None:
+    """Without Unmask's keys in config.json. The mask token stays in the vocabulary, for rollouts from a vLLM server; generation_config.json
+    suppresses it."""
+    _check_stock(lm)
+    config = lm.model.config
+    removed = {name: vars(config).pop(name) for name in (SETTINGS_KEY, HISTORY_KEY) if name in vars(config)}
+    accept_generation_config(lm.model.generation_config)
+    try:
+        lm.model.save_pretrained(folder)
+    finally:
+        vars(config).update(removed)
+    generation = copy.deepcopy(lm.model.generation_config)
+    generation.suppress_tokens = sorted({*(generation.suppress_tokens or ()), lm.mask_token_id})
+    generation._from_model_config = False  # else transformers may rebuild it, without these tokens
+    accept_generation_config(generation)
+    generation.save_pretrained(folder)
+    _name_rotary_base(folder / "config.json")
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: pathlib.Path) -> None:
+    """Write a tokenizer with a config that transformers 4, which engines still use, reads too."""
+    tokenizer.save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    if settings["tokenizer_class"] == "TokenizersBackend":
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    if isinstance(settings.get("extra_special_tokens"), list):
+        settings["additional_special_tokens"] = settings.pop("extra_special_tokens")
+    file.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _check_stock(lm: DiffusionLM) -> None:
+    if not lm.autoregressive or lm.causal_context or lm.has_time_embedding:
+        shift = "" if lm.logit_shift else " without logit shift"
+        remedy = "Use the --layout of a released family, or serve it with `unmask serve`"
+        raise ModelError(f"a stock model is causal, and this one is {lm.attention}{shift}", where="layout", remedy=remedy)
+    kind = type(lm.model)
+    if not isinstance(lm.model, PreTrainedModel) or not kind.__module__.startswith("transformers."):
+        remedy = "Merge its adapters before, or use an architecture that comes with transformers"
+        raise ModelError(f"{kind.__name__} is not a class of transformers", where="layout", remedy=remedy)
+    if getattr(lm.model, "is_quantized", False):
+        raise ModelError("its weights are quantised", where="layout", remedy="Load it without model.quantization")
+
+
+def _name_rotary_base(file: pathlib.Path) -> None:
+    """Add the rotary embedding's base by its name in transformers 4, which would use the default otherwise."""
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    rotary = settings.get("rope_parameters") or {}
+    if "rope_theta" in rotary and "rope_theta" not in settings:
+        settings["rope_theta"] = rotary["rope_theta"]
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")

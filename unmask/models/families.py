@@ -1,8 +1,7 @@
 """The formats in which released models are published.
 
-Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al.
-2025), Fast-dLLM v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR
-(SGLang, LMDeploy).
+Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al. 2025), Fast-dLLM
+v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).
 """
 
 from __future__ import annotations
@@ -34,11 +33,6 @@ from transformers import PretrainedConfig
 class SDARConfig(PretrainedConfig):
     model_type = "sdar"
 '''
-
-
-def _code(repository: str, **classes: str) -> dict[str, str]:
-    """The `auto_map` to classes in a hub repository; they run only with trust_remote_code."""
-    return {auto: f"{repository}--{name}" for auto, name in classes.items()}
 
 
 LLADA = Family(
@@ -88,9 +82,7 @@ LLADA = Family(
         "model.transformer.ln_f": "model.norm",
         "model.transformer.ff_out": "lm_head",
         "model.transformer.blocks.*.attn_norm": "model.layers.*.input_layernorm",
-        "model.transformer.blocks.*.q_proj": "model.layers.*.self_attn.q_proj",
-        "model.transformer.blocks.*.k_proj": "model.layers.*.self_attn.k_proj",
-        "model.transformer.blocks.*.v_proj": "model.layers.*.self_attn.v_proj",
+        **{f"model.transformer.blocks.*.{part}_proj": f"model.layers.*.self_attn.{part}_proj" for part in "qkv"},
         "model.transformer.blocks.*.attn_out": "model.layers.*.self_attn.o_proj",
         "model.transformer.blocks.*.ff_norm": "model.layers.*.post_attention_layernorm",
         "model.transformer.blocks.*.ff_proj": "model.layers.*.mlp.gate_proj",  # the activation is on this one
@@ -137,11 +129,10 @@ FAST_DLLM_V2 = Family(
     frozen_padding=True,
     fields=QWEN_FIELDS | {"pad_token_id": "pad_token_id"},
     constants=NO_WINDOWS,
-    auto_map=_code(
-        "Efficient-Large-Model/Fast_dLLM_v2_7B",
-        AutoConfig="configuration.Fast_dLLM_QwenConfig",
-        AutoModelForCausalLM="modeling.Fast_dLLM_QwenForCausalLM",
-    ),
+    auto_map={
+        "AutoConfig": "Efficient-Large-Model/Fast_dLLM_v2_7B--configuration.Fast_dLLM_QwenConfig",
+        "AutoModelForCausalLM": "Efficient-Large-Model/Fast_dLLM_v2_7B--modeling.Fast_dLLM_QwenForCausalLM",
+    },
 )
 LLADA_MOE = Family(
     name="llada_moe",
@@ -167,11 +158,10 @@ LLADA_MOE = Family(
         "routed_scaling_factor": 1,
         "shared_expert_intermediate_size": None,
     },
-    auto_map=_code(
-        "inclusionAI/LLaDA-MoE-7B-A1B-Instruct",
-        AutoConfig="configuration_lladamoe.LLaDAConfig",
-        AutoModel="modeling_lladamoe.LLaDAMoEModelLM",
-    ),
+    auto_map={
+        "AutoConfig": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct--configuration_lladamoe.LLaDAConfig",
+        "AutoModel": "inclusionAI/LLaDA-MoE-7B-A1B-Instruct--modeling_lladamoe.LLaDAMoEModelLM",
+    },
 )
 LLADA2 = Family(
     name="llada2",
@@ -211,17 +201,16 @@ LLADA2 = Family(
         "model.layers.*.attention.dense": "model.layers.*.self_attn.o_proj",
         "model.layers.*.mlp.gate.expert_bias": "model.layers.*.mlp.gate.e_score_correction_bias",
     },
-    auto_map=_code(
-        "inclusionAI/LLaDA2.0-mini",
-        AutoConfig="configuration_llada2_moe.LLaDA2MoeConfig",
-        AutoModelForCausalLM="modeling_llada2_moe.LLaDA2MoeModelLM",
-    ),
+    auto_map={
+        "AutoConfig": "inclusionAI/LLaDA2.0-mini--configuration_llada2_moe.LLaDA2MoeConfig",
+        "AutoModelForCausalLM": "inclusionAI/LLaDA2.0-mini--modeling_llada2_moe.LLaDA2MoeModelLM",
+    },
 )
 FAMILIES = {family.name: family for family in (LLADA, DREAM, SDAR, FAST_DLLM_V2, LLADA_MOE, LLADA2)}
 
 
 def family_of(published: Mapping[str, Any]) -> Family | None:
-    """The family of a config.json, by its architecture where families share a model type; None: none."""
+    """The family of a config.json, by its architecture where families share a model type; None: it is of none."""
     model_type, architectures = published.get("model_type"), published.get("architectures") or ()
-    kin = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
-    return next((family for family in kin if family.architecture in architectures), kin[0] if kin else None)
+    candidates = [family for family in FAMILIES.values() if model_type in (family.model_type, *family.aliases)]
+    return next((family for family in candidates if family.architecture in architectures), candidates[0] if candidates else None)

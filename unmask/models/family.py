@@ -1,7 +1,7 @@
 """The format of a released model: reading and writing its config and weights.
 
-A family is a table: the names of a stock config's fields in its config.json, further fields, and the names of its weights.
-Reading and writing both follow from it; no code of a released model is run or shipped.
+A family is a table: the names in its config.json of a stock config's fields, further fields, and the names of its weights. Reading and
+writing both follow from it; no code of a released model is run or shipped.
 """
 
 from __future__ import annotations
@@ -27,53 +27,34 @@ OUTSIDE_LAYOUTS = {
     *("architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 }
-"""Fields of a stock config that a format need not have: its origin, facts of the tokenizer, and sliding windows, which only
-causal attention uses."""
+"""Fields of a stock config that a format may lack: its origin, the tokenizer's ids, and sliding windows, which only causal models use."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A released model's format on disk.
+    """A released model's format on disk."""
 
-    Attributes:
-        name: of the format.
-        model_type, architecture: those in config.json.
-        aliases: other model types of the same config in published code.
-        stock: the config class of transformers that computes the same.
-        attention, logit_shift: as the released models were trained.
-        block_size: of the attention, if config.json lacks it; None for a family without blocks.
-        block_field: its name in config.json.
-        mask_token_id: if config.json lacks it; released code and engines assume it.
-        fields: names in config.json, with the names in the stock config.
-        defaults: values of the stock config's fields that config.json lacks.
-        sparse_layers: the name in config.json of the list of layers with experts (1) or without (0); None: there is none.
-        constants: further fields of config.json. Another value is another architecture.
-        refused: values that the stock class computes differently.
-        weights: names in the files, with the names in the stock model; `*` is a layer's number. Several names: the file has these in one
-            tensor, one after another. Unset: the same names.
-        frozen_padding: whether the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`).
-        code: Python files beside config.json, and its `auto_map` to them.
-    """
-
-    name: str
-    model_type: str
-    architecture: str
-    aliases: tuple[str, ...] = ()
-    stock: type[PretrainedConfig]
-    attention: Pattern
+    name: str  # of the format
+    model_type: str  # in config.json
+    architecture: str  # in config.json
+    aliases: tuple[str, ...] = ()  # other model types of the same config in published code
+    stock: type[PretrainedConfig]  # the config class of transformers that computes the same
+    attention: Pattern  # of the released models, as is the logit shift
     logit_shift: bool
-    block_size: int | None = None
-    block_field: str = "block_size"
-    mask_token_id: int
-    frozen_padding: bool = False
-    fields: Mapping[str, str]
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    sparse_layers: str | None = None
-    constants: Mapping[str, Any]
-    refused: Mapping[str, Any] = field(default_factory=dict)
+    block_size: int | None = None  # of the attention, if config.json lacks it; None for a family without blocks
+    block_field: str = "block_size"  # its name in config.json
+    mask_token_id: int  # if config.json lacks it; released code and engines assume it
+    frozen_padding: bool = False  # the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`)
+    fields: Mapping[str, str]  # names in config.json, with the names in the stock config
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of the stock config's fields that config.json lacks
+    sparse_layers: str | None = None  # the name in config.json of the list of layers with experts (1) or without (0); None: there is none
+    constants: Mapping[str, Any]  # further fields of config.json; another value is another architecture
+    refused: Mapping[str, Any] = field(default_factory=dict)  # values that the stock class computes differently
+    # Names in the files, with the names in the stock model, if they differ; `*` is a layer's number. Several names: one tensor in the file
+    # holds these, one after another.
     weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    auto_map: Mapping[str, str] = field(default_factory=dict)
-    code: Mapping[str, str] = field(default_factory=dict)
+    auto_map: Mapping[str, str] = field(default_factory=dict)  # in config.json, to Python code, which runs only with trust_remote_code
+    code: Mapping[str, str] = field(default_factory=dict)  # Python files beside config.json
 
     @property
     def key_mapping(self) -> dict[str, str]:
@@ -105,22 +86,22 @@ class Family:
         if model.config.tie_word_embeddings:
             del state["lm_head.weight"]
         published: dict[str, Tensor] = {}
-        parts: dict[str, dict[int, Tensor]] = {}
+        fused: dict[str, dict[int, Tensor]] = {}
         for name, weight in state.items():
             new, part = self._published_name(name)
             if part is None:
-                apart = weight.nbytes == weight.untyped_storage().nbytes()  # safetensors stores a storage under one name
-                published[new] = weight if apart else weight.clone()
+                whole = weight.nbytes == weight.untyped_storage().nbytes()
+                published[new] = weight if whole else weight.clone()  # those that share a storage are saved under one name
             else:
-                parts.setdefault(new, {})[part] = weight
-        return published | {name: torch.cat([pieces[part] for part in sorted(pieces)]) for name, pieces in parts.items()}
+                fused.setdefault(new, {})[part] = weight
+        return published | {name: torch.cat([parts[number] for number in sorted(parts)]) for name, parts in fused.items()}
 
     def _published_name(self, stock: str) -> tuple[str, int | None]:
-        """The published name of a weight of the stock model, and its part of that tensor; None: all of it."""
-        for published, ours in self.weights.items():
-            for part, name in enumerate([ours] if isinstance(ours, str) else ours):
+        """The published name of a weight of the stock model, and the number of its part of that tensor; None: it is all of it."""
+        for published, names in self.weights.items():
+            for part, name in enumerate([names] if isinstance(names, str) else names):
                 if re.match(_pattern(name), stock):
-                    return re.sub(_pattern(name), _replacement(published), stock), None if isinstance(ours, str) else part
+                    return re.sub(_pattern(name), _replacement(published), stock), None if isinstance(names, str) else part
         return stock, None
 
     def read_config(self, published: Mapping[str, Any], where: str) -> PretrainedConfig:
@@ -140,8 +121,7 @@ class Family:
             if published.get(name) == value:
                 raise ModelError(f"{name} is {value!r}, which is not supported", where=where, remedy=remedy)
         values = dict(self.defaults) | {stock: published[name] for name, stock in self.fields.items() if published.get(name) is not None}
-        lacking = [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]
-        if lacking:
+        if lacking := [name for name, stock in self.fields.items() if stock in SIZES and stock not in values]:
             raise ModelError(f"the config lacks {', '.join(lacking)}", where=where, remedy=remedy)
         if self.sparse_layers and (kinds := published.get(self.sparse_layers)):
             if not isinstance(kinds, list) or len(kinds) != values["num_hidden_layers"]:
@@ -161,12 +141,13 @@ class Family:
 
     def write_config(self, lm: DiffusionLM) -> dict[str, Any]:
         """The config.json of a model in this format."""
+        layers = range(lm.config.num_hidden_layers)
         return {
             "architectures": [self.architecture],
             **({"auto_map": dict(self.auto_map)} if self.auto_map else {}),
             "model_type": self.model_type,
             **{name: _stock_value(lm.config, stock) for name, stock in self.fields.items()},
-            **({self.sparse_layers: _sparse_layers(lm.config)} if self.sparse_layers else {}),
+            **({self.sparse_layers: [int(layer not in lm.config.mlp_only_layers) for layer in layers]} if self.sparse_layers else {}),
             **self.constants,
             "mask_token_id": lm.mask_token_id,
             **({self.block_field: lm.block_size} if self.block_size else {}),
@@ -185,15 +166,13 @@ class Family:
             raise self._refusal(f"logit_shift={lm.logit_shift}", f"It holds models {word} a logit shift: convert to that")
         if lm.causal_context:
             raise self._refusal("a causal context", "Convert with causal_context=false")
-        back = self.read_config(self.write_config(lm), self.name).to_dict()
-        ours = lm.config.to_dict()
-        lost = [name for name in self.stock().to_dict() if name not in OUTSIDE_LAYOUTS and ours.get(name) != back[name]]
+        before, after = lm.config.to_dict(), self.read_config(self.write_config(lm), self.name).to_dict()
+        lost = [name for name in self.stock().to_dict() if name not in OUTSIDE_LAYOUTS and before.get(name) != after[name]]
         if lost:
-            raise self._refusal(f"{lost[0]}={ours.get(lost[0])!r}", "Save it as it is, with lm.save")
+            raise self._refusal(f"{lost[0]}={before.get(lost[0])!r}", "Save it as it is, with lm.save")
         with torch.device("meta"):
-            shapes = {name: weight.shape for name, weight in model_class(self.stock.from_dict(back)).state_dict().items()}
-        extra = sorted({name for name, weight in lm.model.state_dict().items() if shapes.get(name) != weight.shape})
-        if extra:
+            shapes = {name: weight.shape for name, weight in model_class(self.stock.from_dict(after)).state_dict().items()}
+        if extra := sorted({name for name, weight in lm.model.state_dict().items() if shapes.get(name) != weight.shape}):
             raise self._refusal(f"the weight {extra[0]}", "Save it as it is, with lm.save")
 
     def _refusal(self, what: str, remedy: str) -> ModelError:
@@ -210,10 +189,6 @@ def _replacement(name: str) -> str:
 
 def _within_layer(name: str) -> str:
     return name.rpartition("*.")[2]
-
-
-def _sparse_layers(config: PretrainedConfig) -> list[int]:
-    return [int(layer not in config.mlp_only_layers) for layer in range(config.num_hidden_layers)]
 
 
 def _stock_value(config: PretrainedConfig, name: str) -> Any:

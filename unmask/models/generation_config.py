@@ -9,18 +9,18 @@ from transformers import GenerationConfig
 
 
 def accept_generation_config(generation: GenerationConfig | None) -> None:
-    """Let transformers save a generation config unchanged. Many published ones have a temperature without `do_sample`, which it refuses to
-    save once the config was changed: by the end tokens set here, or by its trainer, which sets the tokenizer's special tokens."""
+    """Let transformers save a generation config unchanged. Many published ones have a temperature without `do_sample`. It refuses to save
+    these after a change, such as of the end tokens here or of special tokens in its trainer."""
     if generation is not None:
         generation._original_object_hash = hash(generation)
 
 
-def name_ends(model: Any, ends: Sequence[int]) -> None:
+def set_end_tokens(model: Any, ends: Sequence[int]) -> None:
     """Set the end tokens of generation_config.json, at which transformers, vLLM and other engines stop."""
     generation = getattr(model, "generation_config", None)
     if generation is not None and ends and {*as_ids(generation.eos_token_id)} != {*ends}:
         generation.eos_token_id = list(ends) if len(ends) > 1 else ends[0]
-        generation._from_model_config = False  # else transformers may make it again, from the config
+        generation._from_model_config = False  # else transformers may rebuild it from the config
 
 
 def as_ids(value: int | Collection[int] | None) -> Collection[int]:

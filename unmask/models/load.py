@@ -86,7 +86,14 @@ def load(
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, source)
     tokenizer = read_tokenizer(where, source, config, family)
-    model = _place(where, config, dtype, source, family, resolve_device(device), quantization, device_map)
+    device, weight_dtype = resolve_device(device), _dtype(dtype)
+    placement = _placement(config, weight_dtype, device, quantization, device_map)
+    model = _load_model(where, config, weight_dtype, source | placement, family)
+    model = model if placement else model.to(device)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales.
+            module.support_avx512bf16_for_cpu = False
     align_weights(model)
     settings = pattern_settings(config, attention, block_size, logit_shift)
     if eos_token_ids is not None:
@@ -96,52 +103,30 @@ def load(
     return make_diffusion(model, tokenizer, **settings)
 
 
-def _place(
-    where: str,
-    config: PretrainedConfig,
-    dtype: str,
-    source: dict[str, Any],
-    family: Family | None,
-    device: str,
-    quantization: Quantization | None,
-    device_map: str | None,
-) -> PreTrainedModel:
-    """The weights on their device: whole, spread over several, or quantised while loading. Arguments as of `load`."""
-    if device_map is not None:
-        if quantization is not None:
-            remedy = "Leave one of the two out"
-            raise ModelError("quantised weights are not spread over devices", where="device_map, quantization", remedy=remedy)
-        memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
-        return _weights(where, config, dtype, source | {"device_map": split_layers(config, _dtype(dtype), memory)}, family)
-    if quantization is None:
-        return _weights(where, config, dtype, source, family).to(device)
-    source = source | {"quantization_config": _quantization(quantization, _dtype(dtype)), "device_map": {"": device}}
-    model = _weights(where, config, dtype, source, family)  # never in memory as a whole
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # At the first evaluation on a CPU, bitsandbytes would permanently repack the weights with rounded scales.
-            module.support_avx512bf16_for_cpu = False
-    return model
+def _placement(
+    config: PretrainedConfig, dtype: torch.dtype, device: str, quantization: Quantization | None, device_map: str | None
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for weights that are spread over devices or quantised while loading; empty for others."""
+    if device_map is None:
+        return {"quantization_config": _quantization(quantization, dtype), "device_map": {"": device}} if quantization else {}
+    if quantization is not None:
+        what, remedy = "quantised weights are not spread over devices", "Leave one of the two out"
+        raise ModelError(what, where="device_map, quantization", remedy=remedy)
+    memory = [torch.cuda.get_device_properties(number).total_memory for number in range(torch.cuda.device_count())]
+    return {"device_map": split_layers(config, dtype, memory)}
 
 
 def pattern_settings(
     config: PretrainedConfig, attention: Pattern | None, block_size: int | None, logit_shift: bool | None
 ) -> dict[str, Any]:
-    """The saved settings with the given pattern, block size and shift; None: as saved, or causal for a stock model."""
+    """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock model."""
     saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
     same_pattern = attention is None or attention == saved["attention"]
     if same_pattern:
         block_size = saved["block_size"] if block_size is None else block_size
         logit_shift = saved["logit_shift"] if logit_shift is None else logit_shift
-    return {
-        "attention": attention or saved["attention"],
-        "block_size": block_size,
-        "logit_shift": logit_shift,
-        "eos_token_ids": saved["eos_token_ids"],
-        "causal_context": saved["causal_context"] and same_pattern,
-        "time_embedding": saved["time_embedding"],
-        "padding_idx": saved["padding_idx"],
-    }
+    chosen = {"attention": attention or saved["attention"], "block_size": block_size, "logit_shift": logit_shift}
+    return {name: saved[name] for name in STOCK} | chosen | {"causal_context": saved["causal_context"] and same_pattern}
 
 
 def initialise(
@@ -153,12 +138,10 @@ def initialise(
     eos_token_ids: Sequence[int] | None = None,
     **source: Any,
 ) -> DiffusionLM:
-    """A causal model with new random weights, of the architecture and with the tokenizer found at `path`.
+    """A causal model with new random weights, and the architecture and tokenizer found at `path`.
 
-    Arguments as in `load`; `source`: `revision` and `trust_remote_code`. generation_config.json is not read.
-
-    Raises:
-        ModelError: no config or no tokenizer there.
+    Arguments as in `load`; `source`: `revision` and `trust_remote_code`. generation_config.json is not read. Raises ModelError if there is
+    no config or no tokenizer.
     """
     config, family = read_config(str(path), source)
     tokenizer = read_tokenizer(str(path), source, config, family)
@@ -188,29 +171,25 @@ def make_diffusion(
     time_embedding: bool = False,
     padding_idx: int | None = None,
 ) -> DiffusionLM:
-    """A DiffusionLM over a model in memory. Changes it in place: its attention function, mask token and end tokens.
+    """A DiffusionLM of a model in memory, whose attention function, mask token and end tokens it changes in place.
 
-    `padding_idx` is the token whose embedding gets no gradient; None: there is none, whatever the architecture does by default. Padding
-    is never read, but its token is often the EOS, which is.
+    `padding_idx` is the token whose embedding gets no gradient; None: all do, also where the architecture has one by default. Padding is
+    never read, but its token is often the EOS, which is.
 
     Raises:
         ModelError: the architecture mixes tokens other than by the attention interface of transformers, or an end token is outside
             the vocabulary.
     """
-    # For an architecture without pluggable attention transformers only warns, after construction.
-    model.set_attn_implementation(ATTENTION_NAME)
+    name = type(model).__name__
+    model.set_attn_implementation(ATTENTION_NAME)  # without pluggable attention transformers only warns
     if model.config._attn_implementation != ATTENTION_NAME:
-        raise ModelError(
-            "attention is built into the modelling code", where=type(model).__name__, remedy="Use an architecture with pluggable attention"
-        )
+        raise ModelError("attention is built into the modelling code", where=name, remedy="Use an architecture with pluggable attention")
     if model._is_stateful:
-        raise ModelError(
-            "its recurrent layers read from left to right under any mask", where=type(model).__name__, remedy="Use a transformer"
-        )
+        raise ModelError("its recurrent layers read from left to right under any mask", where=name, remedy="Use a transformer")
     _check_layers(model)
     if model.dtype == torch.float64:
         model.set_experts_implementation("eager")  # torch's grouped products do not support it
-    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=type(model).__name__)
+    check_vocabulary(tokenizer, model.get_input_embeddings().weight.shape[0], where=name)
     _add_mask_token(model, tokenizer)
     model.get_input_embeddings().padding_idx = padding_idx
     return DiffusionLM(
@@ -241,8 +220,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
     """Raise ModelError if a token other than the mask token has no row in the embeddings."""
     if len(tokenizer) <= rows:
         return
-    without = [token for token, number in tokenizer.get_vocab().items() if number >= rows and number != tokenizer.mask_token_id]
-    if without:
+    if without := [token for token, number in tokenizer.get_vocab().items() if number >= rows and number != tokenizer.mask_token_id]:
         what = f"the tokenizer has {len(tokenizer):,} tokens, but the embeddings {rows:,} rows: none for {without[0]!r}"
         raise ModelError(what, where=where, remedy="Use the tokenizer that belongs to the model, or resize its embeddings and train them")
 
@@ -250,11 +228,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
 def as_diffusion_lm(
     model: DiffusionLM | PreTrainedModel | str | pathlib.Path, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> DiffusionLM:
-    """The DiffusionLM of a DiffusionLM, a path or hub id, or a causal model of transformers with its tokenizer.
-
-    Raises:
-        ModelError: a model of transformers without a tokenizer, or something else.
-    """
+    """The DiffusionLM of a DiffusionLM, a path or hub id, or a causal model of transformers with its tokenizer. Raises ModelError for
+    anything else."""
     if isinstance(model, DiffusionLM):
         return model
     if isinstance(model, str | pathlib.Path):
@@ -275,7 +250,7 @@ def with_pattern(
     causal_context: bool = False,
     time_embedding: bool | None = None,
 ) -> DiffusionLM:
-    """The same weights with another pattern (conversion starts here). `logit_shift` defaults as in `load`; a time embedding stays."""
+    """The same weights with another pattern, to convert them. `logit_shift` defaults as in `load`; a time embedding stays."""
     return make_diffusion(
         lm.model,
         lm.tokenizer,
@@ -329,13 +304,12 @@ def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | No
     return family.read_config(published, where), family
 
 
-def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, family: Family | None) -> PreTrainedModel:
-    remedy, torch_dtype = "Give a causal language model with safetensors weights", _dtype(dtype)
-    names = family.key_mapping if family else None
+def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, source: dict, family: Family | None) -> PreTrainedModel:
+    remedy, names = "Give a causal language model with safetensors weights", family.key_mapping if family else None
     try:
-        with _not_shared_out(), family.splitting() if family else contextlib.nullcontext():
+        with _loading_unsharded(), family.splitting() if family else contextlib.nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=torch_dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
+                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
             )
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
@@ -350,7 +324,7 @@ def _weights(where: str, config: PretrainedConfig, dtype: str, source: dict, fam
 
 
 @contextlib.contextmanager
-def _not_shared_out() -> Iterator[None]:
+def _loading_unsharded() -> Iterator[None]:
     """Inside, transformers loads whole weights. With ZeRO 3 it would partition them before a mask token could be added; the trainer
     partitions them later."""
     reference = zero._hf_deepspeed_config_weak_ref
@@ -362,14 +336,14 @@ def _not_shared_out() -> Iterator[None]:
 
 
 def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; arguments as of and from `read_config`."""
+    """The tokenizer of a model. `source` is that of `read_config`; `config` and `family` are what it returned."""
+    remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, source) if family else source))
     except (OSError, ValueError, KeyError) as error:
-        remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
         raise ModelError(f"no usable tokenizer ({first_line(error)})", where=where, remedy=remedy) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ModelError("no usable tokenizer (its vocabulary is empty)", where=where, remedy="Save the tokenizer beside the model")
+        raise ModelError("no usable tokenizer (its vocabulary is empty)", where=where, remedy=remedy)
     if family:
         name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
     return tokenizer
@@ -377,12 +351,11 @@ def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: F
 
 @torch.no_grad()
 def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give the tokenizer a mask token if it has none; its embedding starts as the mean of the others."""
-    new = tokenizer.mask_token_id is None
+    """Add a mask token to the tokenizer if it has none. The embedding of a new one starts as the mean of the others."""
+    new, rows = tokenizer.mask_token_id is None, model.get_input_embeddings().weight.shape[0]
     if new:
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
     mask_id = tokenizer.mask_token_id
-    rows = model.get_input_embeddings().weight.shape[0]
     if mask_id < rows and not new:
         return
     if mask_id >= rows:

@@ -11,15 +11,9 @@ Value = TypeVar("Value")
 
 
 class SizedCache(Generic[Value]):
-    """Values by key. The least recently used are dropped beyond the bounds; the newest is always kept.
+    """At most `most` values of at most `most_cells` together, by key: the most recently used. The newest is always kept.
 
-    Args:
-        most: bound of the number of values.
-        most_cells: bound of the sum of their sizes.
-
-    Attributes:
-        hits: look-ups of a cached value.
-        misses: look-ups that had to make it.
+    `hits` counts the look-ups of a cached value, `misses` those that had to compute it.
     """
 
     def __init__(self, most: int, most_cells: int):
@@ -35,14 +29,8 @@ class SizedCache(Generic[Value]):
         """The total size of the cached values."""
         return sum(cells for _, cells in self._kept.values())
 
-    def get(self, key: Hashable, make: Callable[[], Value], cells: int) -> Value:
-        """The value of this key; made if it is not cached.
-
-        Args:
-            key: everything that the value depends on.
-            make: makes the value.
-            cells: its size.
-        """
+    def get(self, key: Hashable, compute: Callable[[], Value], cells: int) -> Value:
+        """The value of a key, which says everything that it depends on; of size `cells`, and computed if it is not cached."""
         with self._lock:
             if key in self._kept:
                 self.hits += 1
@@ -50,8 +38,8 @@ class SizedCache(Generic[Value]):
                 return self._kept[key][0]
             self.misses += 1
             while self._kept and (len(self._kept) >= self.most or self.cells + cells > self.most_cells):
-                self._kept.popitem(last=False)  # before the new one is made, so that they are not in memory together
-            value = make()
+                self._kept.popitem(last=False)  # before the new one is computed, so that they are not in memory together
+            value = compute()
             self._kept[key] = value, cells
             return value
 

@@ -1,13 +1,13 @@
 """The model card: a README.md in every saved folder that says what the model is, how to load it and how it was trained.
 
-The history of a model is in its config (`HISTORY_KEY`, one entry per stage of training), so that it passes from one stage
-to the next. Unknown facts are left out.
+The config has the history of a model, one entry per training run (`HISTORY_KEY`), so that it passes from one run to the next.
 """
 
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, Protocol
 
 from huggingface_hub import ModelCardData, try_to_load_from_cache
@@ -72,13 +72,15 @@ def render_card(lm: DescribedModel) -> str:
     ]
     if stages:
         names = _stage_names(stages)
-        sections += ["## How it was made", _table(*_data_table(names, stages)), "\n".join(map(_settings, names, stages))]
-        sections += ["## Losses", "The last values that each stage logged.", _table(*_loss_table(names, stages))]
+        losses = [stage["metrics"] for stage in stages]
+        columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in stage for stage in stages)]
+        sections += ["## How it was made", _stage_table(names, columns, stages), "\n".join(map(_settings, names, stages))]
+        sections += ["## Losses", "The last values that each stage logged.", _stage_table(names, dict.fromkeys(chain(*losses)), losses)]
     return "\n\n".join(sections) + "\n"
 
 
 def _metadata(lm: DescribedModel, stages: Sequence[Entry]) -> ModelCardData:
-    """Front matter. Licence and languages are those in the card of the model that this one was loaded from."""
+    """Front matter. Licence and languages are those of the model that this one was loaded from."""
     source = str(lm.config._name_or_path)
     known = _source_metadata(source)
     data_sets = dict.fromkeys(stage["data"] for stage in stages if _on_hub(stage.get("data", "")))
@@ -108,17 +110,15 @@ def _on_hub(name: str) -> bool:
 
 
 def _facts(lm: DescribedModel) -> list[tuple[str, str]]:
-    token = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
-    ends = [f"`{lm.tokenizer.convert_ids_to_tokens(end)}` ({end})" for end in lm.eos_token_ids]
-    shift = "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"
+    mask, *ends = (f"`{lm.tokenizer.convert_ids_to_tokens(token)}` ({token})" for token in (lm.mask_token_id, *lm.eos_token_ids))
     return [
         ("architecture", type(lm.model).__name__),
         ("parameters", f"{sum(weight.numel() for weight in lm.model.parameters()):,}"),
         ("attention", NAMES[lm.attention].format(lm.block_size)),
         *([("context", "read from left to right, except the current block")] if lm.causal_context else []),
-        ("logit shift", shift),
+        ("logit shift", "output i predicts token i + 1" if lm.logit_shift else "output i predicts token i"),
         *([("time embedding", "of the fraction of hidden tokens")] if lm.has_time_embedding else []),
-        ("mask token", f"`{token}` ({lm.mask_token_id})"),
+        ("mask token", mask),
         *([("end tokens", ", ".join(ends))] if ends else []),
         *([("longest text", f"{lm.context_length:,} tokens")] if lm.context_length else []),
     ]
@@ -143,14 +143,9 @@ def _stage_names(stages: Sequence[Entry]) -> list[str]:
     return [f"{verb} {verbs[: i + 1].count(verb)}" if verbs.count(verb) > 1 else verb for i, verb in enumerate(verbs)]
 
 
-def _data_table(names: Sequence[str], stages: Sequence[Entry]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in stage for stage in stages)]
-    return ("stage", *columns), [[name, *(_cell(stage.get(c)) for c in columns)] for name, stage in zip(names, stages, strict=True)]
-
-
-def _loss_table(names: Sequence[str], stages: Sequence[Entry]) -> tuple[Sequence[str], list[Sequence[str]]]:
-    columns = list(dict.fromkeys(metric for stage in stages for metric in stage["metrics"]))
-    return ("stage", *columns), [[name, *(_cell(s["metrics"].get(c)) for c in columns)] for name, s in zip(names, stages, strict=True)]
+def _stage_table(names: Sequence[str], columns: Iterable[str], values: Sequence[Mapping[str, Any]]) -> str:
+    head = ("stage", *columns)
+    return _table(head, [[name, *(_cell(row.get(column)) for column in head[1:])] for name, row in zip(names, values, strict=True)])
 
 
 def _settings(name: str, stage: Entry) -> str:

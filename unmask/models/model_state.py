@@ -13,10 +13,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout of a model to 0: policy, old policy and reference must be the same function of their weights.
-
-    Unlike eval mode this leaves gradient checkpointing on.
-    """
+    """Set every dropout of a model to 0: policy, old policy and reference must be the same function of their weights. Unlike in eval mode,
+    gradient checkpointing stays on."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -35,7 +33,7 @@ def fingerprint(model: nn.Module) -> str:
 
 @contextmanager
 def evaluating(lm: DiffusionLM) -> Iterator[None]:
-    """Inside, the model is in eval mode; each module's mode is restored after."""
+    """Inside, the model is in eval mode; each module's mode is restored afterwards."""
     training = [module for module in lm.model.modules() if module.training]
     lm.model.eval()
     try:

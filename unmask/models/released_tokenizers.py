@@ -11,7 +11,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from unmask.errors import ModelError
 
 LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
-"""Tokenizer classes of remote code, and the model type whose class in transformers does the same."""
+"""Tokenizer classes of remote code, and the model types whose classes in transformers are equivalent."""
 
 
 def tokenizer_choice(where: str, source: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,11 +23,7 @@ def tokenizer_choice(where: str, source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:
-    """Make the token with this id the mask token, which released tokenizers do not declare.
-
-    Raises:
-        ModelError: the tokenizer has no such token.
-    """
+    """Make the token with this id the mask token, which released tokenizers do not declare. Raises ModelError if there is no such token."""
     token = tokenizer.convert_ids_to_tokens(mask_token_id) if mask_token_id < len(tokenizer) else None
     if token is None:
         raise ModelError(f"the tokenizer has no mask token {mask_token_id}", where=where, remedy="Use the tokenizer of the released model")

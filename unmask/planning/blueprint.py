@@ -37,26 +37,16 @@ WEIGHTS = {"float32": torch.float32, "mixed": torch.float32, "bfloat16": torch.b
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The contents of a model folder or hub repository without the weights.
+    """The contents of a model folder or hub repository without the weights."""
 
-    Attributes:
-        path: the folder or hub id.
-        config, tokenizer: as read.
-        settings: attention pattern, block size and logit shift, as saved or overridden.
-    """
-
-    path: str
+    path: str  # the folder or hub id
     config: PretrainedConfig
     tokenizer: PreTrainedTokenizerBase
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # attention pattern, block size and logit shift, as saved or overridden
 
     @classmethod
     def read(cls, model: ModelConfig) -> Blueprint:
-        """Read config and tokenizer.
-
-        Raises:
-            ModelError: one of them is missing, or the tokenizer has tokens without an embedding.
-        """
+        """Read config and tokenizer. Raises ModelError if one is missing, or the tokenizer has tokens without an embedding."""
         source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
         config, family = read_config(model.path, source)
         tokenizer = read_tokenizer(model.path, source, config, family)
@@ -74,11 +64,7 @@ class Blueprint:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
     def facts(self) -> dict[str, str]:
-        """Properties of the model, by name.
-
-        Raises:
-            ModelError: an architecture that cannot take a mask.
-        """
+        """Properties of the model, by name. Raises ModelError for an architecture that cannot take a mask."""
         lm, vocabulary = self._fake_lm
         network = lm.model
         mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
@@ -99,13 +85,13 @@ class Blueprint:
         lm, vocabulary = self._fake_lm
         table = lm.model.get_input_embeddings().weight.shape[0]
         new = self.tokenizer.mask_token_id is None
-        window = getattr(self.config.get_text_config(), "sliding_window", None)  # for layers without their own
+        window = getattr(self.config.get_text_config(), "sliding_window", None)  # of layers that name none
         windows = sum(getattr(module, "sliding_window", window) is not None for module in attention_modules(lm.model))
         tied = ", which is the output head too" if is_tied(lm.model) else " and a row of the output head"
-        grown = f"full: they grow from {vocabulary:,} to {table:,} rows" if table > vocabulary else f"no: {vocabulary:,} rows have room"
+        grows = f"full: they grow from {vocabulary:,} to {table:,} rows" if table > vocabulary else f"no: {vocabulary:,} rows have room"
         return {
             "mask token": f"added, with an embedding row{tied}" if new else "already there",
-            "embeddings": grown,
+            "embeddings": grows,
             "attention": f"{len(attention_modules(lm.model))} layers, to bidirectional or block_causal",
             "sliding windows": f"dropped in {windows} layers" if windows else "none to drop",
             "logit shift": "off, unless the recipe keeps it (training.logit_shift=true)",
@@ -136,13 +122,13 @@ class Blueprint:
         return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
 
     def pattern(self, attention: Pattern) -> dict[str, Any]:
-        """Attention pattern, block size and logit shift: the model's own, or those of a conversion to `attention`."""
+        """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to `attention`."""
         if attention == self.settings["attention"]:
             return self.settings
         return {"attention": attention, "block_size": DEFAULT_BLOCK if attention == "block_causal" else None, "logit_shift": None}
 
     def network(self, work: Workload) -> Network:
-        """The numbers that the formula needs, taken from forward passes of fake tensors with one and two rows."""
+        """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
         one_row, two_rows = (saved_bytes(self.config, self.pattern(work.attention), work, batch) for batch in (1, 2))
         model, text = lm.model, self.config.get_text_config()
@@ -171,16 +157,12 @@ class Blueprint:
 
 
 def architecture(config: PretrainedConfig, dtype: torch.dtype, **options: Any) -> Any:
-    """Build the architecture of a config; inside a FakeTensorMode it takes no memory.
-
-    Raises:
-        ModelError: it is not a causal language model.
-    """
+    """Build the architecture of a config; inside a FakeTensorMode it takes no memory. Raises ModelError unless it is a causal model."""
     try:
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, **options)
     except ValueError as error:
-        where, remedy = config.model_type, "Give a causal language model"
-        raise ModelError(f"cannot build the model ({first_line(error)})", where=where, remedy=remedy) from error
+        what = f"cannot build the model ({first_line(error)})"
+        raise ModelError(what, where=config.model_type, remedy="Give a causal language model") from error
 
 
 def is_tied(model: Any) -> bool:
@@ -221,8 +203,8 @@ def describe_size(model: Any) -> str:
 
 
 def balanced_experts(module: Any, hidden_ND: Tensor, index_NK: Tensor, weight_NK: Tensor) -> Tensor:
-    """Stand-in for the grouped products of all experts: one expert processes all pairs, since fake tensors cannot be routed. It saves as
-    many bytes for the backward pass."""
+    """Stand-in for the grouped products of all experts: one expert processes all pairs, since fake tensors cannot be routed. It saves the
+    same number of bytes for the backward pass."""
     first, last = (stack[0].T if module.is_transposed else stack[0] for stack in module.parameters(recurse=False))
     with torch.autocast("cpu", enabled=False):  # grouped products ignore autocast
         chosen_CD = hidden_ND.repeat_interleave(index_NK.shape[1], 0).to(first.dtype)

@@ -39,12 +39,7 @@ CALIBRATION_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured step.
-
-    Attributes:
-        seconds: median time.
-        peak_bytes: peak memory of all tensors, including parameters and optimiser states.
-    """
+    """The median time of a step, and the peak memory of all its tensors, including parameters and optimiser states."""
 
     seconds: float
     peak_bytes: float
@@ -63,12 +58,9 @@ class Step:
         vocabulary = lm.config.vocab_size
         generator = torch.Generator().manual_seed(0)
         self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(lm.device)
-        self.documents_BT = None if work.documents == 1 else self._documents()
+        document_T = torch.arange(work.sequence_length, device=lm.device) // -(-work.sequence_length // work.documents) + 1
+        self.documents_BT = None if work.documents == 1 else document_T.expand_as(self.ids_BT)
         self.views = self._views(generator)
-
-    def _documents(self) -> Tensor:
-        length = -(-self.work.sequence_length // self.work.documents)
-        return (torch.arange(self.work.sequence_length, device=self.lm.device) // length + 1).expand_as(self.ids_BT)
 
     def _views(self, generator: torch.Generator) -> Views:
         shape = (self.work.batch, 1, self.work.sequence_length)
@@ -86,28 +78,20 @@ class Step:
             log_prob_BMT = view_log_probs(self.lm, self.ids_BT, self.documents_BT, self.views)
             return weighted_cross_entropy(log_prob_BMT, self.views) / self.ids_BT.numel()
 
-    def update(self) -> None:
-        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
-
     def __call__(self) -> tuple[float, float]:
         """Run a step. Returns the seconds of the forward and backward pass, and those of the update."""
         started = self._now()
         self.forward().backward()
         before_update = self._now()
-        self.update()
+        torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
         return before_update - started, self._now() - before_update
 
     def _now(self) -> float:
         if self.lm.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
-
-    def resident_bytes(self) -> int:
-        """Bytes of parameters and optimiser states, which persist between steps."""
-        states = [value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)]
-        return sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
 
     def peak_bytes(self) -> float:
         """Peak memory of all tensors during a step. Call it after the first step, which creates the optimiser states."""
@@ -119,7 +103,9 @@ class Step:
             self()
         events: Any = record.profiler
         changes = [event.nbytes() for event in events.kineto_results.events() if event.name() == "[memory]"]
-        return self.resident_bytes() + max(itertools.accumulate(changes), default=0)
+        states = [value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)]
+        persistent = sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
+        return persistent + max(itertools.accumulate(changes), default=0)
 
 
 def measure(blueprint: Blueprint, work: Workload, *, seconds: float = 3.0, device: str = "cpu") -> Measured:
@@ -152,7 +138,7 @@ def flops(network: Network, work: Workload) -> float:
 
 
 def matmul_rate(network: Network) -> float:
-    """FLOPs per second of the network's widest matrix product on this CPU, forward and backward."""
+    """FLOPs per second of the network's largest matrix product on this CPU, forward and backward."""
     width_in, width_out = max(network.linears, key=lambda shape: shape[0] * shape[1])
     linear, tokens = torch.nn.Linear(width_in, width_out, bias=False), torch.randn(256, width_in, requires_grad=True)
 

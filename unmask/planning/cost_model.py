@@ -1,8 +1,6 @@
 """Memory and time of a training step, by formula, as printed by `unmask inspect`.
 
-The inputs are a `Network` (taken from the architecture without its weights by `blueprint.py`), a `Workload` (how it is trained) and a
-machine (`unmask.config.run.HardwareConfig`). docs/planning.md explains the formula and compares it with measurements. Units are bytes,
-seconds and FLOPs; 1 GB is 1e9 bytes.
+docs/planning.md explains the formula and compares it with measurements. Units are bytes, seconds and FLOPs; 1 GB is 1e9 bytes.
 """
 
 from __future__ import annotations
@@ -42,31 +40,19 @@ PASSES_OVER_ACTIVATIONS = 4  # saved activations are written and read, and so ar
 
 @dataclass(frozen=True, kw_only=True)
 class Network:
-    """The properties of an architecture that the formula needs, at one sequence length, attention pattern and precision.
+    """The properties of an architecture that the formula needs, at one sequence length, attention pattern and precision."""
 
-    Attributes:
-        parameters: number of all parameters, tied ones counted once.
-        linears: input and output width of every matrix except the output head and experts.
-        experts: input and output width of every matrix of every expert.
-        expert_fraction: fraction of the experts that process a token.
-        layers, hidden, vocabulary: number of layers, hidden width, rows of the embedding table.
-        attention_width: number of heads times head width.
-        tied: whether the output head is the embedding table.
-        saved_fixed: bytes saved for the backward pass independently of the batch: masks, casts of weights.
-        saved_per_row: bytes saved for the backward pass per row of the batch.
-    """
-
-    parameters: int
-    linears: tuple[tuple[int, int], ...]
+    parameters: int  # all of them, tied ones counted once
+    linears: tuple[tuple[int, int], ...]  # input and output width of every matrix except the output head and experts
     layers: int
-    hidden: int
-    vocabulary: int
-    attention_width: int
-    tied: bool
-    saved_fixed: int
-    saved_per_row: int
-    experts: tuple[tuple[int, int], ...] = ()
-    expert_fraction: float = 1.0
+    hidden: int  # width
+    vocabulary: int  # rows of the embedding table
+    attention_width: int  # number of heads times head width
+    tied: bool  # whether the output head is the embedding table
+    saved_fixed: int  # bytes saved for the backward pass independently of the batch: masks, casts of weights
+    saved_per_row: int  # bytes saved for the backward pass per row of the batch
+    experts: tuple[tuple[int, int], ...] = ()  # input and output width of every matrix of every expert
+    expert_fraction: float = 1.0  # of the experts that process a token
 
     @property
     def linear_weights(self) -> int:
@@ -88,49 +74,27 @@ class Network:
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """How a network is trained.
+    """How a network is trained."""
 
-    Attributes:
-        batch: sequences per device and step.
-        sequence_length: clean tokens in a sequence.
-        documents: number of equal parts of a sequence that do not see one another.
-        attention: the pattern; block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`.
-        copies: noised copies of a sequence: 2 for complementary masks.
-        precision: float32; mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too.
-        checkpointing: save only each layer's input, and recompute the rest.
-        optimiser: adamw, or with 8-bit states.
-        lora_rank: train adapters of this rank; None: train the weights.
-        quantization: keep the frozen weights of linear layers in 4 bits (QLoRA) or 8.
-        shards: devices over which parameters, gradients and states are spread (ZeRO-3, FSDP).
-        split: devices over which the layers of one model are spread (device_map); they work one after another.
-        offload: keep gradients and optimiser states in the host's memory.
-        host_optimiser: keep optimiser states and float32 copies of weights and gradients in the host's memory, and run the update there.
-        accumulate: gradients of earlier micro-batches occupy memory during the forward pass.
-        teacher: every device also holds a frozen copy of the model, which reads the clean tokens.
-        reference: every device also holds a frozen copy of the model; `forward_only_passes` includes its passes.
-        passes: forward and backward passes of a step, whose gradients add up.
-        forward_only_passes: forward passes of a step without a backward pass, each as large as one of `passes`.
-    """
-
-    sequence_length: int
-    batch: int = 1
-    attention: AttentionName = "bidirectional"
-    copies: int = 1
-    precision: Precision = "float32"
-    checkpointing: bool = False
+    sequence_length: int  # clean tokens in a sequence
+    batch: int = 1  # sequences per device and step
+    attention: AttentionName = "bidirectional"  # block-causal rows also hold the clean tokens, `[x_t ; ... ; x_0]`
+    copies: int = 1  # noised copies of a sequence: 2 for complementary masks
+    precision: Precision = "float32"  # mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too
+    checkpointing: bool = False  # save only each layer's input, and recompute the rest
     optimiser: Optimiser = "adamw"
-    lora_rank: int | None = None
-    quantization: Quantization | None = None
-    shards: int = 1
-    split: int = 1
-    offload: bool = False
-    host_optimiser: bool = False
-    accumulate: bool = False
-    teacher: bool = False
-    reference: bool = False
-    documents: int = 1
-    passes: int = 1
-    forward_only_passes: int = 0
+    lora_rank: int | None = None  # train adapters of this rank; None: train the weights
+    quantization: Quantization | None = None  # of the frozen weights of linear layers (QLoRA)
+    shards: int = 1  # devices over which parameters, gradients and states are spread (ZeRO-3, FSDP)
+    split: int = 1  # devices over which the layers of one model are spread (device_map); they work one after another
+    offload: bool = False  # keep gradients and optimiser states in host memory
+    host_optimiser: bool = False  # keep optimiser states and float32 copies of weights and gradients there, and run the update
+    accumulate: bool = False  # gradients of earlier micro-batches occupy memory during the forward pass
+    teacher: bool = False  # every device also holds a frozen copy of the model, which reads the clean tokens
+    reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
+    documents: int = 1  # equal parts of a sequence that do not see one another
+    passes: int = 1  # forward and backward passes of a step, whose gradients add up
+    forward_only_passes: int = 0  # those of a step without a backward pass, each as large as one of `passes`
 
     def describe(self) -> str:
         """The workload in words."""
@@ -187,17 +151,16 @@ class Memory:
 
 def peak_memory(network: Network, work: Workload) -> Memory:
     """The memory at the largest of four moments of the backward pass: at the logits, the output head, the last layer (all activations
-    exist) and the first layer (all gradients exist). Between the last two, memory changes linearly, so that the peak is at one of them."""
+    exist) and the first layer (all gradients exist). Between the last two, memory changes linearly, so the peak is at one of them."""
     parameters, trained, state = _weights(network, work)
     gradients = 0.0 if work.offload else trained
     activations, layer = _activations(network, work)
     table = 0.0 if work.lora_rank else network.vocabulary * network.hidden * WEIGHT_BYTES[work.precision]
     chunk = 4 * min(work.predicted * network.vocabulary, LOGITS_AT_ONCE)
     backward = layer * LAYER_WORKSPACE + (layer if work.checkpointing else 0.0)
-    # Of sharded weights, the current layer and the next one are gathered.
-    gathered = (
-        2 * (network.linear_weights + network.expert_weights) / network.layers * WEIGHT_BYTES[work.precision] if work.shards > 1 else 0.0
-    )
+    gathered = 0.0
+    if work.shards > 1:  # the weights of the current layer and the next one
+        gathered = 2 * (network.linear_weights + network.expert_weights) / network.layers * WEIGHT_BYTES[work.precision]
     held = gradients if work.accumulate or work.passes > 1 else 0.0
     moments = [  # gradients, activations, logits, workspace
         (held, activations, LOGIT_COPIES * chunk, 0.0),
@@ -208,9 +171,8 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     gradients, activations, logits, workspace = max(moments, key=sum)
     if work.split > 1:  # each device has its own workspace, and may end half a layer early
         workspace += (work.split - 1) * (logits + workspace + (parameters + gradients + state + activations) / network.layers)
-    return Memory(
-        parameters=parameters, gradients=gradients, optimiser=state, activations=activations, logits=logits, workspace=gathered + workspace
-    )
+    workspace += gathered
+    return Memory(parameters=parameters, gradients=gradients, optimiser=state, activations=activations, logits=logits, workspace=workspace)
 
 
 def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
@@ -251,31 +213,28 @@ def _activations(network: Network, work: Workload) -> tuple[float, float]:
     layer = network.saved_per_row * work.rows / network.layers
     if not work.checkpointing:
         return network.saved_fixed + network.saved_per_row * work.rows, layer
-    width = 2 if work.precision == "bfloat16" else 4  # the residual stream has the type of the embeddings
-    return network.saved_fixed + work.tokens * network.hidden * width * network.layers, layer
+    residual = work.tokens * network.hidden * WEIGHT_BYTES[work.precision]  # it has the type of the embeddings
+    return network.saved_fixed + residual * network.layers, layer
 
 
 def matmul_flops(network: Network, work: Workload) -> float:
-    """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with checkpointing, 2 fewer for a frozen
-    weight."""
+    """FLOPs of the matrix products of a forward and backward pass: 6 per weight and token, 8 with checkpointing, 2 fewer if frozen."""
     chunked = work.predicted * network.vocabulary > LOGITS_AT_ONCE
     head = work.predicted * network.hidden * network.vocabulary * ((4 if work.lora_rank else 6) + (2 if chunked else 0))
     adapters = network.adapter_parameters(work.lora_rank) * (8 if work.checkpointing else 6) if work.lora_rank else 0
-    teacher = (
-        2 * work.batch * work.sequence_length * (network.multiplied_weights + network.hidden * network.vocabulary) if work.teacher else 0
-    )
-    return work.tokens * (network.multiplied_weights * work.flops_per_weight + adapters) + head + teacher
+    weights = network.multiplied_weights
+    teacher = 2 * work.batch * work.sequence_length * (weights + network.hidden * network.vocabulary) if work.teacher else 0
+    return work.tokens * (weights * work.flops_per_weight + adapters) + head + teacher
 
 
 def attention_flops(network: Network, work: Workload) -> float:
-    """FLOPs of the attention of a forward and backward pass: two products over the full square of the row length (a dense kernel saves
-    nothing under a mask)."""
+    """FLOPs of the attention of a forward and backward pass: two products over the full square of the row length, even under a mask."""
     forward = 4 * work.tokens * work.row_length * network.attention_width * network.layers
     return forward * (1 + BACKWARD_OF_ATTENTION + (1 if work.checkpointing else 0))
 
 
 def step_seconds(network: Network, work: Workload, device: DeviceConfig, interconnect_gb_s: float | None) -> float | None:
-    """Seconds of a step on every device in parallel: matrix products, attention, memory traffic and the exchange between devices, added up.
+    """Seconds of a step on every device in parallel: matrix products, attention, memory traffic and the exchange between devices, in sum.
     None if the device has no figures, and for float32, which they do not cover."""
     if device.tflops is None or device.bandwidth_gb_s is None or work.precision == "float32":
         return None
@@ -284,8 +243,7 @@ def step_seconds(network: Network, work: Workload, device: DeviceConfig, interco
     activations, _ = _activations(network, dataclasses.replace(work, checkpointing=False))
     traffic = work.rounds * activations * PASSES_OVER_ACTIVATIONS + 2 * (parameters + gradients + states)
     seconds = matmul_flops(network, work) / (peak * MATMUL_EFFICIENCY) + attention_flops(network, work) / (peak * ATTENTION_EFFICIENCY)
-    seconds = work.rounds * seconds + traffic / (device.bandwidth_gb_s * 1e9)
-    seconds += host_seconds(network, work)
+    seconds = work.rounds * seconds + traffic / (device.bandwidth_gb_s * 1e9) + host_seconds(network, work)
     if interconnect_gb_s:
         # DDP moves gradients out and back; FSDP gathers the parameters twice and scatters gradients once.
         moved = work.shards * (2 * parameters + gradients) if work.shards > 1 else 2 * gradients

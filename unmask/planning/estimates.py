@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,27 +15,16 @@ from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Memory, Network, P
 
 @dataclass(frozen=True, kw_only=True)
 class StepEstimate:
-    """Memory and time of a workload on a machine.
+    """Memory and time of a workload on a machine."""
 
-    Attributes:
-        workload: the workload with the batch that fits (batch 1 if none does).
-        memory: memory of each device at the peak, in bytes.
-        runtime: bytes that the libraries use in addition.
-        limit: bytes that may be used on each device.
-        seconds: time of a step for the batches of all devices; None if the throughput of a device is unknown.
-        devices: number of data-parallel devices; 1 for a split model.
-        host: bytes of the optimiser in host memory.
-        advice: the change that would make it fit; empty if it fits.
-    """
-
-    workload: Workload
-    memory: Memory
-    runtime: float
-    limit: float
-    seconds: float | None
-    devices: int
-    host: float = 0.0
-    advice: str = ""
+    workload: Workload  # with the batch that fits (batch 1 if none does)
+    memory: Memory  # of each device at the peak, in bytes
+    runtime: float  # bytes that the libraries use in addition
+    limit: float  # bytes that may be used on each device
+    seconds: float | None  # of a step for the batches of all devices; None if the throughput of a device is unknown
+    devices: int  # data-parallel ones; 1 for a split model
+    host: float = 0.0  # bytes of the optimiser in host memory
+    advice: str = ""  # the change that would make it fit; empty if it fits
 
     @property
     def fits(self) -> bool:
@@ -52,31 +42,27 @@ class StepEstimate:
     def describe(self, name: str) -> dict[str, str]:
         """One line of a table, by column."""
         work = self.workload
-        switches: list[str] = [work.precision]
-        if work.checkpointing:
-            switches.append("checkpointing")
-        if work.optimiser == "adamw_8bit":
-            switches.append("8-bit AdamW")
-        if work.shards > 1:
-            switches.append(f"{work.shards} shards")
-        if work.split > 1:
-            switches.append(f"split over {work.split}")
-        if work.host_optimiser:
-            switches.append(f"{self.host / 1e9:.3g} GB in host memory")
+        switches = {
+            work.precision: True,
+            "checkpointing": work.checkpointing,
+            "8-bit AdamW": work.optimiser == "adamw_8bit",
+            f"{work.shards} shards": work.shards > 1,
+            f"split over {work.split}": work.split > 1,
+            f"{self.host / 1e9:.3g} GB in host memory": work.host_optimiser,
+        }
         return {
             "hardware": name,
             "batch": f"{work.batch} x {self.devices}" if self.devices > 1 else str(work.batch),
             "peak GB": f"{self.peak / 1e9:.3g} of {self.limit / 1e9:.3g}",
             "seconds": "-" if self.seconds is None else f"{self.seconds:.3g}",
             "tokens/s": "-" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f}",
-            "with": ", ".join(switches),
+            "with": ", ".join(name for name, on in switches.items() if on),
             "fits": f"no: use {self.advice}" if self.advice else "yes",
         }
 
     def to_dict(self) -> dict[str, Any]:
         """All values, in JSON types."""
-        derived = {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
-        return dataclasses.asdict(self) | derived
+        return dataclasses.asdict(self) | {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
 
 
 def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
@@ -86,77 +72,56 @@ def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
 
 
 def largest_batch(network: Network, work: Workload, limit: float) -> int:
-    """The largest batch whose peak is at most `limit` bytes; 0: not even one row fits. The peak grows with the batch."""
-
-    def fits(batch: int) -> bool:
-        return peak_memory(network, dataclasses.replace(work, batch=batch)).total <= limit
-
-    if not fits(1):
-        return 0
-    low, high = 1, 2
-    while fits(high) and high < 2**20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    """The largest batch whose peak, which grows with the batch, is at most `limit` bytes; 0: not even one row fits."""
+    batches = range(1, 2**20)
+    return bisect_right(batches, limit, key=lambda batch: peak_memory(network, dataclasses.replace(work, batch=batch)).total)
 
 
 def estimate_step(
     networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, *, batch: int | None = None
 ) -> StepEstimate:
-    """Estimate a workload on a machine.
+    """Estimate a workload on a machine, with `batch` sequences per device; None: the largest batch that fits.
 
     The smallest device sets the batch of all devices, the slowest one the time. A model that is split over devices has the memory of all
-    of them, and takes their mean time, weighted by the memory of each.
-
-    Args:
-        networks: returns the network at a precision.
-        work: the workload; its batch is replaced.
-        hardware: the machine; the memory of every device must be set.
-        batch: sequences per device; None: the largest batch that fits.
+    of them, and takes their mean time, weighted by the memory of each. `networks` returns the network at a precision.
     """
-    kind = "cpu" if hardware.is_cpu else "gpu"
+    split = work.split > 1
     limits = [device_limit(device, hardware.max_memory_gb) for device in hardware.devices]
-    limit, runtime = min(limits), RUNTIME_BYTES[kind]
-    if work.split > 1:
+    limit, runtime = min(limits), RUNTIME_BYTES["cpu" if hardware.is_cpu else "gpu"]
+    if split:
         limits = [device.count * limit for device, limit in zip(hardware.devices, limits, strict=True)]
         limit, runtime = sum(limits), runtime * work.split
     network = networks(work.precision)
     work = dataclasses.replace(work, batch=batch or largest_batch(network, work, limit - runtime) or 1)
     memory = peak_memory(network, work)
-    link = None if work.split > 1 else hardware.slowest_link  # a split model sends only hidden states
+    link = None if split else hardware.slowest_link  # a split model sends only hidden states
     times = [step_seconds(network, work, device, link) for device in hardware.devices]
     known = [seconds for seconds in times if seconds is not None]
-    if work.split > 1 and len(known) == len(times):
-        known = [sum(weight * seconds for weight, seconds in zip(limits, known, strict=True)) / limit] * len(times)
-    advice = "" if memory.total + runtime <= limit else advice_for(networks, work, hardware, limit - runtime)
+    seconds = max(known) if len(known) == len(times) else None
+    if split and seconds is not None:
+        seconds = sum(weight * each for weight, each in zip(limits, known, strict=True)) / limit
+    advice = ""
+    if memory.total + runtime > limit:
+        change = first_change_that_fits(networks, work, hardware, limit - runtime)
+        advice = change[0] if change else "a smaller batch, shorter sequences or a larger device"
     return StepEstimate(
         workload=work,
         memory=memory,
         runtime=runtime,
         limit=limit,
-        seconds=max(known) if len(known) == len(times) else None,
-        devices=1 if work.split > 1 else hardware.count,
+        seconds=seconds,
+        devices=1 if split else hardware.count,
         host=host_bytes(network, work),
         advice=advice,
     )
-
-
-def advice_for(networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float) -> str:
-    """The least change after which the workload fits into `limit` bytes."""
-    change = first_change_that_fits(networks, work, hardware, limit)
-    return change[0] if change else "a smaller batch, shorter sequences or a larger device"
 
 
 def first_change_that_fits(
     networks: Callable[[Precision], Network], work: Workload, hardware: HardwareConfig, limit: float
 ) -> tuple[str, Workload] | None:
     """The name of the least change after which the workload fits into `limit` bytes, and the changed workload; None if there is none."""
-    for name, changed in _changes(work, hardware):
-        if peak_memory(networks(changed.precision), changed).total <= limit:
-            return name, changed
-    return None
+    fitting = (change for change in _changes(work, hardware) if peak_memory(networks(change[1].precision), change[1]).total <= limit)
+    return next(fitting, None)
 
 
 def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Workload]]:

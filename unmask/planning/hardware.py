@@ -29,35 +29,24 @@ def preset_names() -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Preset:
-    """A machine, and how its recipe trains on it.
+    """A machine, and how its recipe trains on it."""
 
-    Attributes:
-        name: name of the recipe.
-        hardware: its devices, with the memory of each.
-        training: the recipe's training section.
-        dtype: data type of the weights.
-        device_map: how the layers of one model are spread over the devices; None: each device has all layers.
-    """
-
-    name: str
-    hardware: HardwareConfig
-    training: Mapping[str, Any]
-    dtype: str
-    device_map: str | None = None
+    name: str  # of the recipe
+    hardware: HardwareConfig  # its devices, with the memory of each
+    training: Mapping[str, Any]  # the recipe's training section
+    dtype: str  # of the weights
+    device_map: str | None = None  # how the layers of one model are spread over the devices; None: each device has all layers
 
     @classmethod
     def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> Preset:
         """Read a hardware recipe; `max_memory_gb` and `dtype` override the recipe's, and `device_map` splits one model over its devices.
-
-        Raises:
-            ConfigError: there is no such recipe.
-        """
+        Raises ConfigError if there is no such recipe."""
         if name not in preset_names():
             raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, preset_names()))
         values = read_layers(recipes=[name]).merged()
         hardware = HardwareConfig(**values["hardware"])
-        preset = cls._of(name, hardware, max_memory_gb, values["training"], dtype or values["model"]["dtype"])
-        return dataclasses.replace(preset, device_map=device_map)
+        hardware = hardware.model_copy(update={"max_memory_gb": max_memory_gb or hardware.max_memory_gb})
+        return cls._of(name, hardware, values["training"], dtype or values["model"]["dtype"], device_map)
 
     @classmethod
     def of(cls, config: RunConfig) -> Preset:
@@ -66,18 +55,15 @@ class Preset:
         training = dict(config.training)
         if training.get("bf16") is None:
             training["bf16"] = not hardware.is_cpu and not training.get("fp16") and config.model.dtype == "float32"
-        preset = cls._of(hardware.name, hardware, None, training, config.model.dtype)
-        return dataclasses.replace(preset, device_map=config.model.device_map)
+        return cls._of(hardware.name, hardware, training, config.model.dtype, config.model.device_map)
 
     @classmethod
-    def _of(cls, name: str, hardware: HardwareConfig, max_memory_gb: float | None, training: Mapping[str, Any], dtype: str) -> Preset:
+    def _of(cls, name: str, hardware: HardwareConfig, training: Mapping[str, Any], dtype: str, device_map: str | None) -> Preset:
         if dtype == "float64":
-            raise ConfigError(
-                "float64 weights cannot be estimated", where="--dtype, model.dtype", remedy="Use float32, bfloat16 or float16"
-            )
-        devices = [device.model_copy(update={"memory_gb": device.memory_gb or own_memory_gb()}) for device in hardware.devices]
-        changes = {"devices": devices, "max_memory_gb": max_memory_gb or hardware.max_memory_gb}
-        return cls(name, hardware.model_copy(update=changes), training, dtype)
+            remedy = "Use float32, bfloat16 or float16"
+            raise ConfigError("float64 weights cannot be estimated", where="--dtype, model.dtype", remedy=remedy)
+        devices = [device.model_copy(update={"memory_gb": device.memory_gb or host_memory_gb()}) for device in hardware.devices]
+        return cls(name, hardware.model_copy(update={"devices": devices}), training, dtype, device_map)
 
     def workload(self, work: Workload) -> Workload:
         """The same workload with the recipe's switches. Raises ConfigError for quantised weights split over devices, as training does."""
@@ -86,10 +72,7 @@ class Preset:
             raise ConfigError(what, where="--device-map and --quantization", remedy="Leave one of the two out")
         fsdp = self.training.get("fsdp_config") or {}
         whole = not self.training.get("fsdp") and self.training.get("deepspeed") != "zero3"
-        if self.dtype in ("bfloat16", "float16"):
-            precision: Precision = "bfloat16"
-        else:
-            precision = "mixed" if self.training["bf16"] else "float32"
+        precision: Precision = "bfloat16" if self.dtype in ("bfloat16", "float16") else "mixed" if self.training["bf16"] else "float32"
         return dataclasses.replace(
             work,
             precision=precision,
@@ -113,34 +96,30 @@ class Preset:
         return "cuda" if words.issuperset(self.hardware.devices[0].name.split()) else None
 
 
-def own_memory_gb() -> float:
+def host_memory_gb() -> float:
     """The memory of this computer, in 1e9 bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
 class StepEstimator:
-    """Estimates the training step of one blueprint on several machines; the architecture is analysed once per precision.
-
-    Args:
-        blueprint: the model.
-        work: the workload; the presets set precision, checkpointing, optimiser and shards.
-    """
+    """Estimates the training step of one model on several machines, whose presets set precision, checkpointing, optimiser and shards."""
 
     def __init__(self, blueprint: Blueprint, work: Workload):
         self.blueprint, self.work = blueprint, work
-        self.network = functools.cache(self._network)
 
-    def _network(self, precision: Precision) -> Network:
-        return self.blueprint.network(dataclasses.replace(self.work, precision=precision))
+        @functools.cache
+        def network(precision: Precision) -> Network:
+            return blueprint.network(dataclasses.replace(work, precision=precision))
+
+        self.network = network
 
     def estimate(self, preset: Preset, batch: int | None = None) -> StepEstimate:
         """The estimate for a preset; `batch` None: the largest that fits. On the CPU this times steps for some seconds."""
         estimate = estimate_step(self.network, preset.workload(self.work), preset.hardware, batch=batch)
         if not preset.hardware.is_cpu or not estimate.fits:
             return estimate
-        return dataclasses.replace(
-            estimate, seconds=calibrate(self.blueprint, self.network(estimate.workload.precision), estimate.workload)
-        )
+        work = estimate.workload
+        return dataclasses.replace(estimate, seconds=calibrate(self.blueprint, self.network(work.precision), work))
 
     def compare(self, preset: Preset, batch: int) -> dict[str, float]:
         """Predict a step of this batch, then run such steps here (with AdamW in the precision of the weights).
@@ -149,14 +128,11 @@ class StepEstimator:
             ConfigError: this machine lacks the device, the step does not fit, or the weights are quantised.
         """
         if self.work.quantization:
-            raise ConfigError(
-                "steps on quantised weights are not measured", where="--measure, --quantization", remedy="Leave one of the two out"
-            )
-        device = preset.device
-        if device is None:
-            raise ConfigError(
-                "this machine has no such device", where=f"--hardware {preset.name}", remedy="Leave out --measure, or run it there"
-            )
+            what = "steps on quantised weights are not measured"
+            raise ConfigError(what, where="--measure, --quantization", remedy="Leave one of the two out")
+        if (device := preset.device) is None:
+            remedy = "Leave out --measure, or run it there"
+            raise ConfigError("this machine has no such device", where=f"--hardware {preset.name}", remedy=remedy)
         plain = dataclasses.replace(preset, training={**preset.training, "optim": "adamw_torch_fused"})
         estimate = self.estimate(plain, batch)
         if not estimate.fits or estimate.seconds is None:

@@ -333,9 +333,9 @@ class DPOTrainer(DiffusionTrainer):
         """The reference while the tables are computed: the policy before training, or another model that is released afterwards. A policy
         that will be sharded is not on the device yet; it is copied there."""
         path = self.args.reference_model
-        if path is None and not self.sharded:
+        if path is None and not self.uses_fsdp_or_deepspeed:
             return contextlib.nullcontext(self.lm)
-        return make_reference(self.lm, self.accelerator, moves=self.sharded, path=path).model_in_use()
+        return make_reference(self.lm, self.accelerator, moves=self.uses_fsdp_or_deepspeed, path=path).model_in_use()
 
     def _table(
         self, name: str, lm: DiffusionLM, hashes: Mapping[str, str], items: Sequence[Row], draws: range, progress: Any

@@ -1,1 +1,1 @@
-"""From a model's text to a verdict: strict, and in bounded time. No text is executed in this process."""
+"""Verdicts on text that a model wrote, in bounded time. No text is executed in this process."""

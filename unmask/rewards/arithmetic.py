@@ -1,8 +1,7 @@
 """Exact arithmetic on text that a model wrote.
 
-The text is parsed, never evaluated: a syntax tree of `+ - * /` over integers, folded into fractions. Everything else that Python would
-accept (names, calls, powers, floats, signs, underscores, hexadecimal) is refused, and so is text too long or too deep to be an answer:
-without powers the value of a bounded text is bounded too, so nothing here can hang.
+The text is parsed, never evaluated: a syntax tree of `+ - * /` over integers, folded into fractions. Anything else that Python accepts
+(names, calls, powers, floats, signs, ...) is refused. Text of bounded length without powers has a bounded value, so nothing here can hang.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import ast
 import operator
 from collections.abc import Callable
 from fractions import Fraction
+from itertools import accumulate
 
 from unmask.errors import UnmaskError
 
@@ -26,35 +26,34 @@ OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
 
 
 class ArithmeticSyntaxError(UnmaskError):
-    """Text that is no arithmetic expression, or has no value because it divides by zero."""
+    """The text is not an arithmetic expression, or divides by zero."""
 
 
 def evaluate(expression: str) -> Fraction:
     """The exact value of an expression of non-negative integers, `+ - * /`, parentheses and spaces.
 
     Raises:
-        ArithmeticSyntaxError: for any other text, for more than `MAX_LENGTH` characters or `MAX_DEPTH` nested parentheses, and for a
-            division by zero.
+        ArithmeticSyntaxError: any other text, more than `MAX_LENGTH` characters or `MAX_DEPTH` nested parentheses, or a division by zero.
     """
-    tree = _parse(expression)
     try:
-        return _fold(tree)
+        return _fold(_parse(expression))
     except ZeroDivisionError:
         raise _refusal(expression, "it divides by zero") from None
 
 
 def numbers_used(expression: str) -> list[int]:
-    """The integers of an expression, each as often as it occurs, in ascending order. Raises as `evaluate` does, but for its value."""
+    """The integers of an expression in ascending order, with repetitions. Raises like `evaluate`, except for a division by zero."""
     return sorted(node.value for node in ast.walk(_parse(expression)) if isinstance(node, ast.Constant) and isinstance(node.value, int))
 
 
 def _parse(expression: str) -> ast.expr:
-    """The tree of an expression: only the four operations over integers."""
+    """The syntax tree of an expression."""
     if len(expression) > MAX_LENGTH:
         raise _refusal(expression, f"it has {len(expression)} characters, more than {MAX_LENGTH}")
     if not ALPHABET.issuperset(expression):
         raise _refusal(expression, "only digits, + - * / and parentheses may occur")
-    if _depth(expression) > MAX_DEPTH:
+    depths = accumulate((character == "(") - (character == ")") for character in expression)
+    if max(depths, default=0) > MAX_DEPTH:  # checked first, because Python's parser runs out of memory on deep text
         raise _refusal(expression, f"its parentheses are nested more than {MAX_DEPTH} deep")
     try:
         tree = ast.parse(expression.strip(), mode="eval").body
@@ -66,17 +65,8 @@ def _parse(expression: str) -> ast.expr:
     return tree
 
 
-def _depth(expression: str) -> int:
-    """How deep parentheses are nested: checked before parsing, for Python's parser runs out of memory on deep text."""
-    depth = deepest = 0
-    for character in expression:
-        depth += (character == "(") - (character == ")")
-        deepest = max(deepest, depth)
-    return deepest
-
-
 def _fold(node: ast.expr) -> Fraction:
-    """The value of a tree that `_parse` made."""
+    """The value of a tree from `_parse`."""
     if isinstance(node, ast.BinOp):
         return OPERATIONS[type(node.op)](_fold(node.left), _fold(node.right))
     assert isinstance(node, ast.Constant) and isinstance(node.value, int)

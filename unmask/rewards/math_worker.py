@@ -1,4 +1,4 @@
-"""The worker of symbolic.py: math-verify, strictly, on one answer and its reference."""
+"""The worker of symbolic.py: math-verify in strict mode, on one answer and its reference."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from math_verify import LatexExtractionConfig, parse, verify
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 
 MEMORY = 4 << 30
-# Set at import: only this module runs in the process.
+# At import, because the process runs this module alone.
 resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
 def compare(answer: str, reference: str) -> Verdict:
-    """The verdict on an answer; `malformed` if math-verify can read no formula in it. Strings are never compared."""
+    """The verdict on an answer: `malformed` if math-verify reads no formula in it. Strings are never compared."""
     parsed = [
         parse(f"$\\boxed{{{text}}}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
         for text in (answer, reference)

@@ -1,11 +1,6 @@
-"""The answer within text that a model wrote. Linear scans: no text makes them slow.
-
-In texts of more than `MAX_TEXT` characters nothing is found: they are no answers.
-"""
+"""Find the answer in text that a model wrote, in linear time. Nothing is found in texts of more than `MAX_TEXT` characters."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 MAX_TEXT = 16_384
 OPEN, CLOSE = "<answer>", "</answer>"
@@ -15,25 +10,20 @@ BOX = "\\boxed{"
 
 def between(text: str, opening: str, closing: str) -> list[str]:
     """The text between each opening mark and the next closing one, in order."""
-    return list(_between(text, opening, closing)) if len(text) <= MAX_TEXT else []
-
-
-def _between(text: str, opening: str, closing: str) -> Iterator[str]:
+    found: list[str] = []
     stop = 0
-    while (start := text.find(opening, stop)) >= 0:
+    while len(text) <= MAX_TEXT and (start := text.find(opening, stop)) >= 0:
         start += len(opening)
         stop = text.find(closing, start)
         if stop < 0:
-            return
-        yield text[start:stop]
+            break
+        found.append(text[start:stop])
         stop += len(closing)
+    return found
 
 
 def answer_of(text: str) -> str | None:
-    """The answer: the content of the one pair of answer tags, or all of a text without any, less the space around it.
-
-    None where there are other tags than one pair, and where nothing is left.
-    """
+    """The content of the single pair of answer tags, or a whole text without tags, stripped; None if it is empty or the tags are others."""
     if len(text) > MAX_TEXT:
         return None
     if OPEN not in text and CLOSE not in text:
@@ -44,7 +34,7 @@ def answer_of(text: str) -> str | None:
 
 
 def boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}` that closes, less the space around it; None where there is none, or nothing in it."""
+    r"""The stripped content of the last `\boxed{`; None if there is none, or it is empty or does not close."""
     start = text.rfind(BOX) + len(BOX)
     if start < len(BOX) or len(text) > MAX_TEXT:
         return None
@@ -58,7 +48,7 @@ def boxed(text: str) -> str | None:
 
 
 def code_block(text: str, *languages: str) -> str | None:
-    """The first fenced block, if it is of one of these languages or of none named; None without one that closes."""
+    """The first fenced block, if it closes and names one of these languages or none; else None."""
     if len(text) > MAX_TEXT:
         return None
     _, opened, rest = text.partition(FENCE)

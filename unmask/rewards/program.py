@@ -14,19 +14,19 @@ from unmask.sandbox.pool import Job, Pool
 
 @functools.cache
 def shared_pool() -> Pool:
-    """The sandbox pool of this process. SandboxError where nothing isolates, unless `ACCEPT_UNSANDBOXED` is set."""
+    """The sandbox pool of this process. SandboxError on a host without isolation, unless `ACCEPT_UNSANDBOXED` is set."""
     return Pool(accept_unsandboxed=os.environ.get(ACCEPT_UNSANDBOXED) == "1")
 
 
 def verify_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
-    """The verdict on each program (None where a completion holds none): its value is the fraction of passed tests."""
+    """The verdict on each program; `malformed` for None, a completion without a program."""
     pool = shared_pool()
     futures = [pool.submit(job) if job else None for job in jobs]
     return [verdict_of(future.result()) if future else Verdict(0.0, "malformed", "no program") for future in futures]
 
 
 def verdict_of(outcome: Outcome) -> Verdict:
-    """The fraction of passed tests as a verdict; its value is None if the sandbox or the tests failed."""
+    """A verdict whose value is the fraction of passed tests; None if the sandbox or the tests failed."""
     if outcome.status == "ok":
         return OK
     value = None if outcome.status == "infrastructure" else outcome.passed / max(1, outcome.total)

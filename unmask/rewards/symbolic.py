@@ -1,8 +1,7 @@
-r"""Whether two mathematical answers are the same: exactly for plain numbers, by math-verify for the rest.
+r"""Whether two mathematical answers are equal: exact for plain numbers, otherwise by math-verify.
 
-math-verify runs in a separate process, which is killed when an answer takes too long (`44**35**19`). Errors that it would accept are
-refused before it is called: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the
-reference does not have.
+math-verify runs in a separate process, which is killed if an answer takes too long (`44**35**19`). Wrong answers that it would accept are
+rejected before: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the reference lacks.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
+from itertools import accumulate
 from queue import SimpleQueue
 
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
@@ -20,7 +20,7 @@ from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerT
 MAX_ANSWER = 512
 SECONDS = 5.0
 WORKERS = 4
-"""Processes at most; each starts when it is first needed."""
+"""Number of processes. Each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
@@ -31,7 +31,7 @@ KNOWN = re.compile(
     "frac|sqrt|pi|infty|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
     "alpha|beta|gamma|delta|theta|lambda|mu|phi|omega|le|ge|ne|lt|gt|in|text|textbf|textrm|mathrm|mbox|mathbb|mathbf|ldots|cdots"
 )
-"""Macros that an answer may use besides those of its reference."""
+"""Macros that an answer may have in addition to those of the reference."""
 SPELLINGS = {r"\leq": r"\le", r"\geq": r"\ge", r"\neq": r"\ne", r"\dfrac": r"\frac", r"\tfrac": r"\frac", r"\left": "", r"\right": ""}
 SIGNS = str.maketrans({"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot "})
 SIGNS |= str.maketrans({"\u00b0": r"^\circ ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "})
@@ -43,14 +43,14 @@ SAME = [
     re.compile(r"_(?:\{[^{}]*\}|.)"),
     re.compile(r","),
 ]
-"""Relations, percent signs, subscripts and commas: math-verify would accept an answer where only one side has them."""
+"""Relations, percent signs, subscripts and commas: math-verify ignores those that only one side has."""
 
 
 def equivalent(answer: str, reference: str) -> Verdict:
-    """The verdict on whether an answer (LaTeX or plain) equals the reference.
+    """The verdict on whether an answer (LaTeX or plain text) equals the reference.
 
-    `malformed`: empty, longer than `MAX_ANSWER` characters, or nothing that math-verify can read. `timeout`: it took longer than
-    `SECONDS`. `infrastructure`: math-verify is not installed.
+    `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: it took longer than `SECONDS`.
+    `infrastructure`: math-verify is not installed.
     """
     if not answer.strip() or len(answer) > MAX_ANSWER:
         return MALFORMED
@@ -75,26 +75,26 @@ def equivalent(answer: str, reference: str) -> Verdict:
 
 
 def number(text: str) -> Fraction | None:
-    r"""The value of an integer, a decimal (1,234.5) or a quotient of integers (-3/4, \frac{3}{4}); None for anything else, or longer."""
+    r"""The value of an integer, a decimal (1,234.5) or a quotient of integers (-3/4, \frac{3}{4}); None for other or too long text."""
     if len(text) > MAX_ANSWER:
         return None
     if found := FRACTION.fullmatch(text):
-        sign, above, below = found.groups()
-        parts = (above, "", below)
+        sign, whole, divisor = found.groups()
+        decimals = ""
     elif found := NUMBER.fullmatch(text):
-        sign, whole, decimals, bare_decimals, below = found.groups()
-        digits = re.sub("[, ]", "", whole or "0")
-        parts = (digits + (decimals or bare_decimals or ""), decimals or bare_decimals or "", below or "1")
+        sign, whole, decimals, bare_decimals, divisor = found.groups()
+        decimals = decimals or bare_decimals or ""
     else:
         return None
-    if not int(parts[2]):
+    if divisor and not int(divisor):
         return None
-    value = Fraction(int(parts[0]), int(parts[2]) * 10 ** len(parts[1]))
+    digits = re.sub("[, ]", "", whole or "0") + decimals
+    value = Fraction(int(digits), int(divisor or 1) * 10 ** len(decimals))
     return -value if sign == "-" else value
 
 
 def _plain(text: str) -> str:
-    """The text with one spelling of each sign, and without outer dollar signs, a final full stop and redundant space."""
+    """The text with one spelling of each symbol, without outer dollar signs, a final full stop and redundant space."""
     text = SPELLING.sub(lambda found: SPELLINGS[found[0]], text.translate(SIGNS))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
     text = re.sub(r"_\{(.)\}", r"_\1", text)
@@ -102,21 +102,17 @@ def _plain(text: str) -> str:
 
 
 def _words(text: str) -> str:
-    r"""Without the `\text` around words, and without spaces."""
+    r"""The text without the `\text` around words and without spaces."""
     return TEXT.sub(r"\1", text).replace(" ", "")
 
 
 def _readable(answer: str, reference: str) -> bool:
-    """Whether an answer is one formula, of known words, that closes its braces."""
+    """Whether an answer is a single formula with known macros and balanced braces."""
     known = MACRO.findall(reference)
-    depth = 0
-    for brace in re.findall(r"(?<!\\)[{}]", answer):
-        depth += 1 if brace == "{" else -1
-        if depth < 0:
-            return False
+    depths = [0, *accumulate(1 if brace == "{" else -1 for brace in re.findall(r"(?<!\\)[{}]", answer))]
     spaced = re.search(r"[0-9]\s+[0-9]", answer) and not re.search(r"[0-9]\s+[0-9]", reference)
     return (
-        depth == 0
+        min(depths) == depths[-1] == 0
         and answer.isascii()
         and "$" not in answer
         and not spaced
@@ -125,9 +121,9 @@ def _readable(answer: str, reference: str) -> bool:
 
 
 def _comparable(answer: str, reference: str) -> bool:
-    """Whether both have the same relations, percent signs, subscripts, commas and brackets, and the answer no other words or letters.
+    """Whether both have the same relations, percent signs, subscripts, commas and brackets, and the answer no other letters or units.
 
-    The words of an answer are a unit, which may be left out but not be another.
+    An answer may omit the unit of the reference.
     """
     bare, bare_reference = UNIT.sub("", answer).strip(), UNIT.sub("", reference).strip()
     units = [[_words(found[0]) for found in UNIT.finditer(text)] for text in (answer, reference)]
@@ -139,7 +135,7 @@ def _comparable(answer: str, reference: str) -> bool:
 
 
 def _brackets(text: str) -> tuple[str, str] | None:
-    """The first and the last sign, if they are brackets."""
+    """The first and last character, if they are brackets."""
     return (text[:1], text[-1:]) if text[:1] in ("(", "[", "\\") and text[-1:] in (")", "]", "}") else None
 
 
@@ -149,7 +145,7 @@ def _exact(text: str) -> str:
 
 
 def equivalent_all(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-    """The verdict on each answer and its reference, several at a time."""
+    """The verdict on each pair of an answer and its reference, several at a time."""
     with ThreadPoolExecutor(WORKERS) as threads:
         return list(threads.map(lambda pair: equivalent(*pair), pairs))
 
@@ -163,7 +159,7 @@ for _ in range(WORKERS):
 def _verified(answer: str, reference: str) -> Verdict:
     worker = _idle.get()
     try:
-        verdict: Verdict = worker.call(answer, reference, timeout=SECONDS)
+        verdict: Verdict = worker.apply((answer, reference), {}, SECONDS)
     finally:
         _idle.put(worker)
     return verdict

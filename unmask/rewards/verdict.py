@@ -1,4 +1,4 @@
-"""The verdict on one completion."""
+"""Verdicts: the results of verification."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Verdict:
     """The verdict on one completion."""
 
     value: float | None
-    """The shaped reward. None if verification failed for reasons outside the completion (0 would penalise it)."""
+    """The reward. None if verification failed for reasons outside the completion, which 0 would penalise."""
     status: Status
-    """`ok`: right. `wrong`: an answer, but not a right one. `malformed`: not an answer at all. `timeout`: the answer took too
-    long to verify. `infrastructure`: the verifier failed for reasons outside the answer."""
+    """`ok`: right. `wrong`: a wrong answer. `malformed`: not an answer at all. `timeout`: verifying the answer took too long.
+    `infrastructure`: the verifier failed for reasons outside the answer."""
     detail: str = field(default="", compare=False)
-    """The reason, for people."""
+    """The reason, in words."""
 
     @property
     def solved(self) -> bool:

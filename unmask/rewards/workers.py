@@ -1,6 +1,6 @@
-"""Python processes that answer calls, and are killed where a call does not come back.
+"""Python processes that serve a function and are killed if a call takes too long.
 
-They are new interpreters, never forks: they inherit no CUDA context and no locks, and do not run the caller's main script again.
+They are new interpreters, not forks: they inherit no CUDA context and no locks, and do not run the caller's main script again.
 """
 
 from __future__ import annotations
@@ -22,35 +22,31 @@ from traceback import format_exception_only
 from typing import Any
 
 from unmask.errors import ConfigError, TrainingError, UnmaskError
-from unmask.rewards.calls import LateError, awaited
+from unmask.rewards.timeouts import LateError, awaited
 
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
-"""How long a new process may take to import what it serves."""
+"""Time limit of a new process for importing the function."""
 
 
 class WorkerError(UnmaskError):
-    """No answer: the worker cannot start, unless it is a `WorkerCallError`."""
+    """A worker did not answer: it cannot start, or the call failed (`WorkerCallError`)."""
 
 
 class WorkerCallError(WorkerError):
-    """No answer by the call's own doing: the function raised, unless it is one of the next two."""
+    """A call failed: the function raised, or as the two subclasses say."""
 
 
 class WorkerDeathError(WorkerCallError):
-    """A call ended its worker's process."""
+    """A call ended the process of its worker."""
 
 
 class WorkerTimeoutError(WorkerCallError, LateError):
-    """A call took longer than it may; its worker is no more."""
+    """A call exceeded its time limit, and its worker was killed."""
 
 
 def load_function(target: str) -> Callable[..., Any]:
-    """The function that `package.module:function` or `path/to/file.py:function` names.
-
-    Raises:
-        ConfigError: there is no such module, file or function, or importing it fails.
-    """
+    """The function named by `package.module:function` or `path/to/file.py:function`. ConfigError if it cannot be imported."""
     source, _, name = target.rpartition(":")
     try:
         if source.endswith(".py"):
@@ -70,16 +66,16 @@ def load_function(target: str) -> Callable[..., Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """What an exception is and says, also of one that cannot be printed."""
+    """The type and message of an exception, also of one that cannot be printed."""
     return "".join(format_exception_only(error)).strip()
 
 
 class Worker:
-    """A process that serves one function; it starts at the first call, and again at the first one after its end.
+    """A process that serves one function. It starts at the first call, and restarts at the first call after its end.
 
     Args:
-        target: `package.module:function` or `path/to/file.py:function`.
-        wrapper: the same of a function that makes of it what is served; empty: none.
+        target: the function: `package.module:function` or `path/to/file.py:function`.
+        wrapper: name of a function that is applied to it first; empty: none.
     """
 
     def __init__(self, target: str, wrapper: str = ""):
@@ -88,22 +84,14 @@ class Worker:
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
 
-    def call(self, *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """What the function returns: see `apply`."""
-        return self.apply(args, kwargs, timeout)
-
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float) -> Any:
-        """What the function returns. One call at a time; others wait.
-
-        Args:
-            args, kwargs: of the function.
-            timeout: seconds from when the process is there and idle.
+        """Call the function, for at most `timeout` seconds from when the process is ready and idle.
 
         Raises:
-            WorkerTimeoutError: it took longer.
+            WorkerTimeoutError: the function took longer.
             WorkerDeathError: it ended the process.
             TrainingError: it raised one.
-            WorkerCallError: it raised something else.
+            WorkerCallError: it raised another exception.
             WorkerError: it cannot be imported.
         """
         with self._lock:
@@ -113,7 +101,7 @@ class Worker:
             return self._exchange(pipe, (timeout, args, kwargs), timeout, f"no answer within {timeout:g} seconds")
 
     def start(self) -> None:
-        """Start the process, if it is not there. Raises as `call` does where the function cannot be imported."""
+        """Start the process, unless it is running. WorkerError if the function cannot be imported."""
         with self._lock:
             if self._pipe is None:
                 self._start()
@@ -127,20 +115,20 @@ class Worker:
         self._process = self._pipe = None
 
     def _start(self) -> Connection:
-        self._pipe, theirs = Pipe()
-        command = [sys.executable, "-m", __name__, str(theirs.fileno()), self.target, self.wrapper]
+        self._pipe, remote = Pipe()
+        command = [sys.executable, "-m", __name__, str(remote.fileno()), self.target, self.wrapper]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL)
-        theirs.close()
+        self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, stdin=subprocess.DEVNULL)
+        remote.close()
         try:
             self._exchange(self._pipe, None, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
-        except WorkerCallError as error:  # no call's doing
+        except WorkerCallError as error:  # not the fault of a call
             self.close()
             raise WorkerError(error.what, where=self.target) from None
         return self._pipe
 
     def _exchange(self, pipe: Connection, message: Any, timeout: float, late: str) -> Any:
-        """The answer to a message (None: to nothing, it speaks first)."""
+        """The answer to a message; None sends nothing and reads the first answer."""
         try:
             if message is not None:
                 pipe.send(message)
@@ -162,7 +150,7 @@ class Worker:
 
 
 def serve(pipe: Connection, target: str, wrapper: str) -> None:
-    """What a worker's process does: say that it is there, then answer call after call with (failed, value or message)."""
+    """Run in the process of a worker: report that it is ready, then answer each call with (failed, value or message)."""
     try:
         function = load_function(target)
         if wrapper:
@@ -171,13 +159,13 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
         pipe.send((True, error.what))
         return
     pipe.send((False, None))
-    runner = asyncio.Runner()  # of async functions; one, so that their clients and locks outlive a call
+    runner = asyncio.Runner()  # a single one, so that the clients and locks of async functions outlive a call
     while True:
         try:
             timeout, args, kwargs = pipe.recv()
         except EOFError:
             return
-        # Ends this process, even in the middle of a call, when its parent has died.
+        # Ends this process after its parent has died, even during a call.
         faulthandler.dump_traceback_later(timeout + GRACE_SECONDS, exit=True)
         try:
             value = function(*args, **kwargs)

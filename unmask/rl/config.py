@@ -20,7 +20,7 @@ from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
 from unmask.training.config import METRIC_SCHEDULERS, Conflict, TrainingConfig
 from unmask.training.config_fields import check_settings, naming_setting_too, setting
-from unmask.training.hardware_checks import sharded_by
+from unmask.training.sharding import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
@@ -118,14 +118,14 @@ class GRPOConfig(TrainingConfig):
     score_temperature: float | None = setting(
         None, "The temperature of the trained log-probabilities; unset: that of sampling (docs/rl.md)", low=1e-6
     )
-    max_completion_length: int = setting(128, "Tokens of the canvas behind the prompt")
+    max_completion_length: int = setting(128, "Tokens of the canvas after the prompt")
     steps: int | None = setting(None, "Denoising steps of a rollout; unset: one token per step")
     block_size: int | None = setting(None, "Decoding block of a rollout; unset: the whole completion")
     policy: str | None = of_method(Method.policy, "Unmasking policy of a rollout")
     stop_at_eos: bool | None = of_method(Method.stop_at_eos, "Whether decoding stops at the first end token, where every completion ends")
     beyond_eos: str | None = of_method(
         Method.beyond_eos,
-        "Treatment of tokens behind the end of a completion: hidden, shown (noised like the completion), or learnt (docs/rl.md)",
+        "Treatment of tokens after the end of a completion: hidden, shown (noised like the completion), or learnt (docs/rl.md)",
         choices=("hidden", "shown", "learnt"),
     )
     rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
@@ -198,11 +198,11 @@ class GRPOConfig(TrainingConfig):
         """
         method = get_method(self.method)
         if exact and self.beyond_eos != "hidden":
-            what = "a causal model predicts nothing from what is behind the end"
+            what = "a causal model predicts nothing from what is after the end"
             raise ConfigError(what, where="beyond_eos", remedy="Leave it out")
         own_plan = strategy is None or strategy.uses is None
         if final and self.beyond_eos == "shown" and own_plan and not method.partial:
-            what = f"{self.method} always hides what is behind the end, or keeps it as sampled"
+            what = f"{self.method} always hides what is after the end, or keeps it as sampled"
             raise ConfigError(what, where="beyond_eos", remedy="Use hidden or learnt, or a masking strategy")
         read = set(settings_of(method, plan=own_plan and not exact))
         if strategy is not None and strategy.uses is not None:
@@ -274,7 +274,7 @@ class GRPOConfig(TrainingConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
-        shards, lora = sharded_by(self), run.lora is not None
+        shards, lora = weight_sharding_setting(self), run.lora is not None
         whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
         what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
         yield Conflict(f"rollout.backend and {shards}", self.rollouts.backend != "local" and shards and not lora, what, remedy)
@@ -372,7 +372,7 @@ def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
     names = {name for values in defaults for name in values}
     dropped = {name for name in names if any(name not in each or each[name] != defaults[0][name] for each in defaults)}
     dropped |= {"method"} | fixed_settings(get_method(method))
-    for each in fields(GRPOConfig):  # what needs a setting is declared behind it
+    for each in fields(GRPOConfig):  # what needs a setting is declared after it
         if any(needed.partition("=")[0] in dropped for needed in each.metadata.get("needs", ())):
             dropped.add(each.name)
     return {name: value for name, value in recipe.items() if name not in dropped}

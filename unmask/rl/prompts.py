@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Sampler
 
 from unmask.artifacts import write_atomic
 from unmask.data.chat import encode_prompt
-from unmask.data.rows import column, prepending_place
+from unmask.data.rows import Column, prepending_place
 from unmask.diffusion.rng import Stream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -67,7 +67,7 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
     Raises:
         DataError: a prompt does not fit, or is malformed.
     """
-    for index, prompt in enumerate(column(dataset, "prompt", where)):
+    for index, prompt in enumerate(Column(dataset, "prompt", where)):
         with prepending_place(f"{where}, row {index}"):
             tokens = len(encode_prompt(lm.tokenizer, prompt)) + args.max_completion_length
         if tokens > (limit := row_length(lm, args)):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from unmask.errors import ConfigError, DataError, TrainingError
-from unmask.rewards.calls import EVENT_LOOP, Arguments, check_signature, in_thread, limited, part, reward_values
 from unmask.rewards.logged import Log
+from unmask.rewards.timeouts import EVENT_LOOP, Arguments, check_signature, in_thread, limited, part, reward_values
 from unmask.rewards.workers import Worker, describe_error
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward

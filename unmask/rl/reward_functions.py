@@ -21,9 +21,9 @@ from torch import Tensor
 
 from unmask.data.chat import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
-from unmask.rewards.calls import Arguments, LateError, in_thread, shown
 from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
+from unmask.rewards.timeouts import Arguments, LateError, in_thread, shown
 from unmask.rewards.verdict import Verdict
 from unmask.rewards.workers import WorkerError, describe_error, load_function
 from unmask.rl.config import GRPOConfig
@@ -68,7 +68,7 @@ def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFu
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Unique names: a repeated one gets a number behind it."""
+    """Unique names: a repeated one gets a number appended."""
     unique: list[str] = []
     for name in names:
         numbered = (name if number == 1 else f"{name}_{number}" for number in itertools.count(1))

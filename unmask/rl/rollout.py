@@ -1,6 +1,6 @@
 """Rollouts: the canvases of completions as methods read them, and checks of the views that score them.
 
-Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden behind its end).
+Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its end).
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Rollout:
 
     @property
     def beyond_BT(self) -> Tensor:
-        """The canvas behind the end of the completion."""
+        """The canvas after the end of the completion."""
         return (self.documents_BT > 0) & ~self.prompt_BT & ~self.completion_BT
 
     @property
     def revealed_BT(self) -> Tensor:
-        """The canvas as far as it was denoised: the completion, and what was revealed behind its end."""
+        """The canvas as far as it was denoised: the completion, and what was revealed after its end."""
         return self.completion_BT | (self.beyond_BT & (self.steps_BT >= 0))
 
     def rows(self, index: slice) -> Rollout:
@@ -62,11 +62,11 @@ class Rollout:
         return replace(self, **tensors)
 
     def whole(self) -> Rollout:
-        """The rollout whose completions include what was revealed behind their ends."""
+        """The rollout whose completions include what was revealed after their ends."""
         return replace(self, completion_BT=self.revealed_BT)
 
     def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
-        """Views that hide their targets, and all behind the end that no view scores, as when the text was sampled."""
+        """Views that hide their targets, and all after the end that no view scores, as when the text was sampled."""
         rest_BT = self.beyond_BT & ~target_BMT.any(1)
         return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
 
@@ -76,12 +76,12 @@ class Rollout:
 
 
 def learnable(rollout: Rollout, views: Views) -> Tensor:
-    """The tokens [B, T] that a loss is about: of the completion, and those scored behind its end."""
+    """The tokens [B, T] that a loss is about: of the completion, and those scored after its end."""
     return rollout.completion_BT | views.target_BMT.any(1)
 
 
 def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
-    """The views that a plan makes. With `beyond_eos` "shown" they noise what stands behind the end like the completion, without scoring it.
+    """The views that a plan makes. With `beyond_eos` "shown" they noise what comes after the end like the completion, without scoring it.
     (With "learnt" the rollout is `whole` already.)"""
     if beyond_eos != "shown":
         return plan(rollout)
@@ -161,7 +161,7 @@ def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_
 
 
 def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
-    """Cut completions behind their first end token where the whole canvas was sampled; traces keep the canvas."""
+    """Cut completions after their first end token where the whole canvas was sampled; traces keep the canvas."""
     ends = [end_of(tokens, lm.eos_token_ids) for tokens in generation.tokens]
     cut = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in ("tokens", "log_probs", "steps")}
     texts = [text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in cut["tokens"]]

@@ -74,7 +74,7 @@ class GRPOTrainer(DiffusionTrainer):
         rewards = rewards_of(reward_funcs, args)
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
-        if self.shares_weights and args.rollouts.backend != "local":
+        if self.shards_weights and args.rollouts.backend != "local":
             remedy = "Use local, or train without FSDP and ZeRO 3"
             raise ConfigError("sharded weights cannot be sent to a server", where="rollout.backend", remedy=remedy)
         disable_dropout(self.lm.model)
@@ -355,7 +355,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     def _make_reference(self) -> Reference:
         moves = self.args.reference_sync_steps is not None
-        if self.shares_weights and moves:
+        if self.shards_weights and moves:
             remedy = "Leave it out, or train without FSDP and ZeRO 3"
             raise ConfigError("a reference cannot follow sharded weights", where="reference_sync_steps", remedy=remedy)
         return make_reference(self.lm, self.accelerator, moves=moves, path=self.args.reference_model)

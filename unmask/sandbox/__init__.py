@@ -1,1 +1,1 @@
-"""Run untrusted programs: isolated, with limits, and tested from outside their process."""
+"""Run untrusted programs in isolation and with limits, and test them from another process."""

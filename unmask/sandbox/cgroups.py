@@ -1,4 +1,4 @@
-"""A control group for each sandbox: its memory and processes are counted together, and none survives it. Versions 1 and 2."""
+"""Control groups (versions 1 and 2), which limit the total memory and number of processes of a sandbox."""
 
 from __future__ import annotations
 
@@ -12,32 +12,27 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class Group:
-    """A control group of one sandbox after another.
+    """A control group for one sandbox after another. OSError if this process may not create control groups.
 
     Args:
-        name: of its folder.
-        memory: bytes that its processes and their files in memory may take.
-        processes: how many there may be, threads among them.
-
-    Raises:
-        OSError: this process may not make control groups here.
+        name: name of its folder.
+        memory: bytes that its processes and their files in memory may use.
+        processes: maximum number of processes and threads.
     """
 
     def __init__(self, name: str, memory: int, processes: int):
-        limits = {"memory": ("memory.limit_in_bytes", memory), "pids": ("pids.max", processes)}
         if (ROOT / "cgroup.controllers").exists():
-            own = _own("")
-            (own / "cgroup.subtree_control").write_text("+memory +pids")  # refused if it has processes
-            folder = own / name
-            self.folders = [folder]
-            settings = [(folder / "memory.max", memory), (folder / "memory.swap.max", 0), (folder / "pids.max", processes)]
+            parent = _own_group("")
+            (parent / "cgroup.subtree_control").write_text("+memory +pids")  # refused if the group has processes
+            folder = parent / name
+            limits = {folder / "memory.max": memory, folder / "memory.swap.max": 0, folder / "pids.max": processes}
         else:
-            self.folders = [_own(controller) / name for controller in limits]
-            settings = [(folder / file, value) for folder, (file, value) in zip(self.folders, limits.values(), strict=True)]
+            limits = {_own_group("memory") / name / "memory.limit_in_bytes": memory, _own_group("pids") / name / "pids.max": processes}
+        self.folders = list(dict.fromkeys(file.parent for file in limits))
         try:
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
-            for file, value in settings:
+            for file, value in limits.items():
                 if file.exists() or "swap" not in file.name:
                     file.write_text(str(value))
         except OSError:
@@ -45,14 +40,14 @@ class Group:
             raise
 
     def entrance(self) -> list[str]:
-        """The files to which a process writes 0 to enter."""
+        """The files to which a process writes 0 to enter the group."""
         return [str(folder / "cgroup.procs") for folder in self.folders]
 
     def processes(self) -> list[int]:
         return [int(line) for line in (self.folders[0] / "cgroup.procs").read_text().split()]
 
     def kill(self, seconds: float) -> bool:
-        """Kill every process in it; whether none is left after that time."""
+        """Kill all processes of the group. Returns whether none is left after `seconds`."""
         deadline = time.monotonic() + seconds
         while (pids := self.processes()) and time.monotonic() < deadline:
             for pid in pids:
@@ -68,18 +63,18 @@ class Group:
 
 
 def sweep() -> None:
-    """Remove the groups of processes that were killed: they are named `unmask-<process id>-...`, and empty."""
+    """Remove the empty groups of processes that were killed. Their names are `unmask-<process id>-...`."""
     for controller in ("memory", "pids", ""):
         with contextlib.suppress(OSError):
-            for folder in _own(controller).glob("unmask-*-*"):
+            for folder in _own_group(controller).glob("unmask-*-*"):
                 pid = folder.name.split("-")[1]
                 if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
                     with contextlib.suppress(OSError):
                         folder.rmdir()
 
 
-def _own(controller: str) -> Path:
-    """The folder of the group that this process is in: of a controller (version 1), or the only one (version 2, `controller` empty)."""
+def _own_group(controller: str) -> Path:
+    """The folder of the group of this process: for a controller (version 1), or for all (version 2, `controller` empty)."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if controller in controllers.split(","):

@@ -11,12 +11,12 @@ from unmask.console import show_table
 from unmask.sandbox.isolation import LAYERS
 from unmask.sandbox.isolation import probe as look
 
-app = typer.Typer(help="Where programs that models write are run.", no_args_is_help=True)
+app = typer.Typer(help="The sandbox for programs that models write.", no_args_is_help=True)
 
 
 @app.command()
 def probe(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
-    """Say what isolates programs on this host, and what gets through where a layer is missing. Ends with 2 if nothing isolates."""
+    """Show what isolates programs on this host, and the risk where a layer is missing. Exits with 2 if nothing isolates."""
     host = look()
     if as_json:
         typer.echo(json.dumps({"isolated": host.isolated, "python": host.python, "missing": dict(host.missing)}))

@@ -1,7 +1,7 @@
 """What this host can isolate, and the command line that does it.
 
-A sandbox is a process under bubblewrap: namespaces of its own (users, processes, network, mounts, IPC, host name), a read-only /usr, a
-small /tmp in memory, no /proc, no environment. Where they are to be had: a seccomp filter, a user id for each sandbox, a control group.
+A sandbox is a process under bubblewrap: separate namespaces (users, processes, network, mounts, IPC, host name), a read-only /usr, a small
+/tmp in memory, no /proc, no environment. If available: a seccomp filter, a user id for each sandbox, a control group.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unmask.sandbox.cgroups import Group, sweep
 from unmask.sandbox.seccomp import write_filter
 
 FIRST_UID, UIDS = 60_000, 5_000
-"""The user ids that sandboxes run as where root starts them, the first and how many: not those of people, nor beyond a container's."""
+"""The first user id of sandboxes that root starts, and their number: above those of people, within those of containers."""
 INSIDE, WORKER, FILTER = "/sandbox", "worker.pyc", "filter.bpf"
 PREFIX, LOCK = "unmask-sandbox-", "lock"
 DISK = 64 << 20
@@ -36,41 +36,40 @@ ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TMPD
 
 
 class SandboxError(UnmaskError):
-    """This host cannot run untrusted programs, or a sandbox failed by no doing of its program."""
+    """This host cannot run untrusted programs, or a sandbox failed through no fault of its program."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one program may take."""
+    """The resources that one program may use."""
 
     seconds: float = 10.0
-    """Of wall time, from when it is handed over."""
+    """Wall time, from when it gets its job."""
     cpu_seconds: int = 20
-    """Of processor time, for each of its processes: more than the wall time, for those of several threads."""
+    """Processor time of each process: more than the wall time, because of threads."""
     memory: int = 512 << 20
-    """Bytes, of all its processes and files."""
+    """Bytes of all its processes and files."""
     processes: int = 32
-    """At once, threads among them."""
+    """Processes and threads at a time."""
     file_size: int = 16 << 20
     """Bytes of one file."""
 
     def worker_arguments(self, counted: bool) -> list[str]:
-        """As rlimits, for worker.py; `counted`: whether the kernel counts the processes of each sandbox apart."""
-        address_space = self.memory * 2
-        limits = {"CPU": self.cpu_seconds, "AS": address_space, "FSIZE": self.file_size, "NOFILE": 64, "CORE": 0, "STACK": 64 << 20}
-        if counted:  # else all processes of this user would count
+        """The rlimits, for worker.py. `counted`: whether the kernel counts the processes of each sandbox separately."""
+        limits = {"CPU": self.cpu_seconds, "AS": 2 * self.memory, "FSIZE": self.file_size, "NOFILE": 64, "CORE": 0, "STACK": 64 << 20}
+        if counted:  # otherwise all processes of this user would count
             limits["NPROC"] = self.processes
         return [f"{name}={value}" for name, value in limits.items()]
 
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """What isolates here.
+    """What isolates programs on this host.
 
     Attributes:
-        missing: what does not, and why, by the name of the layer (a key of `LAYERS`).
+        missing: the reason, for each missing layer (a key of `LAYERS`).
         folder: what sandboxes see at `INSIDE`: the worker, compiled for their interpreter, and the filter.
-        python: the interpreter of the sandboxes.
+        python: interpreter of the sandboxes.
     """
 
     missing: Mapping[str, str]
@@ -83,20 +82,18 @@ class Host:
 
     @property
     def counts_processes(self) -> bool:
-        """Whether a limit of processes is each sandbox's own: by its user id or, since Linux 5.14 and but for root, its namespace."""
+        """Whether the kernel counts each sandbox separately: by user id, or (since Linux 5.14, except for root) by namespace."""
         by_namespace = os.geteuid() != 0 and tuple(map(int, re.findall(r"[0-9]+", os.uname().release)[:2])) >= (5, 14)
         return self.isolated and ("users" not in self.missing or by_namespace)
 
-    def command(
-        self, uid: int, entrances: Sequence[str] = (), filter_descriptor: int | None = None, info_descriptor: int | None = None
-    ) -> list[str]:
-        """What comes before a program's own command line to run it in a sandbox.
+    def command(self, uid: int, entrances: Sequence[str] = (), filter_fd: int | None = None, info_fd: int | None = None) -> list[str]:
+        """The command that runs the command line that follows it in a sandbox.
 
         Args:
-            uid: to run as, where user ids can be chosen.
-            entrances: of a control group.
-            filter_descriptor: of a file with the seccomp filter.
-            info_descriptor: where bubblewrap writes the process id of the sandbox's first process.
+            uid: user id in the sandbox, if it can be chosen.
+            entrances: files of a control group (`Group.entrance`).
+            filter_fd: descriptor of the seccomp filter.
+            info_fd: descriptor to which bubblewrap writes the id of the first process.
         """
         if not self.isolated:
             return []
@@ -105,25 +102,25 @@ class Host:
         bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
         bubble += [*_file_system(self.python), "--ro-bind", str(self.folder), INSIDE, "--remount-ro", "/", "--chdir", "/tmp"]
-        bubble += ["--seccomp", str(filter_descriptor)] if filter_descriptor is not None else []
-        bubble += ["--info-fd", str(info_descriptor)] if info_descriptor is not None else []
+        bubble += ["--seccomp", str(filter_fd)] if filter_fd is not None else []
+        bubble += ["--info-fd", str(info_fd)] if info_fd is not None else []
         return [*enter, *become, *bubble]
 
 
 LAYERS = {
     "bubblewrap": "programs read and write the files of this user, see and kill its processes, and reach the network",
-    "users": "sandboxes share a user id: but for a control group, and Linux 5.14 for a user that is not root, nothing limits processes",
-    "cgroups": "many processes together take more memory than one may",
+    "users": "sandboxes share a user id: only a control group, or Linux 5.14 for a user other than root, limits processes",
+    "cgroups": "many processes together use more memory than one may",
     "seccomp": "programs reach every system call: a hole in the kernel is a hole in the sandbox",
 }
-"""What gets through where a layer is missing."""
+"""The risk if a layer is missing."""
 ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
-"""The shell's words that enter control groups, each by its file, and then run the rest."""
+"""Shell script that enters control groups through their files and runs the command after `--`."""
 
 
 @functools.cache
 def probe() -> Host:
-    """Find out what isolates here, by trying it."""
+    """Find out by trial what isolates programs on this host."""
     folder = _new_folder()
     missing = {}
     try:
@@ -145,7 +142,7 @@ def probe() -> Host:
 
 
 def _new_folder() -> Path:
-    """A folder for this process; those of processes that were killed, whose locks are free, are removed."""
+    """A folder for this process. Folders of processes that were killed, whose locks are free, are removed."""
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError), (old / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -154,13 +151,13 @@ def _new_folder() -> Path:
     lock = (folder / LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    atexit.register(lock.close)  # which this holds open until then
+    atexit.register(lock.close)  # keeps the lock until then
     folder.chmod(0o755)
     return folder
 
 
 def _find_python(host: Host) -> tuple[str, str]:
-    """An interpreter that runs in a sandbox: that of this process, else the system's; without one, the reason."""
+    """An interpreter that runs in a sandbox (this one or the system's), and if there is none, the reason."""
     if not shutil.which("bwrap"):
         return sys.executable, "there is no bwrap (apt-get install bubblewrap)"
     problem = ""
@@ -179,7 +176,7 @@ def _compile_worker(python: str, folder: Path) -> None:
 
 
 def _file_system(python: str) -> list[str]:
-    """The mounts of a sandbox: a read-only /usr and what of the interpreter lies elsewhere, a few devices, a /tmp in memory."""
+    """The mounts of a sandbox: /usr and the folder of the interpreter (read-only), a few devices, a /tmp in memory."""
     words = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(DISK), "--tmpfs", "/tmp"]
     for name in ("/lib", "/lib64", "/bin"):
         if os.path.islink(name):

@@ -1,4 +1,4 @@
-"""A candidate and a tester, each in its own sandbox: started, given one job, and killed with all their child processes."""
+"""Start candidate and tester, each in a sandbox, send them one job, and kill them with all their child processes."""
 
 from __future__ import annotations
 
@@ -26,11 +26,9 @@ class Member:
     """A process in a sandbox, with its child processes.
 
     Args:
-        host: the isolation of this host.
-        limits: resource limits.
-        uid: the user id to run as, where it can be chosen.
+        uid: user id to run as, if it can be chosen.
         group: an empty control group.
-        role: a role of worker.py.
+        role: role of worker.py.
         pipes: descriptors from and to the other member, if any.
     """
 
@@ -39,26 +37,17 @@ class Member:
         self._received = b""
         self.first = -1
         """A pidfd of the first process in the sandbox; when it ends, so do all others in it."""
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
-            (self.control, control), (self.info, info) = (_pipe(on_failure, handed_on) for _ in range(2))
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
+            (self.control, control), (self.info, info) = (_pipe(on_failure, at_end) for _ in range(2))
             rules = None
             if "seccomp" not in host.missing:
                 rules = os.open(host.folder / FILTER, os.O_RDONLY)
-                handed_on.callback(os.close, rules)
-            bubble = host.command(uid, group.entrance() if group else (), rules, info)
-            worker = f"{INSIDE if host.isolated else host.folder}/{WORKER}"
+                at_end.callback(os.close, rules)
+            sandbox = host.command(uid, group.entrance() if group else (), rules, info)
+            worker = [host.python, "-I", "-S", f"{INSIDE if host.isolated else host.folder}/{WORKER}"]
+            arguments = [role, *map(str, (control, *pipes)), *limits.worker_arguments(host.counts_processes)]
             self.process = subprocess.Popen(
-                [
-                    *bubble,
-                    host.python,
-                    "-I",
-                    "-S",
-                    worker,
-                    role,
-                    str(control),
-                    *map(str, pipes),
-                    *limits.worker_arguments(host.counts_processes),
-                ],
+                [*sandbox, *worker, *arguments],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -69,16 +58,12 @@ class Member:
             on_failure.pop_all()
 
     def wait_until_ready(self) -> None:
-        """Wait for the first frame, which comes before any job.
-
-        Raises:
-            SandboxError: the process does not start.
-        """
+        """Wait for the first frame, which the process sends before it reads a job. SandboxError if it does not start."""
         if self.receive(START_SECONDS) != b"null":
             raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`.")
         if self.host.isolated:
             found = re.search(rb'"child-pid": ([0-9]+)', os.read(self.info, 4096))
-            assert found, "bubblewrap says which process is the first"
+            assert found, "bubblewrap reports the first process"
             self.first = os.pidfd_open(int(found[1]))
 
     def send(self, job: Any) -> None:
@@ -96,32 +81,27 @@ class Member:
             raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`.") from None
 
     def receive(self, seconds: float) -> bytes | None:
-        """The next frame. None after `seconds`; empty if the process ended without one or sent more than `MAX_FRAME`."""
+        """The next frame. None after `seconds`; empty if the process ended, or sent more than `MAX_FRAME`."""
         deadline = time.monotonic() + seconds
-        while len(self._received) < 4 or len(self._received) < 4 + int.from_bytes(self._received[:4], "big"):
+        while len(self._received) < (end := 4 + int.from_bytes(self._received[:4], "big")):
             if not select.select([self.control], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return None
             part = os.read(self.control, 1 << 16)
             if not part or len(self._received) > MAX_FRAME:
                 return b""
             self._received += part
-        end = 4 + int.from_bytes(self._received[:4], "big")
         frame, self._received = self._received[4:end], self._received[end:]
         return frame
 
     def kill(self) -> None:
-        """Kill every process in the sandbox, and wait until they are gone.
-
-        Raises:
-            SandboxError: a process does not die.
-        """
+        """Kill all processes in the sandbox, and wait until they are gone. SandboxError if one does not die."""
         gone = True
         if self.first >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.first, signal.SIGKILL)
             gone = bool(select.select([self.first], [], [], DEATH_SECONDS)[0])
             os.close(self.first)
-            # The outer bubblewrap then reaps it and ends. Dead processes that are not reaped still count in the group.
+            # The outer bubblewrap then reaps it and ends. Zombies would still count in the group.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(DEATH_SECONDS)
         if self.process.returncode is None:
@@ -138,36 +118,31 @@ class Member:
             raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it.")
 
 
-def _pipe(on_failure: contextlib.ExitStack, handed_on: contextlib.ExitStack) -> tuple[int, int]:
-    """A pipe. Its reading end is closed on failure, its writing end always."""
+def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:
+    """A pipe. `on_failure` closes its reading end, `at_end` its writing end."""
     reading, writing = os.pipe()
     on_failure.callback(os.close, reading)
-    handed_on.callback(os.close, writing)
+    at_end.callback(os.close, writing)
     return reading, writing
 
 
 class Cell:
-    """A candidate and a tester, joined by two pipes, for one job.
-
-    Args:
-        uids, groups: of the candidate and of the tester.
-    """
+    """A candidate and a tester, connected by two pipes, for one job. `uids` and `groups`: of the candidate, of the tester."""
 
     def __init__(self, host: Host, limits: Limits, uids: tuple[int, int], groups: tuple[Group | None, Group | None]):
         self.limits = limits
-        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as handed_on:
-            asked, asking = _pipe(handed_on, handed_on)
-            answered, answering = _pipe(handed_on, handed_on)
-            self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (asked, answering))
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
+            read_requests, write_requests = _pipe(at_end, at_end)
+            read_answers, write_answers = _pipe(at_end, at_end)
+            self.candidate = Member(host, limits, uids[0], groups[0], "candidate", (read_requests, write_answers))
             on_failure.callback(self.candidate.kill)
-            self.tester = Member(host, limits, uids[1], groups[1], "tester", (answered, asking))
+            self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
     def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
-        """The results of the tester: None if it does not end in time, an empty dict if it ends without results.
+        """The results of the tester: None after the time limit, an empty dict if it ends without results.
 
-        Raises:
-            SandboxError: one of the two did not start; no line of the program has run.
+        SandboxError if one of the two did not start. Then nothing of the program has run.
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()

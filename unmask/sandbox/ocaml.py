@@ -1,9 +1,7 @@
 """OCaml programs: compiled, linked with their tests and run in sandboxes.
 
-Tests of a statically typed language link the candidate, so that other things hold here than for Python: the candidate is sealed by its
-interface, vetted for whatever could break the type system (vet.ml), and compiled against a part of the standard library, where it cannot
-name the tests; it is initialised before the nonce is delivered with which each finding is signed (gate.ml); and a run counts only where
-every planned test has passed and the last module was reached.
+The candidate runs in the process of its tests. docs/sandbox.md lists what keeps it from forging results: vet.ml and the restricted standard
+library, its interface, and the nonce with which gate.ml signs each result.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ SUPPORT = Path(__file__).parent / "ocaml_support"
 PACKAGES = ("base", "ounit2")
 COMPILE_SECONDS = 120.0
 CACHED = 256
-"""Compiled programs that are kept."""
+"""Number of compiled programs in the cache."""
 QUIET = ("-w", "-a")
 UNSAFE = {"Obj", "Marshal", "Callback", "Lexing", "Parsing", "Printexc", "Gc", "Sys", "Bigarray", "Ephemeron", "Weak", "In_channel"}
 UNSAFE |= {"Out_channel", "Domain", "Effect", "Mutex", "Condition", "Semaphore"}
@@ -43,8 +41,8 @@ class OCamlTests:
     Attributes:
         module: the file of the candidate, such as `acronym.ml`.
         interface: its .mli.
-        tests: a program that opens it, and runs OUnit2 suites or calls `Gate.check` with a boolean per test.
-        checks: how many of the latter there are.
+        tests: a program that opens it, and runs OUnit2 suites or calls `Gate.check` with a boolean for each test.
+        checks: number of calls of `Gate.check`.
     """
 
     module: str
@@ -55,24 +53,22 @@ class OCamlTests:
 
 @dataclass(frozen=True)
 class Toolchain:
-    """The compiler and libraries of this machine, and the support compiled with them.
+    """The compiler and libraries of this machine, and the support modules compiled with them.
 
     Attributes:
-        compiler: its path.
-        libraries: of the candidate: compiler options.
-        test_libraries: of the tests.
-        archives: to link, in order.
-        place: of the support, as a sandbox sees it.
+        libraries, test_libraries: compiler options for the libraries of the candidate, of the tests.
+        archives: archives to link, in order.
+        place: folder of the support modules in a sandbox.
     """
 
     compiler: str
-    libraries: tuple[str, ...]
-    test_libraries: tuple[str, ...]
-    archives: tuple[str, ...]
+    libraries: list[str]
+    test_libraries: list[str]
+    archives: list[str]
     place: str
 
     def commands(self, tests: OCamlTests) -> list[list[str]]:
-        """What compiles the interface and the tests (two commands, of the dataset's text alone), then the candidate, then links them."""
+        """Commands that compile interface and tests (`DATASET_COMMANDS`), vet and compile the candidate, and link all."""
         compile_only = [self.compiler, "-c", *QUIET]
         restricted = [*compile_only, "-nostdlib", "-I", f"{self.place}/stdlib", *self.libraries]
         stem = tests.module.removesuffix(".ml")
@@ -93,7 +89,7 @@ DATASET_COMMANDS = 2
 
 @functools.cache
 def toolchain(host: Host) -> Toolchain:
-    """Find the compiler, and compile the support. Without OCaml, Base or OUnit2: SandboxError."""
+    """Find the compiler, and compile the support modules. SandboxError without OCaml, Base or OUnit2."""
     folder = host.folder / "ocaml"
     folder.mkdir(exist_ok=True)
     for source in SUPPORT.glob("*.ml"):
@@ -108,11 +104,10 @@ def toolchain(host: Host) -> Toolchain:
         for interface in [*standard.glob("stdlib*.cm[ix]"), *standard.glob("camlinternal*.cm[ix]")]:
             if interface.stem.removeprefix("stdlib__") not in UNSAFE:
                 shutil.copy(interface, restricted)
-        own, tests = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
+        libraries, test_libraries = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
         archives = _query("-format", "%d/%a", "-predicates", "native", "-recursive", *PACKAGES).split()
         for command in (
-            [compiler, "-c", *QUIET, *tests, "gate.ml"],
-            [compiler, "-c", *QUIET, *tests, "finish.ml"],
+            [compiler, "-c", *QUIET, *test_libraries, "gate.ml", "finish.ml"],
             [compiler, *QUIET, "-I", "+compiler-libs", "ocamlcommon.cmxa", "vet.ml", "-o", "vet"],
         ):
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
@@ -120,9 +115,8 @@ def toolchain(host: Host) -> Toolchain:
         what = f"OCaml programs cannot be compiled here: {getattr(error, 'stderr', None) or error}".strip()
         remedy = "apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev"
         raise SandboxError(what, where="sandbox", remedy=remedy) from error
-    archives = [archive for archive in archives if archive.endswith(".cmxa")]
     place = f"{INSIDE}/ocaml" if host.isolated else str(folder)
-    return Toolchain(compiler, tuple(own), tuple(tests), tuple(archives), place)
+    return Toolchain(compiler, libraries, test_libraries, [archive for archive in archives if archive.endswith(".cmxa")], place)
 
 
 def _query(*arguments: str) -> str:
@@ -131,11 +125,11 @@ def _query(*arguments: str) -> str:
 
 _lock = threading.Lock()
 _compiled: OrderedDict[str, str] = OrderedDict()
-"""Native programs, in base64, by the content of candidate and tests, the latest last."""
+"""Native programs in base64, by the hash of candidate and tests, the last used one last."""
 
 
 def ocaml_job(program: str, tests: OCamlTests) -> Job:
-    """The job of running an OCaml module's tests."""
+    """The job of running the tests of an OCaml program."""
 
     def job(slot: Slot) -> Outcome:
         compiled = _compile(slot, program, tests)
@@ -145,7 +139,7 @@ def ocaml_job(program: str, tests: OCamlTests) -> Job:
 
 
 def _compile(slot: Slot, program: str, tests: OCamlTests) -> str | Outcome:
-    """The native program, or why there is none."""
+    """The native program in base64, or the outcome if there is none."""
     key = hashlib.sha256(json.dumps([program, tests.module, tests.interface, tests.tests]).encode()).hexdigest()
     with _lock:
         tools = toolchain(slot.host)
@@ -172,7 +166,7 @@ def _compile(slot: Slot, program: str, tests: OCamlTests) -> str | Outcome:
 
 
 def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
-    """What its tests find."""
+    """The outcome of running a native program."""
     nonce = secrets.token_hex(16).encode()
     deadline = time.monotonic() + slot.limits.seconds
     frames: list[bytes] = []
@@ -189,15 +183,15 @@ def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
 
 
 def outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
-    """What the findings of a run mean: those that the nonce signs; ok if all that was planned has passed, once, and nothing failed."""
+    """The outcome of the results that the nonce signs: ok if each planned test passed once, none failed, and the end was reached."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
     for frame in frames:
-        signature, _, finding = frame.partition(b"\0")
+        signature, _, result = frame.partition(b"\0")
         if signature == nonce:
-            kind, _, name = finding.decode(errors="replace").partition("\0")
+            kind, _, name = result.decode(errors="replace").partition("\0")
             counts[kind][name] += 1
     planned = counts["planned"] + Counter({"": checks})
     passed = sum((planned & counts["passed"]).values())
     if passed and counts["finished"] and not counts["failed"] and counts["passed"] == planned:
         return Outcome("ok", passed, passed)
-    return Outcome("wrong", passed, max(planned.total(), passed + 1), next(iter(counts["failed"]), "the tests ended before their end"))
+    return Outcome("wrong", passed, max(planned.total(), passed + 1), next(iter(counts["failed"]), "the tests ended early"))

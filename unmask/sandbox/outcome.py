@@ -1,4 +1,4 @@
-"""The outcome of testing a program."""
+"""Outcomes: the results of testing a program."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Outcome:
     """The outcome of testing a program.
 
     Attributes:
-        status: ok: every test passed. wrong: one failed, or the program raised or ended. malformed: not a program. timeout: not done in
-            time. infrastructure: the sandbox failed before the program ran, or the tests are broken.
+        status: ok: all tests passed. wrong: a test failed, or the program raised or ended. malformed: not a program. timeout: the time
+            limit was exceeded. infrastructure: the sandbox failed before the program ran, or the tests are broken.
         passed, total: numbers of tests.
         detail: the first failure.
     """

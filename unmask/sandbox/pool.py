@@ -1,4 +1,4 @@
-"""A pool of sandboxes that tests many programs at once, each in fresh sandboxes."""
+"""Test many programs at a time, each in new sandboxes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PythonTests:
     """A dataset's tests of a program.
 
     Attributes:
-        asserts: a Python program; each assertion that it reaches is a test.
-        names: the candidate's names by the tests' names for them.
+        asserts: a Python program. Each assertion that it reaches is a test.
+        names: names in the candidate, by the names that the tests use for them.
         setup: a program that defines everything else that the tests need.
     """
 
@@ -36,10 +36,7 @@ class PythonTests:
 
 
 class Slot:
-    """Runs one sandbox after another under its own user ids and control groups.
-
-    After each Python program it starts the next cell, so that it is ready when needed.
-    """
+    """Runs one sandbox after another, with the same user ids and control groups. Cells are started in advance."""
 
     numbers = itertools.count()
 
@@ -49,13 +46,14 @@ class Slot:
         self.uids = (first, first + 1)
         self.groups: tuple[Group | None, Group | None] = (None, None)
         if "cgroups" not in host.missing:
-            names = [f"unmask-{os.getpid()}-{id(self)}-{role}" for role in ("candidate", "tester")]
-            self.groups = (Group(names[0], limits.memory, limits.processes), Group(names[1], limits.memory, limits.processes))
+            name = f"unmask-{os.getpid()}-{id(self)}"
+            candidate, tester = (Group(f"{name}-{role}", limits.memory, limits.processes) for role in ("candidate", "tester"))
+            self.groups = (candidate, tester)
         self._cell: Cell | None = None
 
     @contextlib.contextmanager
     def cell(self) -> Iterator[Cell]:
-        """A candidate and a tester for one job. They are killed after it, and the next ones are started."""
+        """A candidate and a tester for one job. Afterwards they are killed and the next ones started."""
         cell, self._cell = self._cell or self._start(), None
         try:
             yield cell
@@ -66,7 +64,7 @@ class Slot:
 
     @contextlib.contextmanager
     def member(self, role: str) -> Iterator[Member]:
-        """A process of a role of worker.py, ready for its job and killed after it."""
+        """A process with a role of worker.py, ready for one job and killed after it."""
         self.stop()
         member = Member(self.host, self.limits, self.uids[0], self.groups[0], role)
         try:
@@ -76,16 +74,15 @@ class Slot:
             member.kill()
 
     def stop(self) -> None:
-        """Kill the cell that waits for a job."""
+        """Kill the cell that was started in advance."""
         if self._cell is not None:
             self._cell.kill()
             self._cell = None
 
     def close(self) -> None:
         self.stop()
-        for group in self.groups:
-            if group:
-                group.remove()
+        for group in filter(None, self.groups):
+            group.remove()
 
     def _start(self) -> Cell:
         return Cell(self.host, self.limits, self.uids, self.groups)
@@ -96,7 +93,7 @@ Job = Callable[[Slot], Outcome]
 
 
 def python_job(program: str, tests: PythonTests) -> Job:
-    """A job that runs the tests of a Python program."""
+    """The job of running the tests of a Python program."""
 
     def job(slot: Slot) -> Outcome:
         with slot.cell() as cell:
@@ -107,7 +104,7 @@ def python_job(program: str, tests: PythonTests) -> Job:
 
 
 def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
-    """The outcome of a tester's results. After the program is loaded, every failure counts against it."""
+    """The outcome of the results of a tester. Once the program is loaded, all failures count against it."""
     if results is None:
         return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
     if "broken" in results:
@@ -115,7 +112,7 @@ def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
     if "refused" in results:
         return Outcome("malformed" if results["syntax"] else "wrong", detail=results["refused"])
     if not results:
-        return Outcome("wrong", detail="the tests ended before their end")
+        return Outcome("wrong", detail="the tests ended early")
     passed, total = results["passed"], results["total"]
     if not results["complete"]:
         total += 1  # an early end counts as a failed test
@@ -123,36 +120,31 @@ def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
 
 
 class Pool:
-    """Sandboxes for many programs.
+    """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is set.
 
     Args:
-        slots: the number of programs at once. None: two per processor (starting one is mostly waiting), divided by the local ranks.
-        limits: of each program.
-        accept_unsandboxed: where nothing isolates, run programs as this user, with all its permissions.
-
-    Raises:
-        SandboxError: nothing isolates here, and `accept_unsandboxed` is not set.
+        slots: number of programs at a time. None: two per processor (starting one is mostly waiting), divided by the local ranks.
+        limits: limits of each program.
+        accept_unsandboxed: on a host without isolation, run programs as this user, with all its permissions.
     """
 
     def __init__(self, slots: int | None = None, limits: Limits | None = None, *, accept_unsandboxed: bool = False):
         self.host, self.limits = probe(), limits or Limits()
         if not (self.host.isolated or accept_unsandboxed):
-            raise SandboxError(
-                f"programs cannot be isolated here: {self.host.missing['bubblewrap']}",
-                where="sandbox",
-                remedy="Install what is missing, or accept the risk with --i-accept-unsandboxed-code.",
-            )
+            what = f"programs cannot be isolated here: {self.host.missing['bubblewrap']}"
+            remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code."
+            raise SandboxError(what, where="sandbox", remedy=remedy)
         count = slots or max(2, min(MOST_SLOTS, 2 * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._slots = [Slot(self.host, self.limits) for _ in range(count)]
         self._free: SimpleQueue[Slot] = SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
-        # A sandbox ends with the thread that started it, so the threads of the pool start all of them.
+        # A sandbox dies with the thread that started it, so the threads of the pool start all sandboxes.
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self._slots)
 
     def submit(self, job: Job) -> Future[Outcome]:
-        """A future of the outcome of a job."""
+        """A future with the outcome of a job."""
         return self._threads.submit(self._run, job)
 
     def run(self, jobs: Iterable[Job]) -> list[Outcome]:

@@ -1,7 +1,7 @@
-"""The system calls that a sandboxed program may make: computing, its own files, processes and threads, time. All others fail with EPERM.
+"""The system calls that a sandboxed program may make: for computing, files, processes, threads and time. All others fail with EPERM.
 
-Not among them, so never reached by a program: sockets of any kind, namespaces, mounts, tracing, keys, BPF, io_uring, performance
-counters, shared memory, message queues, other terminals, and whatever a newer kernel adds.
+So programs reach no sockets, namespaces, mounts, tracing, keys, BPF, io_uring, performance counters, shared memory, message queues, or
+calls of newer kernels.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_c
 """
 ALLOWED = (FILES + " " + MEMORY + " " + PROCESSES + " " + TIME).split()
 IOCTLS = {"TCGETS": 0x5401, "FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451}
-"""What `ioctl` may ask: whether something is a terminal, and how files are read and inherited."""
+"""Allowed requests of `ioctl`: whether a file is a terminal, and how it is read and inherited."""
 NAMESPACES = 0x7E020000
-"""The flags of `clone` that make namespaces."""
+"""The flags of `clone` that create namespaces."""
 
 
 def write_filter(path: Path) -> None:
-    """Write the filter as a BPF program for this machine's architecture. Without pyseccomp and libseccomp: ImportError or OSError."""
+    """Write the filter as a BPF program for this architecture. ImportError or OSError without pyseccomp and libseccomp."""
     import pyseccomp
 
     rules = pyseccomp.SyscallFilter(pyseccomp.ERRNO(errno.EPERM))
     for name in ALLOWED:
-        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) >= 0:  # some are of other architectures
+        if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) >= 0:  # some belong to other architectures
             rules.add_rule(pyseccomp.ALLOW, name)
     for request in IOCTLS.values():
         rules.add_rule(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.EQ, request))
     rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACES, 0))
-    # Its flags lie in memory, where a filter cannot look: as if the kernel did not know it, libraries then take `clone`.
+    # A filter cannot see its flags, which are in memory. With ENOSYS, libraries fall back to `clone`.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")
     with path.open("wb") as file:
         rules.export_bpf(file)

@@ -1,17 +1,13 @@
-"""The program that runs inside a sandbox, in one of four roles.
+"""The program inside a sandbox, in one of four roles.
 
-A `candidate` serves the functions of an untrusted program, and a `tester` runs the tests of a dataset on them. A `compiler` builds a native
-program, and a `native` process executes one.
+A `candidate` serves the functions of an untrusted program, and a `tester`, in another sandbox, runs the tests of a dataset on them. Only
+plain data passes between the two (docs/sandbox.md). A `compiler` builds a native program, and a `native` process executes one.
 
-Candidate and tester run in separate sandboxes, joined by a pair of pipes. The tester calls, the candidate answers, and only plain data
-passes: numbers, text, collections of these, and handles (numbers that only the candidate can resolve to an object). So tests compare
-built-in values with built-in operators, in a process that never runs a line of the candidate.
+A bare interpreter runs this file. It imports only modules written in C, because importing `ast`, `json` and `os` would take longer than
+starting the interpreter.
 
-A bare interpreter runs this file, and its output is not trusted outside. It imports only modules written in C: `ast`, `json` and `os`,
-written in Python, would take longer to import than the interpreter takes to start.
-
-A frame is four bytes of length, then JSON of that length. Each process first sends null (ready), then reads its job from standard input.
-The tester ends with its results.
+A frame is four bytes of length, then JSON of that length. Each process sends null (ready), then reads its job from standard input. The
+tester ends with its results.
 """
 
 import _ast
@@ -32,7 +28,7 @@ COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": dequ
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type) and not name.startswith("_")}
 
 
-class Reading:
+class ScannerSettings:
     """The settings of `json.loads`."""
 
     strict = True
@@ -41,7 +37,7 @@ class Reading:
     parse_constant = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": -float("inf")}.__getitem__
 
 
-scan = _json.make_scanner(Reading)  # type: ignore[arg-type]
+scan = _json.make_scanner(ScannerSettings)  # type: ignore[arg-type]
 write_parts = _json.make_encoder(None, None, _json.encode_basestring_ascii, None, ": ", ", ", False, False, True)  # type: ignore[arg-type]
 
 MAKERS = {
@@ -71,10 +67,10 @@ class Pipe:
             raise CandidateError(f"a frame of {size} bytes")
         try:
             value, end = scan(self._bytes(size).decode("ascii"), 0)
-        except (RecursionError, StopIteration, SystemError, ValueError):  # SystemError: CPython 3.11 looks for a class in `json`
+        except (RecursionError, StopIteration, SystemError, ValueError):  # SystemError: CPython 3.11 needs a class of `json`
             end = -1
         if end != size:
-            raise CandidateError("a frame that is no JSON")
+            raise CandidateError("a frame that is not JSON")
         return value
 
     def _bytes(self, size):
@@ -97,7 +93,7 @@ class Pipe:
 
 
 def encode(value, keep):
-    """Plain data as JSON; types that JSON lacks become an object with one tag. `keep` returns the handle of any other object."""
+    """Plain data as JSON; types that JSON lacks become an object with one tag. `keep` returns a handle for any other object."""
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -126,11 +122,11 @@ def encode(value, keep):
 
 
 def decode(value, handle):
-    """The value of encoded JSON: built-in types only. `handle` resolves the number of a handle."""
-    if not isinstance(value, list | dict):
-        return value
+    """The value of encoded JSON, of built-in types only. `handle` resolves the number of a handle."""
     if isinstance(value, list):
         return [decode(item, handle) for item in value]
+    if not isinstance(value, dict):
+        return value
     ((tag, content),) = value.items()
     if tag in COLLECTIONS:
         return COLLECTIONS[tag](decode(item, handle) for item in content)
@@ -140,7 +136,7 @@ def decode(value, handle):
 
 
 class Candidate:
-    """The untrusted program: it runs once, then answers the requests of the tester."""
+    """The untrusted program. It runs once, then answers the requests of the tester."""
 
     def __init__(self, pipe, source):
         self.pipe, self.source = pipe, source
@@ -148,8 +144,7 @@ class Candidate:
         self.objects = []
 
     def run(self):
-        error = self._attempt(self._start)
-        self.pipe.write(error)
+        self.pipe.write(self._attempt(self._start))
         while True:
             operation, *arguments = self.pipe.read()
             self.pipe.write(self._attempt(getattr(self, operation), *arguments))
@@ -190,7 +185,7 @@ class Candidate:
 
 
 class Handle:
-    """An object of the candidate, known to the tester by its number only. It equals nothing and has no truth value."""
+    """An object of the candidate, of which the tester knows only a number. It equals nothing and has no truth value."""
 
     __slots__ = ("_number", "_tester")
     __hash__ = None  # type: ignore[assignment]
@@ -225,7 +220,7 @@ def parse(source):
 
 
 def count_asserts(node):
-    """Make each assertion counted and non-fatal; `assert True` is not counted."""
+    """Replace each assertion with one that is counted and does not end the tests; `assert True` is removed."""
     for name in ("body", "orelse", "finalbody", "handlers", "cases"):
         if isinstance(statements := getattr(node, name, None), list):
             setattr(node, name, [count_asserts(statement) for statement in statements])
@@ -242,9 +237,9 @@ class Tester:
     """Runs the tests of a dataset on the functions of a candidate.
 
     Args:
-        pipe: to the candidate.
-        job: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: the
-            candidate's names by the tests' names for them.
+        pipe: pipe to the candidate.
+        job: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: names
+            in the candidate, by the names that the tests use for them.
     """
 
     def __init__(self, pipe, job):
@@ -253,8 +248,7 @@ class Tester:
         self.detail = ""
 
     def run(self):
-        """The results: `broken` if the tests themselves fail before the candidate is read; `refused` if the candidate fails to load; else
-        the counts, and whether all tests ran."""
+        """The results: `broken` if the tests themselves are; `refused` if the candidate fails to load; else counts, and whether all ran."""
         names = {"__name__": "tests", "_count": self._count}
         try:
             program = compile(count_asserts(parse(self.job["tests"])), "tests.py", "exec")
@@ -280,9 +274,9 @@ class Tester:
         return self.value(self.pipe.read())
 
     def value(self, answer):
-        """The value in an answer. An exception in it is raised: the built-in one of that name, else a CandidateError.
+        """The value in an answer. An exception in it is raised: the built-in one of that name, otherwise a CandidateError.
 
-        StopIteration becomes a CandidateError: raised within `map` or `filter`, it would end the tests' own loops.
+        StopIteration also becomes a CandidateError, because within `map` or `filter` it would end loops of the tests.
         """
         try:
             if "value" in answer:
@@ -294,7 +288,7 @@ class Tester:
         try:
             kind = TYPES.get(name, object)
             raised = kind(text) if issubclass(kind, Exception) and not issubclass(kind, StopIteration) else unknown
-        except TypeError:  # exceptions with other arguments
+        except TypeError:  # an exception with other arguments
             raised = unknown
         raise raised
 
@@ -315,7 +309,7 @@ class Tester:
 
 def compile_program(job):
     """Write files and run commands in order. Returns the resulting file in base64, or the first failed command and its stderr."""
-    import base64  # here, so that the other roles start faster
+    import base64  # here, because the other roles start faster without it
     import subprocess
 
     for name, text in job["files"].items():
@@ -331,7 +325,7 @@ def compile_program(job):
 
 def become_program(job, control):
     """Replace this process with a native program that writes its results to descriptor `RESULTS`."""
-    import base64  # late, as above
+    import base64  # as above
 
     with open("program", "wb", opener=lambda path, flags: posix.open(path, flags, 0o700)) as file:
         file.write(base64.b64decode(job))
@@ -356,7 +350,7 @@ def main():
     elif role == "native":
         become_program(job, control)
     else:
-        # The candidate cannot reach the control pipe, and its prints are discarded.
+        # The candidate must not reach the control pipe, and its output is discarded.
         posix.close(control)
         for standard in (0, 1, 2):
             posix.dup2(posix.open("/dev/null", posix.O_RDWR), standard)

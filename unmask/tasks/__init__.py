@@ -1,3 +1,4 @@
+# ruff: noqa: F401 (the public names)
 """Verifiable tasks: each reads problems (some also generate them), and verifies answers."""
 
 from unmask.tasks.base import Puzzle, Reward, Row, Task, as_puzzle, get_rewards, get_task, split_of
@@ -6,29 +7,5 @@ from unmask.tasks.countdown import Countdown, Countdown4
 from unmask.tasks.gsm8k import GSM8K
 from unmask.tasks.math500 import Math500
 from unmask.tasks.ocaml import Exercism, MultiPLT
-from unmask.tasks.sudoku import Sudoku
-from unmask.tasks.sudoku9 import Sudoku9
+from unmask.tasks.sudoku import Sudoku, Sudoku9
 from unmask.tasks.text import MultipleChoice, Text
-
-__all__ = [
-    "GSM8K",
-    "MBPP",
-    "Countdown",
-    "Countdown4",
-    "Exercism",
-    "HumanEval",
-    "Math500",
-    "MultiPLT",
-    "MultipleChoice",
-    "Puzzle",
-    "Reward",
-    "Row",
-    "Sudoku",
-    "Sudoku9",
-    "Task",
-    "Text",
-    "as_puzzle",
-    "get_rewards",
-    "get_task",
-    "split_of",
-]

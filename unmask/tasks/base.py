@@ -1,9 +1,7 @@
-"""The interface of verifiable tasks: they read or generate problems, and verify answers as untrusted text.
+"""The interface of verifiable tasks, which read or generate problems and verify answers. docs/tasks.md shows how to add one.
 
-A row is a flat dict, ready for a dataset: `prompt` and `completion` (a right answer) as text, `group` (the identity of the solution:
-rows of one group are not independent, so confidence intervals are clustered by it and splits never divide it), and the task's own columns.
-
-A custom task is a small subclass of `Task` (or of `Puzzle`, where problems can be made): docs/tasks.md shows one.
+A row is a flat dict: `prompt` and `completion` (a right answer) as text, `group` (the identity of the solution: confidence intervals are
+clustered by it, and splits never divide it), and the columns of the task.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Split = Literal["train", "test"]
 Style = Literal["plain", "chat"]
 Verify = Callable[[Sequence[str], Sequence[Mapping[str, Any]]], list[Verdict]]
 Component = Callable[[str, Mapping[str, Any]], float | None]
-"""The value of one completion for a row, as published; None where it cannot be verified."""
+"""Returns the published value of a completion for a row; None if it cannot be verified."""
 
 TEST_FRACTION = 0.28
 
@@ -35,9 +33,9 @@ class Reward:
     """A reward function with TRL's signature that also reports the status of each verdict.
 
     Attributes:
-        name: its name in logs.
-        columns: the dataset columns that it reads.
-        verify: returns the verdicts on completions, with these columns of their rows.
+        name: name in logs.
+        columns: dataset columns that it reads.
+        verify: returns the verdicts on completions, from these columns of their rows.
     """
 
     name: str
@@ -45,24 +43,24 @@ class Reward:
     verify: Verify
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
-        """The value of each completion (text or messages); None where it could not be verified."""
+        """The value of each completion (text or messages); None if it could not be verified."""
         return [verdict.value for verdict in self.verdicts(completions, **columns)]
 
     def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
-        """The verdict on each completion, with the dataset's columns as lists; others are ignored."""
+        """The verdict on each completion. Each dataset column is a list; those that the reward does not read are ignored."""
         require_names(columns, self.columns, f"the reward {self.name}")
         rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*(columns[name] for name in self.columns), strict=True)]
         return self.verify([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
 
 
 def split_of(group: str) -> Split:
-    """The split a solution belongs to: a fixed function of its identity, so that no seed and no run ever trains on a test solution."""
+    """The split of a solution. It depends on the identity of the solution alone, so that no run trains on a test solution."""
     digest = hashlib.sha256(group.encode()).digest()
     return "test" if digest[0] < TEST_FRACTION * 256 else "train"
 
 
 class Task(abc.ABC):
-    """A family of problems with a verifier. Subclasses that set `name` are found by `get_task`, once imported (`tasks/__init__.py`)."""
+    """A family of problems with a verifier. `get_task` finds imported subclasses that set `name`."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]
@@ -72,11 +70,11 @@ class Task(abc.ABC):
     instructions: ClassVar[str] = "Give the answer alone, between <answer> and </answer>."
     """The instructions before the problem in the chat format."""
     published: ClassVar[Mapping[str, Component]] = {}
-    """The components of the published reward (of d1, Zhao et al. 2025, unless the task says otherwise), by name."""
+    """The components of the published reward (d1, Zhao et al. 2025, unless the task names another), by name."""
     reference: ClassVar[str | None] = None
-    """The column with the text that a completion should resemble, for ROUGE and BLEU; None: similarity is not measured."""
+    """The column with the text that ROUGE and BLEU compare a completion with; None: they are not computed."""
     max_completion: int | None = None
-    """Tokens (for a character tokenizer) of the longest right completion, and one for the end of sequence; None: the sampler's setting."""
+    """Tokens (of a character tokenizer) in the longest right completion and its end of sequence; None: the sampler's setting."""
 
     _known: ClassVar[dict[str, type[Task]]] = {}
 
@@ -87,54 +85,47 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of one record of a file. DataError that names `where` if it is malformed."""
+        """The row of one record of a file. Raises a DataError that names `where` if the record is malformed."""
 
     @abc.abstractmethod
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The strict verdict on a completion: any string gets one, in bounded time. Its value may give partial credit, in [0, 1)."""
+        """The verdict on a completion, which may be any text, in bounded time. A wrong one may get partial credit, in [0, 1)."""
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
-        """The verdict on each completion; tasks that run programs verify many in parallel."""
+        """The verdict on each completion. Tasks that run programs override this to verify in parallel."""
         return [self.verify(completion, row) for completion, row in zip(completions, rows, strict=True)]
 
     def rows(self, records: Iterable[Record]) -> Iterator[Row]:
-        """The rows of records, each with its place in errors. DataError if a record is malformed or lacks one of `fields`."""
+        """The rows of records. DataError if a record is malformed or lacks one of `fields`."""
         for where, record in records:
             require_names(record, self.fields, where)
             yield self.row(record, where)
 
     def question(self, row: Mapping[str, Any]) -> str:
-        """The problem as a chat message puts it."""
+        """The problem as a chat message."""
         return str(row.get("question", row["prompt"]))
 
     def answer(self, row: Mapping[str, Any]) -> str:
-        """A right answer as a chat message gives it."""
+        """A right answer as a chat message."""
         return f"<answer>{row['completion']}</answer>"
 
     def posed(self, row: Mapping[str, Any], style: Style = "plain", examples: Sequence[Mapping[str, Any]] = ()) -> Row:
-        """The row with solved examples before its problem: as text with blank lines between, or as turns of a conversation."""
+        """The row with solved examples before its problem, as text separated by blank lines (plain) or as messages (chat)."""
         if style == "plain":
             before = "".join(f"{example['prompt']}{example['completion']}\n\n" for example in examples)
             return {**row, "prompt": before + row["prompt"]}
-        turns = [turn for example in examples for turn in (*self._asked(example), *self._answered(example))]
-        return {**row, "prompt": [*turns, *self._asked(row)], "completion": self._answered(row)}
-
-    def _asked(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
-        return [{"role": "user", "content": f"{self.instructions}\n\n{self.question(row)}"}]
-
-    def _answered(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
-        return [{"role": "assistant", "content": self.answer(row)}]
+        messages = []
+        for each in (*examples, row):
+            messages.append({"role": "user", "content": f"{self.instructions}\n\n{self.question(each)}"})
+            messages.append({"role": "assistant", "content": self.answer(each)})
+        return {**row, "prompt": messages[:-1], "completion": messages[-1:]}
 
     def rewards(self, shaping: str = "strict") -> list[Reward]:
-        """The reward functions of a shaping.
+        """The reward functions of a shaping. ConfigError if the task does not have it.
 
         Args:
-            shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: the components of the
-                published reward, one function each (tasks for which there is one). The only function of a shaping has the
-                shaping's name: `sudoku`, `sudoku/partial`.
-
-        Raises:
-            ConfigError: a shaping that the task does not have.
+            shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one function for each component of
+                the published reward. The only function of a shaping is named after it: `sudoku`, `sudoku/partial`.
         """
         known = self.shapings()
         if shaping not in known:
@@ -177,10 +168,9 @@ class Puzzle(Task):
         """A plausible wrong completion: well formed, never right."""
 
     def generate(self, split: Split, count: int, seed: int) -> list[Row]:
-        """`count` different rows of a split. The same seed gives the same rows, and a smaller count their beginning.
+        """`count` different rows of a split. They depend on the seed; a smaller count gives the first of them.
 
-        Raises:
-            ConfigError: for an unknown split, and where the task has fewer than `count` problems.
+        ConfigError if the split is unknown, or the task has fewer problems.
         """
         if split not in get_args(Split):
             raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'.")
@@ -193,22 +183,21 @@ class Puzzle(Task):
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"
-            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Ask for fewer, or widen the task's range.")
+            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Request fewer, or widen the range of the task.")
         return list(rows.values())
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """A completion as a fallible human writes it: wrong with probability `mistake_rate`, else the right one of the row."""
+        """A completion as people write it: wrong with probability `mistake_rate`, else the right one."""
         return self.corrupt(row, rng) if rng.random() < mistake_rate else row["completion"]
 
     @staticmethod
     def chance(effort: float, rate: float) -> float:
-        """How likely a mistake is: evenly more with effort (0 to 1), and `rate` on average. Of a rate of 0.4 from 0 to 0.8, of a rate of
-        0.6 from 0.2 to 1."""
+        """The probability of a mistake: linear in effort (0 to 1), with mean `rate`. From 0 to 0.8 for 0.4, from 0.2 to 1 for 0.6."""
         return 2 * rate * effort if rate <= 0.5 else 1 - 2 * (1 - rate) * (1 - effort)
 
 
 def get_task(name: str) -> Task:
-    """The task of that name with its default settings. ConfigError that names the nearest for an unknown name."""
+    """The task of this name with default settings. For an unknown name: a ConfigError with the most similar one."""
     if name not in Task._known:
         raise ConfigError(f"unknown task {name!r}", remedy=did_you_mean(name, Task._known))
     return Task._known[name]()
@@ -217,11 +206,11 @@ def get_task(name: str) -> Task:
 def as_puzzle(task: Task) -> Puzzle:
     """The task as a `Puzzle`. ConfigError if it does not generate problems."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of them, or a data set on the hub.")
+        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a data set on the hub.")
     return task
 
 
 def get_rewards(name: str) -> list[Reward]:
-    """The reward functions that `task` or `task/shaping` names: `gsm8k`, `sudoku/partial`, `gsm8k/published`."""
+    """The reward functions of `task` or `task/shaping`: `gsm8k`, `sudoku/partial`, `gsm8k/published`."""
     task, _, shaping = name.partition("/")
     return get_task(task).rewards(shaping or "strict")

@@ -1,4 +1,4 @@
-"""Countdown: reach a target with `+ - * /` from three or four numbers, each used exactly once.
+"""Countdown: an expression with `+ - * /` that uses each of three or four numbers exactly once and equals the target.
 
 A prompt is "30,100,93>23:" (the numbers, the target); a completion is an expression such as "93-(100-30)".
 """
@@ -47,19 +47,19 @@ class Term(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def expressions(numbers: tuple[int, ...]) -> dict[str, Fraction]:
-    """Every expression that uses each number exactly once, written with the fewest parentheses, and its value."""
+    """Every expression that uses each number exactly once, with the fewest parentheses, and its value."""
     terms = [Term(Fraction(number), str(number), ATOM) for number in sorted(numbers)]
     return {term.text: term.value for term in _merged(terms)}
 
 
 def solve(numbers: Sequence[int], target: int) -> str | None:
-    """The shortest expression that reaches the target (of those the first in alphabetical order), or None."""
+    """The shortest expression that reaches the target (the first alphabetically), or None."""
     right = [text for text, value in expressions(tuple(sorted(numbers))).items() if value == target]
     return min(right, key=lambda text: (len(text), text), default=None)
 
 
 def _merged(terms: list[Term]) -> Iterator[Term]:
-    """All ways to merge terms, two at a time, into one."""
+    """All ways to merge terms into one, two at a time."""
     if len(terms) == 1:
         yield terms[0]
         return
@@ -70,7 +70,7 @@ def _merged(terms: list[Term]) -> Iterator[Term]:
 
 
 def _applied(left: Term, right: Term) -> Iterator[Term]:
-    """Each operator between two terms; a division by zero is left out."""
+    """Each operator between two terms, except a division by zero."""
     for symbol, (precedence, function) in OPERATORS.items():
         if symbol == "/" and not right.value:
             continue
@@ -82,7 +82,7 @@ def _applied(left: Term, right: Term) -> Iterator[Term]:
 
 
 def published_value(completion: str, row: Mapping[str, Any]) -> float:
-    """1 for the expression in the last answer tags where it is right, a tenth for anything else in them, 0 without tags."""
+    """1 for a right expression in the last answer tags, 0.1 for anything else in them, 0 without tags."""
     answers = tagged_answers(completion)
     if not answers:
         return 0.0
@@ -97,8 +97,8 @@ class Countdown(Puzzle):
     """Countdown with three numbers.
 
     Args:
-        max_number: generated numbers are 1 to this. (The published test file goes to 100; a tiny model needs fewer.)
-        max_target: generated targets are positive integers up to this, as in the published file.
+        max_number: largest generated number. (The published test file goes to 100; a tiny model needs fewer.)
+        max_target: largest generated target, as in the published file.
     """
 
     name = "countdown"
@@ -122,7 +122,7 @@ class Countdown(Puzzle):
         self.max_completion = self.count * len(str(LARGEST)) + (self.count - 1) + (self.count - 2) * len("()") + 1
 
     def draw(self, split: Split, rng: random.Random) -> Row | None:
-        """Random numbers and a random target within their reach; None where no such target belongs to the split."""
+        """Random numbers and a random target that they reach; None if no such target belongs to the split."""
         numbers = [rng.randint(1, self.max_number) for _ in range(self.count)]
         reached = {value.numerator for value in expressions(tuple(sorted(numbers))).values() if value.denominator == 1}
         targets = [target for target in sorted(reached) if 1 <= target <= self.max_target and split_of(_group(numbers, target)) == split]
@@ -136,15 +136,15 @@ class Countdown(Puzzle):
         if not TARGET.fullmatch(str(record["output"])):
             what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
             raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
-        numbers, target = [int(number) for number in record["input"].split(",")], int(record["output"])
-        if solve(numbers, target) is None:
-            raise DataError(f"{target} cannot be reached from {numbers}", where=where, remedy="Mend or remove the row.")
-        return self._row(numbers, target)
+        row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
+        if row["completion"] is None:
+            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row.")
+        return row
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Right where the expression reaches the target and uses each number once; a tenth where only the latter holds."""
+        """Right if the expression uses each number once and reaches the target; 0.1 if it only uses the numbers."""
+        expression = answer_of(completion) or ""
         try:
-            expression = answer_of(completion) or ""
             value, used = evaluate(expression), numbers_used(expression)
         except ArithmeticSyntaxError:
             return MALFORMED
@@ -158,9 +158,9 @@ class Countdown(Puzzle):
         return rng.choice([text for text, value in candidates.items() if value != row["target"]])
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """As people do it: the larger the largest number, the likelier it is left out, for what comes nearest to the target without it."""
+        """A mistake is the nearest that can be reached without the largest number; it is likelier the larger that number is."""
         *others, largest = sorted(row["numbers"])
-        effort = min(1.0, (largest - 0.5) / self.max_number) ** len(row["numbers"])  # evenly from 0 to 1
+        effort = min(1.0, (largest - 0.5) / self.max_number) ** len(row["numbers"])  # uniform from 0 to 1
         if rng.random() >= self.chance(effort, mistake_rate):
             return row["completion"]
         return min(expressions(tuple(others)).items(), key=lambda item: (abs(item[1] - row["target"]), len(item[0]), item[0]))[0]
@@ -182,5 +182,5 @@ class Countdown4(Countdown):
 
 
 def _group(numbers: Sequence[int], target: int) -> str:
-    """The identity of a problem: its order of numbers does not matter."""
+    """The identity of a problem, independent of the order of its numbers."""
     return f"{','.join(map(str, sorted(numbers)))}>{target}"

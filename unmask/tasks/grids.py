@@ -1,11 +1,12 @@
-"""What Sudokus of any size share: a prompt is the cells, row by row, with 0 for an empty one, and "="; a completion the solution."""
+"""Sudokus of any size. A prompt is the cells, row by row, with 0 for an empty one, and "="; a completion is the solution."""
 
 from __future__ import annotations
 
-import abc
+import functools
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
+from math import isqrt
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -15,14 +16,66 @@ from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, Verdict
 from unmask.tasks.base import Puzzle, Row
 
+Units = tuple[int, int, int]
+"""The numbers of a cell's row, column and box."""
+
+
+@functools.cache
+def units_of_cells(side: int) -> list[Units]:
+    """The units of each cell, row by row. Rows have the numbers 0 to side - 1, columns and boxes the next ones."""
+    box = isqrt(side)
+    return [(cell // side, side + cell % side, 2 * side + cell // (side * box) * box + cell % side // box) for cell in range(side**2)]
+
+
+def flip(missing: list[int], units: Units, bit: int) -> None:
+    """Remove a digit (as a bit) from those that the three units of a cell lack, or add it again."""
+    for unit in units:
+        missing[unit] ^= bit
+
+
+def candidates(missing: list[int], units: Units) -> int:
+    """The digits (as bits) that all three units of a cell lack."""
+    row, column, box = units
+    return missing[row] & missing[column] & missing[box]
+
+
+def solutions(puzzle: str) -> Iterator[str]:
+    """The solutions of a puzzle (digits row by row, 0 for an empty cell); none if clues clash."""
+    side = isqrt(len(puzzle))
+    cells, units, missing = list(puzzle), units_of_cells(side), [(1 << side) - 1] * (3 * side)
+    for cell, digit in enumerate(cells):
+        if digit == "0":
+            continue
+        bit = 1 << int(digit) - 1
+        if not candidates(missing, units[cell]) & bit:
+            return
+        flip(missing, units[cell], bit)
+    yield from _search(cells, units, missing, [cell for cell, digit in enumerate(cells) if digit == "0"])
+
+
+def _search(cells: list[str], units: list[Units], missing: list[int], empty: list[int]) -> Iterator[str]:
+    """Fill the empty cells, the one with the fewest candidates first."""
+    if not empty:
+        yield "".join(cells)
+        return
+    cell = min(empty, key=lambda cell: candidates(missing, units[cell]).bit_count())
+    rest = [other for other in empty if other != cell]
+    for digit in range(1, isqrt(len(cells)) + 1):
+        bit = 1 << digit - 1
+        if candidates(missing, units[cell]) & bit:
+            flip(missing, units[cell], bit)
+            cells[cell] = str(digit)
+            yield from _search(cells, units, missing, rest)
+            flip(missing, units[cell], bit)
+
 
 def differences(a: str, b: str) -> int:
-    """How many cells of two grids differ."""
+    """The number of cells in which two grids differ."""
     return sum(x != y for x, y in zip(a, b, strict=True))
 
 
 def published_fraction(completion: str, row: Mapping[str, Any]) -> float:
-    """The share of the empty cells that agree with the solution: of the digits in the last answer tags, as many as there are cells."""
+    """The fraction of empty cells in which the digits of the last answer tags agree with the solution."""
     puzzle, solution = row["puzzle"], row["solution"]
     answers = tagged_answers(completion)
     digits = "".join(filter(str.isdigit, answers[-1])) if answers else ""
@@ -31,31 +84,31 @@ def published_fraction(completion: str, row: Mapping[str, Any]) -> float:
 
 
 class GridPuzzle(Puzzle):
-    """A Sudoku of `digits`, as many to a row, a column and a box.
+    """A Sudoku: each row, column and box holds each of `digits` once.
 
     Args:
-        min_empty, max_empty: how many cells of a generated puzzle are empty, drawn evenly from this range.
+        min_empty, max_empty: range of the number of empty cells in generated puzzles, from which it is drawn uniformly.
     """
 
     digits: ClassVar[str]
     most_empty: ClassVar[int]
-    """Beyond this, a unique solution is too rare to be found."""
+    """With more empty cells, unique solutions are too rare to be found."""
     fields = ("Puzzle", "Solution")
     columns = ("puzzle", "solution")
     published = MappingProxyType({"sudoku": published_fraction})
 
     def __init__(self, min_empty: int, max_empty: int):
         if not 1 <= min_empty <= max_empty <= self.most_empty:
-            what = f"min_empty {min_empty} and max_empty {max_empty} are no range within 1 to {self.most_empty}"
+            what = f"min_empty {min_empty} and max_empty {max_empty} are not a range within 1 to {self.most_empty}"
             raise ConfigError(what, where=self.name, remedy=f"Use 1 <= min_empty <= max_empty <= {self.most_empty}.")
         self.min_empty, self.max_empty = min_empty, max_empty
 
-    @abc.abstractmethod
     def is_valid(self, grid: str) -> bool:
-        """Whether a text is a solved grid: every digit in every row, column and box."""
+        """Whether a text is a solved grid."""
+        return len(grid) == len(self.digits) ** 2 and set(grid) <= set(self.digits) and grid in solutions(grid)
 
     def errors(self, grid: str, row: Mapping[str, Any]) -> int:
-        """How many cells of a grid that does not solve the row's puzzle are wrong."""
+        """The number of wrong cells in a grid."""
         return differences(grid, row["solution"])
 
     def solves(self, grid: str, puzzle: str) -> bool:
@@ -70,17 +123,17 @@ class GridPuzzle(Puzzle):
             remedy = f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at least one)."
             raise DataError(f"{puzzle!r} is not a {side}x{side} puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
         if not (isinstance(solution, str) and self.solves(solution, puzzle)):
-            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Mend or remove the row."
+            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Fix or remove the row."
             raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
         return self.posing(puzzle, solution)
 
     def posing(self, puzzle: str, solution: str) -> Row:
-        """The row that poses a puzzle."""
+        """The row of a puzzle."""
         return {"prompt": puzzle + "=", "completion": solution, "group": solution, "puzzle": puzzle, "solution": solution}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """Right where the grid is valid and keeps the clues; else the share of the empty cells that are right, less a cell for each
-        changed clue."""
+        """A valid grid that keeps the clues is right. The value of another: the fraction of empty cells that are right, less one cell for
+        each changed clue."""
         grid, puzzle = answer_of(completion) or "", row["puzzle"]
         if len(grid) != len(self.digits) ** 2 or not set(grid) <= set(self.digits):
             return MALFORMED
@@ -89,7 +142,7 @@ class GridPuzzle(Puzzle):
         return Verdict(max(0.0, 1 - self.errors(grid, row) / puzzle.count("0")), "wrong")
 
     def corrupt(self, row: Mapping[str, Any], rng: random.Random) -> str:
-        """The solution with one empty cell changed or two swapped: as solved grids differ in four cells or more, never a solution."""
+        """The solution with one empty cell changed or two swapped. Never a solution, as solved grids differ in at least four cells."""
         cells = list(row["completion"])
         empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
         swaps = [(a, b) for a, b in combinations(empty, 2) if cells[a] != cells[b]]

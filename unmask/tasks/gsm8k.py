@@ -11,23 +11,14 @@ from unmask.rewards.format import integer, published_answer, soft_format, strict
 from unmask.rewards.parsing import answer_of
 from unmask.rewards.symbolic import number
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
-from unmask.tasks.base import Component, Row, Task
+from unmask.tasks.base import Row, Task
 
 MARK = "####"
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float:
-    """2 where the text of the answer is that of the reference."""
+    """2 if the text of the answer is that of the reference."""
     return 2.0 * (published_answer(completion) == row["answer"])
-
-
-SHAPING: dict[str, Component] = {
-    "xml_count": lambda text, row: xml_count(text),
-    "soft_format": lambda text, row: soft_format(text),
-    "strict_format": lambda text, row: strict_format(text),
-    "integer": lambda text, row: integer(text),
-    "correctness": correctness,
-}
 
 
 class GSM8K(Task):
@@ -36,31 +27,33 @@ class GSM8K(Task):
     name = "gsm8k"
     fields = ("question", "answer")
     columns = ("answer",)
-    published = MappingProxyType(SHAPING)
+    published = MappingProxyType(
+        {
+            "xml_count": lambda text, row: xml_count(text),
+            "soft_format": lambda text, row: soft_format(text),
+            "strict_format": lambda text, row: strict_format(text),
+            "integer": lambda text, row: integer(text),
+            "correctness": correctness,
+        }
+    )
     instructions = (
         "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n...\n</answer>\n"
         "with the number alone, without a unit, in the answer."
     )
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        """The row of a record; its completion is the published steps, without their calculator marks, and `#### number`."""
-        question, solution = record["question"], record["answer"]
-        steps, mark, answer = str(solution).rpartition(MARK)
-        value = number(answer.strip())
-        if not (isinstance(question, str) and question.strip()) or not mark or value is None:
+        """The row of a record. Its completion is the published steps, without calculator annotations, and `#### number`."""
+        question, solution = record["question"], str(record["answer"])
+        steps, mark, answer = solution.rpartition(MARK)
+        if not (isinstance(question, str) and question.strip()) or not mark or number(answer.strip()) is None:
             remedy = f"Write a question, and an answer that ends with {MARK} and a number."
-            raise DataError(f"not a problem with a number for an answer: {str(solution)[-40:]!r}", where=where, remedy=remedy)
-        plain = answer.strip().replace(",", "")
-        return {
-            "prompt": f"Question: {question.strip()}\nAnswer:",
-            "completion": f" {_without_marks(steps)}{MARK} {plain}",
-            "group": question.strip(),
-            "question": question.strip(),
-            "answer": plain,
-        }
+            raise DataError(f"not a problem whose answer is a number: {solution[-40:]!r}", where=where, remedy=remedy)
+        question, answer = question.strip(), answer.strip().replace(",", "")
+        prompt, completion = f"Question: {question}\nAnswer:", f" {_without_annotations(steps)}{MARK} {answer}"
+        return {"prompt": prompt, "completion": completion, "group": question, "question": question, "answer": answer}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The number in the answer tags, else after the one `####`, else the whole text; a dollar sign and commas do not matter."""
+        """The number in the answer tags, else after a single `####`, else the whole text. A dollar sign and commas are ignored."""
         text = answer_of(completion) or ""
         if text.count(MARK) == 1:
             text = text.partition(MARK)[2]
@@ -74,7 +67,7 @@ class GSM8K(Task):
         return f"<reasoning>\n{steps}\n</reasoning>\n<answer>\n{row['answer']}\n</answer>\n"
 
 
-def _without_marks(steps: str) -> str:
+def _without_annotations(steps: str) -> str:
     """Without the <<48/2=24>> for a calculator."""
     before, *rest = steps.split("<<")
-    return before + "".join(piece.partition(">>")[2] for piece in rest)
+    return before + "".join(part.partition(">>")[2] for part in rest)

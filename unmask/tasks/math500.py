@@ -11,26 +11,22 @@ from unmask.rewards.format import boxed_in_answer
 from unmask.rewards.parsing import BOX, OPEN, answer_of, boxed
 from unmask.rewards.symbolic import equivalent, equivalent_all
 from unmask.rewards.verdict import MALFORMED, Verdict
-from unmask.tasks.base import Component, Row, Task
+from unmask.tasks.base import Row, Task
 
 
 def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
-    """2 for an answer in the last box, anywhere in the text, that is equivalent to the reference."""
+    """2 if the last box, anywhere in the text, is equivalent to the reference."""
     found = boxed(completion)
     verdict = equivalent(found, row["answer"]) if found is not None else MALFORMED
     return None if verdict.value is None else 2.0 * verdict.solved
 
 
-SHAPING: dict[str, Component] = {"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness}
-
-
 def final_answer(completion: str) -> str | None:
     r"""The last box within the answer tags (or the text, without tags); without a box, the content of the tags."""
     text = answer_of(completion)
-    found = boxed(text) if text is not None else None
-    if found is not None or text is None or BOX in text or OPEN not in completion:
-        return found
-    return text
+    if text is None or (OPEN in completion and BOX not in text):
+        return text
+    return boxed(text)
 
 
 class Math500(Task):
@@ -39,7 +35,7 @@ class Math500(Task):
     name = "math500"
     fields = ("problem", "solution", "answer")
     columns = ("answer",)
-    published = MappingProxyType(SHAPING)
+    published = MappingProxyType({"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness})
     instructions = (
         "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n\\boxed{...}\n</answer>\n"
         "with the final answer alone in the box."
@@ -50,16 +46,10 @@ class Math500(Task):
             if not (isinstance(record[name], str) and record[name].strip()):
                 raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string.")
         problem, solution, answer = (record[name].strip() for name in self.fields)
-        return {
-            "prompt": f"Problem: {problem}\nSolution:",
-            "completion": f" {solution}",
-            "group": problem,
-            "question": problem,
-            "answer": answer,
-        }
+        prompt = f"Problem: {problem}\nSolution:"
+        return {"prompt": prompt, "completion": f" {solution}", "group": problem, "question": problem, "answer": answer}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        r"""The last box within the answer tags (or the text, without tags); without a box, the content of the tags."""
         return self.verify_all([completion], [row])[0]
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:

@@ -38,22 +38,16 @@ class Exercism(OCamlCode):
         if not all(isinstance(text, str) for text in texts.values()) or not MODULE.fullmatch(texts["file"]):
             raise DataError("not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text.")
         question = f"{texts['instructions'].strip()}\n\nIts interface is:\n\n{texts['interface'].strip()}"
-        return {
-            "prompt": f"(* {question.replace('(*', '( *').replace('*)', '* )')} *)\n\n",
-            "completion": texts["reference"],
-            "group": texts["file"],
-            "question": question,
-            "file": texts["file"],
-            "interface": texts["interface"],
-            "tests": texts["tests"],
-        }
+        prompt = f"(* {question.replace('(*', '( *').replace('*)', '* )')} *)\n\n"
+        columns = {name: texts[name] for name in self.columns}
+        return {"prompt": prompt, "completion": texts["reference"], "group": texts["file"], "question": question, **columns}
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         return ocaml_job(program, OCamlTests(row["file"], row["interface"], row["tests"]))
 
 
 class MultiPLT(OCamlCode):
-    """Records have `prompt` (a comment and the head of a function) and `tests` (assertions on it); there are no reference solutions."""
+    """Records have `prompt` (a comment and the head of a function) and `tests` (assertions on it), but no reference solution."""
 
     name = "multipl_t_ocaml"
     fields = ("prompt", "tests")
@@ -63,7 +57,7 @@ class MultiPLT(OCamlCode):
         prompt, tests = str(record["prompt"]), str(record["tests"])
         head = HEAD.fullmatch(prompt.rpartition("*)")[2].strip())
         if not head or ASSERTION not in tests:
-            remedy = "Write a `prompt` that ends with the head of a function, all its types given, and `tests` of assertions."
+            remedy = "Write a `prompt` that ends with the head of a function, with all its types, and `tests` of assertions."
             raise DataError("not a function with assertions", where=where, remedy=remedy)
         types = [f"({kind})" if kind else "unit" for kind in ARGUMENT.findall(head["arguments"])]
         return {
@@ -77,7 +71,7 @@ class MultiPLT(OCamlCode):
         }
 
     def program(self, code: str, row: Mapping[str, Any]) -> str:
-        """The function whole, or the rest of the one that the prompt begins."""
+        """The whole function, or the prompt and the rest of the function that it begins."""
         whole = re.search(rf"^let\s+(rec\s+)?{re.escape(row['function'])}\b", code, re.MULTILINE)
         return code if whole else f"{row['stub']} {code}"
 

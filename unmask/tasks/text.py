@@ -21,11 +21,10 @@ ANSWERS = ("completion", "continuation", "answer")
 
 
 class MultipleChoice(Task):
-    """A question with lettered choices; the answer is the letter.
+    """A question with lettered choices; the answer is a letter. For PIQA, ARC, HellaSwag, LogiQA and similar datasets.
 
-    Records have the question (`query`, `question` or `ctx`), a list of choices (`choices`, `endings` or `options`), and the number of
-    the right one, from 0, or its letter (`gold`, `label`, `answerKey`, `answer` or `correct_option`): PIQA, ARC, HellaSwag, LogiQA and
-    the like. A passage that the question is about (`context`, or `text` as in LogiQA 2) precedes it.
+    Records have a question (`query`, `question` or `ctx`), a list of choices (`choices`, `endings` or `options`), the number (from 0) or
+    letter of the right one (`gold`, `label`, `answerKey`, `answer` or `correct_option`), and optionally a passage (`context` or `text`).
     """
 
     name = "multiple_choice"
@@ -45,25 +44,25 @@ class MultipleChoice(Task):
             raise DataError(what, where=where, remedy="Write the question as text and the choices as a list of texts.")
         passage = next((record[name] for name in PASSAGES if record.get(name) is not None), "")
         if not isinstance(passage, str):
-            raise DataError(f"the passage is no text: {passage!r:.40}", where=where, remedy="Write it as a string, or leave it out.")
+            raise DataError(f"the passage is not text: {passage!r:.40}", where=where, remedy="Write it as a string, or omit it.")
         question = f"{passage.strip()}\n{question.strip()}".strip()
         letters = ascii_uppercase[: len(choices)]
         position = letters.index(gold) if gold in list(letters) else _index(gold)
         if not 0 <= position < len(choices):
             what = f"{gold!r:.40} is none of the {len(choices)} choices"
             raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter.")
-        listed = "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
+        question += "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
         return {
-            "prompt": f"{question}{listed}\nAnswer:",
+            "prompt": f"{question}\nAnswer:",
             "completion": f" {letters[position]}",
-            "group": question + listed,
-            "question": question + listed,
+            "group": question,
+            "question": question,
             "letter": letters[position],
             "choices": list(choices),
         }
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The letter alone, in the tags or as the whole text; "(A)", "A." and "a" count as "A"."""
+        """The letter alone, in answer tags or as the whole text. "(A)", "A." and "a" count as "A"."""
         answer = (answer_of(completion) or "").strip("().").upper()
         if len(answer) != 1 or answer not in ascii_uppercase[: len(row["choices"])]:
             return MALFORMED
@@ -74,7 +73,7 @@ class MultipleChoice(Task):
 
 
 class Text(Task):
-    """A text to go on with, and the one right way to: LAMBADA's last word, short answers.
+    """A text and its one right continuation: LAMBADA's last word, short answers.
 
     Records have `prompt`, `context` or `question`, and `completion`, `continuation` or `answer`.
     """
@@ -93,7 +92,7 @@ class Text(Task):
         return {"prompt": prompt, "completion": completion, "group": prompt, "answer": " ".join(answer.split())}
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
-        """The same words in the same order; white space does not matter."""
+        """The same words in the same order; white space is ignored."""
         text = answer_of(completion)
         if text is None:
             return MALFORMED
@@ -101,12 +100,12 @@ class Text(Task):
 
 
 def _first(record: Mapping[str, Any], names: Sequence[str], where: str) -> Any:
-    """The value of the first of these names that the record has."""
+    """The value of the first name that the record has. DataError if it has none."""
     name = next((name for name in names if name in record), names[0])
     require_names(record, [name], where)
     return record[name]
 
 
 def _index(gold: Any) -> int:
-    """A number, also one written as text; -1 for anything else."""
+    """The value of a number, also of one written as text; -1 for anything else."""
     return int(gold) if str(gold).isdecimal() and len(str(gold)) < 3 and not isinstance(gold, bool) else -1

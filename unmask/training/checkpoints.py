@@ -49,19 +49,19 @@ def last_checkpoint(folder: Path) -> Path | None:
     return complete
 
 
-def checked_checkpoint(folder: Path, named: str | Literal[True], *, sharded: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Literal[True], *, wrapped: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:
         named: a path, as in `named_checkpoint`; True: the last complete checkpoint in the output folder, if there is one.
-        sharded: whether FSDP or DeepSpeed wrote it; its files are then not checked.
+        wrapped: whether FSDP or DeepSpeed wrote it; its files are then not checked.
         adapters: whether the run trains adapters.
 
     Raises:
         TrainingError: it is missing or incomplete, or only one of the run and the checkpoint has adapters.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
-    if checkpoint is not None and not sharded:
+    if checkpoint is not None and not wrapped:
         check_whole(checkpoint)
         check_adapters(checkpoint, adapters=adapters)
     return checkpoint

@@ -20,8 +20,9 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.training.config_fields import check_types
-from unmask.training.hardware_checks import amp_faster, amp_supported, deepspeed_config, set_backends
+from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
+from unmask.training.sharding import deepspeed_config
 from unmask.training.trackers import check_trackers
 
 

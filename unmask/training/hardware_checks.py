@@ -3,85 +3,36 @@
 from __future__ import annotations
 
 import contextlib
-import copy
-import importlib.util
-import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from accelerate.utils import DeepSpeedPlugin, DistributedType, DynamoBackend
-from transformers.integrations import HfTrainerDeepSpeedConfig
+from accelerate.utils import DynamoBackend
 from transformers.training_args import OptimizerNames
 
 from unmask.config.run import HardwareConfig
 from unmask.errors import ConfigError, TrainingError, first_line
 from unmask.models.adapters import quantised
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.sharding import check_sharding
 
-AUTO = {name: "auto" for name in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")}
-GATHER = "stage3_gather_16bit_weights_on_model_save"
 OF_TORCHAO = ("adamw_torch_8bit", "adamw_torch_4bit")
 STOCHASTIC_ROUNDING = "bf16_stochastic_round"  # in `optim_args`: unbiased rounding of the updates of bfloat16 weights
 
 
 def amp_supported(bf16: bool) -> bool:
     """Whether mixed precision can train here: float16 needs a GPU; bfloat16 a GPU that supports it, or a CPU."""
-    if not torch.cuda.is_available():
-        return bf16
-    return not bf16 or torch.cuda.is_bf16_supported()
+    if torch.cuda.is_available():
+        return not bf16 or torch.cuda.is_bf16_supported()
+    return bf16
 
 
 def amp_faster() -> bool:
     """Whether mixed precision is known to be faster here: on a GPU with bfloat16 (Ampere or later). Only some CPUs are faster in it."""
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
-
-
-def zero_preset(stage: int) -> dict[str, Any]:
-    """A DeepSpeed config: ZeRO 1 partitions the optimizer's state, 2 the gradients too, 3 the weights too. Other values come from the
-    training arguments ("auto"). The optimizer is torch's, as without DeepSpeed."""
-    precision = {name: {"enabled": "auto"} for name in ("bf16", "fp16")}
-    zero = {"stage": stage} | ({GATHER: True} if stage == 3 else {})
-    return AUTO | precision | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
-
-
-def deepspeed_config(setting: str | dict[str, Any]) -> dict[str, Any]:
-    """The mapping that `deepspeed` names: zero1, zero2 or zero3, a JSON file, or the mapping itself.
-
-    Raises:
-        ConfigError: DeepSpeed is not installed or not launched, no such preset or file, or models would be saved without weights.
-    """
-    require("deepspeed", "deepspeed", where="deepspeed")
-    if "LOCAL_RANK" not in os.environ:
-        remedy = "Start it with torchrun, accelerate launch or deepspeed, even for one process"
-        raise ConfigError("no launcher started this process", where="deepspeed", remedy=remedy)
-    if isinstance(setting, dict):
-        config = setting
-    elif setting in ("zero1", "zero2", "zero3"):
-        config = zero_preset(int(setting[-1]))
-    else:
-        try:
-            config = json.loads(Path(setting).read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
-            remedy = "Give zero1, zero2, zero3, a JSON file or a mapping"
-            raise ConfigError(f"cannot read {setting!r} ({first_line(error)})", where="deepspeed", remedy=remedy) from error
-    zero = config.get("zero_optimization", {})
-    if zero.get("stage") == 3 and not zero.get(GATHER):
-        where = f"deepspeed.zero_optimization.{GATHER}"
-        raise ConfigError("ZeRO 3 would save models without weights", where=where, remedy="Set it to true")
-    return config
-
-
-def require(module: str, extra: str, *, where: str) -> None:
-    """Raise ConfigError unless an optional library is installed."""
-    if importlib.util.find_spec(module) is None:
-        raise ConfigError(f"needs {module}, which is not installed", where=where, remedy=f"Install it with pip install 'unmask[{extra}]'")
 
 
 def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
@@ -94,7 +45,7 @@ def bound_memory(hardware: HardwareConfig | None, device: torch.device) -> None:
 
 @contextlib.contextmanager
 def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
-    """Inside, an allocation for which the device, or the allowed part of it, is too full raises a TrainingError that says what to do."""
+    """Inside, a full device (or a full allowed part of it) raises a TrainingError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -152,7 +103,7 @@ def check_hardware_settings(args: Any, subject: TrainedModel) -> None:
         remedy = "Train adapters (lora), or load it without quantization"
         raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
     check_split(args, subject)
-    check_sharding(args, subject)
+    check_sharding(args, adapters=subject.adapters)
     check_flash_attention(args, subject)
     check_rounding(args, subject)
 
@@ -186,39 +137,10 @@ def check_flash_attention(args: Any, subject: TrainedModel) -> None:
         raise ConfigError("it does not support block-causal attention", where="flash_attention and model.attention", remedy=remedy)
 
 
-def sharded_by(args: Any) -> str | None:
-    """The setting that shards the weights; None: each process holds all of them."""
-    if args.fsdp:
-        return "fsdp"
-    return "deepspeed" if (args.deepspeed or {}).get("zero_optimization", {}).get("stage") == 3 else None
-
-
-def check_sharding(args: Any, subject: TrainedModel) -> None:
-    """Raise ConfigError for FSDP in one process or on CPUs, which accelerate silently ignores, and for adapters on sharded weights, which
-    could not be saved merged."""
-    if subject.adapters and (key := sharded_by(args)):
-        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out (--recipe a40-48gb-x3-ddp)"
-        raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
-    if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
-        remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"
-        raise ConfigError("shards nothing in one process or on CPUs", where="fsdp", remedy=remedy)
-
-
 def compile_in_place(lm: DiffusionLM, args: Any, accelerator: Accelerator) -> None:
     """Compile the model. Accelerate would compile a wrapper, which rollouts, log-probabilities and evaluation do not use."""
     accelerator.state.dynamo_plugin.backend = DynamoBackend.NO
     lm.compile(backend=args.torch_compile_backend or "inductor", mode=args.torch_compile_mode)
-
-
-def with_fresh_accelerator_state(args: Any) -> Any:
-    """A copy of training arguments for one of several runs in a process, for which accelerate would reuse the first run's DeepSpeed."""
-    fresh = copy.copy(args)
-    if args.deepspeed:
-        AcceleratorState._reset_state()
-        fresh.hf_deepspeed_config = HfTrainerDeepSpeedConfig(args.deepspeed)
-        fresh.hf_deepspeed_config.trainer_config_process(fresh)
-        fresh.deepspeed_plugin = DeepSpeedPlugin(hf_ds_config=fresh.hf_deepspeed_config)
-    return fresh
 
 
 def is_split(lm: DiffusionLM) -> bool:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from transformers import TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from unmask.errors import ConfigError, first_line
-from unmask.training.hardware_checks import OF_TORCHAO, require
+from unmask.errors import ConfigError, first_line, require
+from unmask.training.hardware_checks import OF_TORCHAO
 
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 

@@ -35,7 +35,7 @@ class ViewLoss(Protocol):
     phases: Phases
 
     @property
-    def sharded(self) -> bool: ...
+    def uses_fsdp_or_deepspeed(self) -> bool: ...
 
     def views_of(self, batch: Any) -> Views:
         """The views of a micro-batch; the same at every call."""
@@ -92,7 +92,7 @@ class PerViewBackward:
 
     def _most(self, count: int) -> int:
         """The maximum over ranks where all must make the same number of passes (sharded weights or gradients); else this rank's count."""
-        if not self.trainer.sharded:
+        if not self.trainer.uses_fsdp_or_deepspeed:
             return count
         return int(self.trainer.accelerator.gather(torch.tensor([count], device=self.trainer.args.device)).max())
 

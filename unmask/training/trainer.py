@@ -166,7 +166,7 @@ class DiffusionTrainer(Trainer):
         if not resume_from_checkpoint:
             refuse_earlier(folder, started=self.state.global_step > 0)
             return super().train(None, **rest)
-        checkpoint = checked_checkpoint(folder, resume_from_checkpoint, sharded=self.sharded, adapters=has_adapters(self.lm))
+        checkpoint = checked_checkpoint(folder, resume_from_checkpoint, wrapped=self.uses_fsdp_or_deepspeed, adapters=has_adapters(self.lm))
         if self.is_world_process_zero():
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
@@ -198,18 +198,18 @@ class DiffusionTrainer(Trainer):
             setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
 
     @property
-    def sharded(self) -> bool:
-        """Whether FSDP or DeepSpeed writes the checkpoints, whose files then differ."""
+    def uses_fsdp_or_deepspeed(self) -> bool:
+        """Whether FSDP or DeepSpeed writes the checkpoints, which then consist of other files."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     @property
-    def shares_weights(self) -> bool:
+    def shards_weights(self) -> bool:
         """Whether each process holds only a part of the weights (FSDP, ZeRO 3). Every forward pass then needs all processes."""
         return self.is_fsdp_enabled or (self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3)
 
     def lockstep(self) -> contextlib.AbstractContextManager[None]:
         """Inside, processes may make different numbers of forward passes without gradients. Other collectives would deadlock."""
-        return lockstep(self.lm, self.args.device) if self.shares_weights else contextlib.nullcontext()
+        return lockstep(self.lm, self.args.device) if self.shards_weights else contextlib.nullcontext()
 
     # Evaluation.
 

@@ -65,7 +65,7 @@ def cached_pass(
             block = slice(entry.start - extent.base, entry.stop - extent.base)
             for values_BQ, draft_GW in ((queries.ids_BQ, entry.draft.ids_GW), (queries.hidden_BQ, entry.draft.hidden_GW)):
                 values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
-    if copies > 1:  # a draft has columns behind the block, and attends to these and to the clean tokens
+    if copies > 1:  # a draft has columns after the block, and attends to these and to the clean tokens
         draft_BQ = real_BQ & (ahead_Q > 0)
         first_BQ = stop_B1 + (ahead_Q - 1) * width
         queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
@@ -142,7 +142,7 @@ def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: 
         length_B1 = torch.tensor([[entry.length] for entry in entries], device=index_N.device)
         fraction_BQ = (slots.hidden_SC[slot_indices].sum(1, keepdim=True) / length_B1).expand_as(queries.position_BQ)
     elif lm.has_time_embedding:
-        fraction_BQ = lm.hidden_share(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
+        fraction_BQ = lm.hidden_fraction(queries.hidden_BQ & (queries.copy_BQ > 0), layout)
     key_K = torch.arange(max(columns, 1), device=index_N.device)
     allowed_BQK = key_K < queries.end_BQ[:, :, None]
     if queries.draft_BQ2 is not None:

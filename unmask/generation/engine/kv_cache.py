@@ -23,7 +23,7 @@ class SlotCache(Cache):
         self.shape = (0, 0)
         self.slot_B = torch.zeros(0, dtype=torch.long)  # of the current pass, in the order of its batch
         self.first: int | None = None  # of these slots, if they are consecutive
-        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)  # written by the pass; behind the last column for padding
+        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)  # written by the pass; after the last column for padding
         self.width = 0  # the number of columns that the pass reads
 
     def reserve(self, slots: int, columns: int) -> None:

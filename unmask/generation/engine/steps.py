@@ -45,7 +45,7 @@ class SequenceState:
         return self.request.counts[self.block] if self.request.counts else []
 
     def tokens_to_reveal(self, ahead: int) -> int:
-        """The number at the step `ahead` of the current one; 0 behind the last step."""
+        """The number at the step `ahead` of the current one; 0 after the last step."""
         step = self.step + ahead
         return self.counts[step] if step < len(self.counts) else 0
 

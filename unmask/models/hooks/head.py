@@ -22,14 +22,14 @@ LOGITS_AT_ONCE = 2**24
 class RowSelector:
     """Hooks of the output head that keep only the selected rows, or replace logits by log-probabilities of targets.
 
-    They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head share one selector:
-    PEFT trains a deep copy of a head in `modules_to_save`.
+    They work inside any wrapper (DDP, PEFT, FSDP) and change nothing before the head. All copies of a head share one selector: PEFT trains
+    a deep copy of a head in `modules_to_save`.
 
     Attributes:
         index_N: the rows, flat indices into [B * T]; None: all.
-        target_N: if set, their log-probabilities are computed chunk by chunk, and only the logits of the first row; or [N, K].
+        target_N: targets [N] or [N, K], whose log-probabilities are computed chunk by chunk; the head then returns the first row's logits.
         log_prob_N: the result, of the shape of the targets.
-        hidden_ND: the head's input for them.
+        hidden_ND: the head's input at the rows.
         captured: a list that collects the hidden states at the rows of every pass; None: not collected.
     """
 
@@ -53,15 +53,12 @@ class RowSelector:
         self.index_N = self.target_N = self.log_prob_N = self.hidden_ND = self._first_V = None
 
     def check(self, first_V: Tensor) -> None:
-        """Check once that the model's logits of the first row equal those of the chunks.
-
-        Raises:
-            ModelError: the model changes the logits after its head in an unknown way.
-        """
-        own_V = None if self._checked or self._first_V is None else self._first_V.to(first_V.device)
-        if own_V is not None and not torch.allclose(own_V.float(), first_V.float(), atol=1e-3):
-            what = "the model changes the logits of its head in a way that is not known"
-            raise ModelError(what, where="output head", remedy="Score fewer rows at once (training.score_chunk)")
+        """Check once that the model's logits of the first row equal those of the chunks. Raises ModelError if they differ."""
+        if not self._checked and self._first_V is not None:
+            expected_V = self._first_V.to(first_V.device)
+            if not torch.allclose(expected_V.float(), first_V.float(), atol=1e-3):
+                what = "the model changes the logits of its head in an unknown way"
+                raise ModelError(what, where="output head", remedy="Score fewer rows at once (training.score_chunk)")
         self._checked = True
 
     @classmethod
@@ -75,7 +72,7 @@ class RowSelector:
                 return hook.__self__
         selector = cls(model.config)
         head.register_forward_pre_hook(selector.select)
-        head.register_forward_hook(selector.score)
+        head.register_forward_hook(selector.compute_log_probs)
         return selector
 
     def select(self, head: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
@@ -92,20 +89,20 @@ class RowSelector:
         self.hidden_ND = hidden_ND
         return (hidden_ND[None, :1],)
 
-    def score(self, head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    def compute_log_probs(self, head: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         """After the head: log-probabilities of the targets."""
         if self.target_N is None:
             return
         assert self.hidden_ND is not None
         self._first_V = self.after(out[0, 0].detach())
         rows = max(1, LOGITS_AT_ONCE // out.shape[-1])
-        pieces = zip(self.hidden_ND.split(rows), self.target_N.to(out.device).split(rows), strict=True)
+        chunks = zip(self.hidden_ND.split(rows), self.target_N.to(out.device).split(rows), strict=True)
         settings = (self.forbidden, self.temperature)
-        self.log_prob_N = torch.cat([checkpoint(self._chunk, head, *piece, *settings, use_reentrant=False) for piece in pieces])
+        self.log_prob_N = torch.cat([checkpoint(self._of_chunk, head, *chunk, *settings, use_reentrant=False) for chunk in chunks])
 
-    def _chunk(self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: int, temperature: float) -> Tensor:
+    def _of_chunk(self, head: nn.Module, hidden_ND: Tensor, target_N: Tensor, forbidden: int, temperature: float) -> Tensor:
         logits_NV = self.after(head.forward(hidden_ND))
-        logits_NV = logits_NV.double() if logits_NV.dtype == torch.float64 else logits_NV.float()
+        logits_NV = logits_NV if logits_NV.dtype == torch.float64 else logits_NV.float()
         forbidden_V = torch.arange(logits_NV.shape[1], device=logits_NV.device) == forbidden
         logits_NV = logits_NV.masked_fill(forbidden_V, -torch.inf)
         return token_log_probs(logits_NV, target_N, temperature)

@@ -1,4 +1,4 @@
-"""The last layer at selected rows: the other rows need keys and values only, so that their queries, outputs and MLP are skipped.
+"""The last layer at selected rows: the other rows need only keys and values, so their queries, outputs and MLP are skipped.
 
 Shapes: B batch, T tokens, D width of a module's input or output, N selected rows.
 """
@@ -17,12 +17,10 @@ OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
 class LastLayer:
-    """Hooks of the last layer's row-wise modules: they compute the selected rows, and return zeros elsewhere.
+    """Hooks of the last layer's row-wise modules: they compute the rows `index_N` (flat indices into [B * T]; None: all), and return zeros
+    elsewhere.
 
     A module of unknown name computes all rows, which costs time and changes nothing. All copies of a model share the hooks.
-
-    Attributes:
-        index_N: the rows, flat indices into [B * T]; None: all.
     """
 
     def __init__(self) -> None:
@@ -59,7 +57,7 @@ class LastLayer:
         return (rows_BTD.reshape(-1, rows_BTD.shape[-1])[self.index_N.to(rows_BTD.device)][None], *args[1:])
 
     def restore(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor | None:
-        """After it."""
+        """After the module."""
         if self.index_N is None:
             return None
         assert self._shape is not None

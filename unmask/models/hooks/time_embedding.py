@@ -1,8 +1,7 @@
 """An embedding of the noise level, added to the token embeddings (the time conditioning of DiT, Peebles and Xie 2023).
 
-Embedded is the fraction of hidden tokens in a token's group (its document, or its attention block): the time t of training,
-which is known in generation too. Nothing is added to groups without hidden tokens, so that clean text is read as the causal
-model reads it.
+The noise level is the fraction of hidden tokens in a token's document or attention block: the time t of training, which is known in
+generation too. Nothing is added to groups without hidden tokens, so that the model reads clean text as the causal model does.
 
 Shapes: B batch, T tokens, D hidden width, F frequencies.
 """
@@ -25,50 +24,48 @@ FREQUENCIES = 128
 NAME = "unmask_time"
 
 
-class Share:
-    """The fraction of hidden tokens [B, T] in the current pass, shared by all copies of a module.
+class HiddenFraction:
+    """The fraction of hidden tokens in the current pass (`value_BT`; None: nothing is hidden), shared by all copies of a module.
 
-    Attributes:
-        value_BT: None: nothing is hidden.
-        in_every_pass: whether the module is called even if nothing is hidden, to add zeros.
+    With `in_every_pass` the module is called even if nothing is hidden, to add zeros.
     """
 
     def __init__(self) -> None:
         self.value_BT: Tensor | None = None
         self.in_every_pass = False
 
-    def __deepcopy__(self, memo: dict) -> Share:
+    def __deepcopy__(self, memo: dict) -> HiddenFraction:
         return self
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoids of the fraction of hidden tokens, through an MLP whose last layer starts at zero: at first it changes nothing.
+    """Sinusoids of the fraction of hidden tokens, through an MLP whose last layer starts at zero, so that at first nothing changes.
 
-    It is a forward hook of the model's input embeddings and a module of the model, trained and saved with it.
+    A module of the model, trained and saved with it. `add` is a forward hook of the input embeddings.
     """
 
-    def __init__(self, width: int, share: Share):
+    def __init__(self, width: int, fraction: HiddenFraction):
         super().__init__()
-        self.share = share
+        self.fraction = fraction
         self.into = nn.Linear(2 * FREQUENCIES, width)
         self.out = nn.Linear(width, width)
         nn.init.zeros_(self.out.weight)
         nn.init.zeros_(self.out.bias)
 
-    def forward(self, share_BT: Tensor) -> Tensor:
+    def forward(self, fraction_BT: Tensor) -> Tensor:
         """[B, T, D]."""
         weight = self.into.weight
-        frequency_F = torch.exp(-math.log(10_000.0) * torch.arange(FREQUENCIES, device=share_BT.device) / FREQUENCIES)
-        angle_BTF = 1000.0 * share_BT[..., None].float() * frequency_F
+        frequency_F = torch.exp(-math.log(10_000.0) * torch.arange(FREQUENCIES, device=fraction_BT.device) / FREQUENCIES)
+        angle_BTF = 1000.0 * fraction_BT[..., None].float() * frequency_F
         waves_BTF = torch.cat([angle_BTF.cos(), angle_BTF.sin()], -1).to(weight.dtype)
-        return self.out(nn.functional.silu(self.into(waves_BTF))) * (share_BT > 0)[..., None]
+        return self.out(nn.functional.silu(self.into(waves_BTF))) * (fraction_BT > 0)[..., None]
 
     def add(self, embeddings: nn.Module, args: tuple[Tensor, ...], out_BTD: Tensor) -> Tensor:
         """The hook."""
-        share_BT = self.share.value_BT
-        if share_BT is None and not self.share.in_every_pass:
+        fraction_BT = self.fraction.value_BT
+        if fraction_BT is None and not self.fraction.in_every_pass:
             return out_BTD
-        return out_BTD + self(torch.zeros(out_BTD.shape[:2], device=out_BTD.device) if share_BT is None else share_BT)
+        return out_BTD + self(torch.zeros(out_BTD.shape[:2], device=out_BTD.device) if fraction_BT is None else fraction_BT)
 
 
 def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
@@ -79,18 +76,14 @@ def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
     table = model.get_input_embeddings()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # the same initial function everywhere
-        time = TimeEmbedding(table.weight.shape[1], Share()).to(table.weight)
+        time = TimeEmbedding(table.weight.shape[1], HiddenFraction()).to(table.weight)
     setattr(model, NAME, time)
     table.register_forward_hook(time.add)
     return time
 
 
 def load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str | None = None) -> None:
-    """Add the time embedding that was saved with a model, which stock classes do not load.
-
-    Raises:
-        ModelError: the weights lack it.
-    """
+    """Add the time embedding that was saved with a model; stock classes do not load it. Raises ModelError if the weights lack it."""
     time = add_time_embedding(model)
     found: dict[str, Tensor] = {}
     options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}

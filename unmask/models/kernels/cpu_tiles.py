@@ -15,19 +15,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 LEAST_QUERIES = 129  # shorter rows are a tile or two
-NARROW = 16  # SDPA is slower for narrower heads: with 8 dimensions 1.3 times as slow as with 16, of which 8 are 0
+NARROW = 16  # narrower heads are padded to this width: SDPA takes 1.3 times as long for 8 dimensions
 
 
 class Grain(NamedTuple):
-    """How finely masks are divided: smaller tiles waste less, in more and smaller calls.
+    """The side of a tile, and the visible fraction of a mask above which one dense call is faster.
 
-    Attributes:
-        side: of a tile.
-        worth: the visible fraction above which one dense call is faster.
+    Smaller tiles waste less, in more and smaller calls.
     """
 
     side: int
-    worth: float
+    densest: float
 
 
 FINE = Grain(32, 0.8)  # for narrow heads; measured with 8 dimensions
@@ -45,14 +43,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Tiles:
-    """A mask without its empty tiles. Tiles are numbered row by row.
-
-    Attributes:
-        rows: of the mask.
-        side: of a tile.
-        groups: all tiles with visible entries.
-        place_I: the index of each tile of queries among those of the groups.
-    """
+    """A mask of `rows` rows without its empty tiles, numbered row by row; `place_I` is the place of each tile of queries in the groups."""
 
     rows: int
     side: int
@@ -70,7 +61,7 @@ def visible(allowed_RQK: Tensor, grain: Grain) -> Tiles | None:
     at_Q = torch.arange(queries + -queries % size).clamp_max(queries - 1)  # padding has the mask of the last query
     tile_RIJSS = F.pad(allowed_RQK[:, 0, at_Q], (0, -keys % size)).unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
     seen_RIJ = tile_RIJSS.any(4).any(3)
-    if seen_RIJ.sum() * size**2 > grain.worth * rows * queries * keys:
+    if seen_RIJ.sum() * size**2 > grain.densest * rows * queries * keys:
         return None
     row_RI = torch.arange(rows)[:, None].expand(seen_RIJ.shape[:2])
     tile_IJSS, seen_IJ, row_I = tile_RIJSS.flatten(0, 1), seen_RIJ.flatten(0, 1), row_RI.flatten()
@@ -104,8 +95,7 @@ def attend(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Tiles
 
 
 def _cut(x_BHTD: Tensor, size: int, outer: int) -> Tensor:
-    """Divide into tiles [O, tiles, S, H, D], those of rows with separate masks one after another. Needs no copy for the layout of heads
-    in transformers."""
+    """Divide into tiles [O, tiles, S, H, D], row by row; without a copy where heads lie in memory as in transformers."""
     x_BTHD = x_BHTD.transpose(1, 2)
     padding = (0, max(0, NARROW - x_BTHD.shape[-1]), 0, 0, 0, -x_BTHD.shape[1] % size)
     x_BTHD = F.pad(x_BTHD, padding) if any(padding) else x_BTHD

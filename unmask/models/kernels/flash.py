@@ -15,23 +15,16 @@ from torch.nn.attention.varlen import varlen_attn
 
 
 class Documents(NamedTuple):
-    """The positions of a batch's documents.
+    """The positions of a batch's documents."""
 
-    Attributes:
-        index_N: flat indices into [B * T] of the tokens without padding.
-        bounds_S1: the start of each document among these, and the end of the last.
-        longest: tokens of the longest.
-        causal: whether tokens attend only to those before them.
-    """
-
-    index_N: Tensor
-    bounds_S1: Tensor
-    longest: int
-    causal: bool
+    index_N: Tensor  # flat indices into [B * T] of the tokens without padding
+    bounds_S1: Tensor  # the start of each document among these, and the end of the last
+    longest: int  # tokens of the longest document
+    causal: bool  # whether tokens attend only to earlier ones
 
 
 def documents(document_BT: Tensor, *, causal: bool) -> Documents:
-    """The documents that are numbered from 1, with 0 for padding."""
+    """The documents of tokens whose document numbers are `document_BT`, with 0 for padding."""
     row_BT = torch.arange(len(document_BT), device=document_BT.device)[:, None].expand_as(document_BT)
     index_N = document_BT.flatten().nonzero().squeeze(1)
     key_2N = torch.stack([row_BT.flatten(), document_BT.flatten()])[:, index_N]

@@ -37,9 +37,7 @@ def attend(
 ) -> Tensor:
     """Scaled dot-product attention under the mask, [B, H, Q, D]; fewer key heads serve groups of query heads.
 
-    Args:
-        scaling: of the scores; None: one over the root of D.
-        softcap: smooth bound of the scores' magnitude.
+    `scaling` None is one over the root of D; `softcap` is a smooth bound of the attention logits' magnitude.
     """
     cap = None if softcap is None else lambda score, *_: softcap * torch.tanh(score / softcap)
     grouped = query_BHQD.shape[1] != key_BHKD.shape[1]

@@ -1,6 +1,6 @@
 """What a reinforcement-learning method is: its settings, the views that score a rollout, and the loss of their log-probabilities.
 
-Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden behind its end).
+Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its end).
 Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
 """
 
@@ -64,7 +64,7 @@ class LossInputs:
 
     @property
     def length_B1(self) -> Tensor:
-        """The tokens of each completion, and those scored behind its end."""
+        """The tokens of each completion, and those scored after its end."""
         return learnable(self.rollout, self.views).sum(1, keepdim=True).clamp_min(1)
 
 

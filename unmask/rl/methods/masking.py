@@ -44,7 +44,7 @@ class MaskingStrategy:
         """The views of one inner iteration.
 
         They depend on each completion and the draw alone: not on the rest of the batch, the global generators or earlier calls.
-        Targets are hidden and belong to the completion; the canvas behind its end is hidden (`weighed` does that).
+        Targets are hidden and belong to the completion; the canvas after its end is hidden (`weighed` does that).
 
         Args:
             rollout: the completions.
@@ -61,7 +61,7 @@ class MaskingStrategy:
 
 
 def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None) -> Views:
-    """Views that hide some of the completion and all behind its end, with the weights that the method's loss needs.
+    """Views that hide some of the completion and all after its end, with the weights that the method's loss needs.
 
     token: one over the number of views that hide the token, so that the sum is its mean log-probability over these; a token that no view
     hides has sum 0 and ratio 1. mean: one over the number of tokens that the view hides. bound: L/k over the number of views, which
@@ -123,7 +123,7 @@ class Adaptive(MaskingStrategy):
 
 
 class Block(MaskingStrategy):
-    """SPG's views, like the states of sampling block by block: a random decoding block hidden in part, clean before it, hidden behind."""
+    """SPG's views, like the states of sampling block by block: a random decoding block hidden in part, clean before it, hidden after it."""
 
     estimators = ("token", "mean")
 

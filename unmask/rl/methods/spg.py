@@ -18,7 +18,7 @@ from unmask.rl.rollout import Rollout
 
 def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, Tensor]:
     """The hidden tokens of the completion and the clean tokens [B, M, T]. Each view has another decoding block, of which a random number of
-    tokens are hidden; the prompt and the blocks before it are clean, those behind it hidden."""
+    tokens are hidden; the prompt and the blocks before it are clean, those after it hidden."""
     block_BT = torch.where(rollout.completion_BT, rollout.block_BT, -1)
     blocks_B = block_BT.amax(1) + 1
     number = max(int(blocks_B.max()), 1)
@@ -38,8 +38,8 @@ def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, 
 
 def lower_bound(inputs: LossInputs) -> Tensor:
     """The mean over views of the mean log-probability of the view's tokens [B, 1]: the ELBO per token, as published. Views
-    that hide only what stands behind the end are left out."""
-    weight_BM = inputs.views.weight_BMT.sum(2)  # below 1 where some of what is hidden stands behind the end
+    that hide only what comes after the end are left out."""
+    weight_BM = inputs.views.weight_BMT.sum(2)  # below 1 where some of what is hidden is after the end
     value_BM = (inputs.views.weight_BMT * inputs.policy_BMT).sum(2) / torch.where(weight_BM > 0, weight_BM, 1)
     return value_BM.sum(1, keepdim=True) / (weight_BM > 0).sum(1, keepdim=True).clamp_min(1)
 

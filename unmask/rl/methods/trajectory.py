@@ -166,7 +166,7 @@ class JustGRPO(OnPolicyReplayMethod):
     steps: int | None = fixed(None)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """A view for every token, which hides it and all that stands behind it (in a model by blocks: in its block)."""
+        """A view for every token, which hides it and all that comes after it (in a model by blocks: in its block)."""
         canvas_BT = rollout.completion_BT | rollout.beyond_BT
         as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
         return replay(as_steps, steps_within(as_steps))

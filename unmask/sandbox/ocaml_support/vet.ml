@@ -1,7 +1,7 @@
-(* Refuses a program that has a word with which it could break the type system, end the process or reach beyond it; exits with 1.
+(* Exits with 1 if a program contains a word that could break the type system, end the process or reach outside it.
 
-   The compiler's own lexer tells words from comments and strings, and whatever is named is a word somewhere. The modules are besides not
-   to be found where candidates are compiled; this says so first, and more plainly. *)
+   The compiler's lexer separates words from comments and strings. Candidates are also compiled without these modules; this check comes
+   first, with a plainer message. *)
 
 let modules =
   [

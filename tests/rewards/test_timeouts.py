@@ -11,7 +11,7 @@ import time
 import pytest
 
 from unmask.errors import TrainingError
-from unmask.rewards.calls import EventLoop, LateError, in_thread, limited, reward_values
+from unmask.rewards.timeouts import EventLoop, LateError, in_thread, limited, reward_values
 
 FOUR = {"completions": ["a", "b", "c", "d"], "state": "all", "numbers": [1, 2, 3, 4]}
 
@@ -41,7 +41,7 @@ def test_what_is_late_is_given_up_on_and_what_raises_raises():
 
 
 def test_a_thread_that_hangs_does_not_hold_up_the_end_of_the_interpreter():
-    code = "import time; from unmask.rewards.calls import *; in_thread(lambda: time.sleep(60)); EventLoop().run(asyncio.sleep(0), 60)"
+    code = "import time; from unmask.rewards.timeouts import *; in_thread(lambda: time.sleep(60)); EventLoop().run(asyncio.sleep(0), 60)"
     ended = subprocess.run([sys.executable, "-W", "error", "-c", code], timeout=20, capture_output=True)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
@@ -72,7 +72,7 @@ def test_coroutines_share_one_loop_and_are_cancelled_when_late():
 
 
 def test_a_loop_that_is_blocked_is_left(monkeypatch):
-    monkeypatch.setattr("unmask.rewards.calls.PING_SECONDS", 0.05)
+    monkeypatch.setattr("unmask.rewards.timeouts.PING_SECONDS", 0.05)
     loop, end = EventLoop(), threading.Event()
 
     async def blocks():

@@ -1,4 +1,4 @@
-"""Calls of users' functions with a time limit; an exception is returned in the place of the value."""
+"""Time limits for users' functions, and calls of reward functions that return an exception in place of a value."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from unmask.errors import TrainingError, UnmaskError
 
 T = TypeVar("T")
 Arguments = Mapping[str, Any]
-"""Of a reward function. Lists have an entry for each completion; anything else is for all of them."""
-Call = Callable[[Arguments, float], Any]
-"""Calls a function with arguments, and raises LateError after that number of seconds."""
+"""The arguments of a reward function. Lists have an entry for each completion; anything else applies to all of them."""
+TimedCall = Callable[[Arguments, float], Any]
+"""Calls a function with arguments; raises LateError after this number of seconds."""
 PING_SECONDS = 1.0
 
 
@@ -40,7 +40,7 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
 
 
 def limited(future: Future[T], seconds: float) -> T:
-    """The result of a future. Without one in time it is cancelled, if possible, and LateError is raised."""
+    """The result of a future. After `seconds` without one, it is cancelled (if possible) and LateError is raised."""
     if not wait([future], timeout=seconds).done:
         future.cancel()
         raise LateError(f"no answer within {seconds:g} seconds")
@@ -48,7 +48,7 @@ def limited(future: Future[T], seconds: float) -> T:
 
 
 class EventLoop:
-    """The event loop of async functions. It is kept, as in TRL, so that clients and locks outlive a call; a blocked one is replaced."""
+    """The event loop of async functions. As in TRL, it outlives a call, as clients and locks must; a blocked one is replaced."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -64,38 +64,34 @@ class EventLoop:
         try:
             return limited(asyncio.run_coroutine_threadsafe(awaited(awaitable), loop), seconds)
         except LateError:
-            self._leave_if_blocked(loop)
+            responsive = threading.Event()
+            loop.call_soon_threadsafe(responsive.set)
+            if not responsive.wait(PING_SECONDS):
+                with self._lock:
+                    self._loop = None if self._loop is loop else self._loop
             raise
-
-    def _leave_if_blocked(self, loop: asyncio.AbstractEventLoop) -> None:
-        pong = threading.Event()
-        loop.call_soon_threadsafe(pong.set)
-        if not pong.wait(PING_SECONDS):
-            with self._lock:
-                self._loop = None if self._loop is loop else self._loop
 
 
 async def awaited(awaitable: Awaitable[T]) -> T:
-    """A coroutine of anything that can be awaited."""
+    """A coroutine of anything that can be awaited. SystemExit, which would end the event loop, becomes a RuntimeError."""
     try:
         return await awaitable
-    except SystemExit as error:  # user code; it would end the loop
+    except SystemExit as error:  # user code
         raise RuntimeError(f"SystemExit: {error}") from error
 
 
 EVENT_LOOP = EventLoop()
 
 
-def reward_values(call: Call, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
-    """The value of a function for each completion, or the exception in its place.
+def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
+    """The value of a reward function for each completion, or the exception in its place.
 
     Args:
-        call: calls the function.
-        arguments: its arguments.
+        call: calls the function with `arguments`.
         seconds: time limit of all calls together.
-        name: its name.
-        alone: whether a function that raises is called again for each completion alone, in the remaining time, so that one bad completion
-            does not lose the rewards of the others.
+        name: name of the function in errors.
+        alone: if the function raises, call it again for each completion alone, in the remaining time, so that one bad completion does
+            not cost the others their rewards.
 
     Raises:
         TrainingError: the function raised it, or did not return one value per completion.
@@ -117,10 +113,10 @@ def reward_values(call: Call, arguments: Arguments, seconds: float, *, name: str
 
 
 def check_signature(function: Callable[..., Any], arguments: Arguments, name: str) -> None:
-    """Raise a TrainingError where a function does not take the arguments: it would fail on everything."""
+    """Raise a TrainingError if a function does not accept the arguments: it would fail on every completion."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # of some functions written in C
+    except ValueError:  # some functions written in C have none
         return
     try:
         signature.bind(**arguments)
@@ -134,8 +130,8 @@ def part(arguments: Arguments, at: slice) -> Arguments:
     return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-def _answer(call: Call, arguments: Arguments, seconds: float, of_all: BaseException) -> Any:
-    """What a function that raised `of_all` gives for one completion alone."""
+def _answer(call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException) -> Any:
+    """The value or exception for one completion alone, of a function that raised `of_all` for all of them."""
     if seconds <= 0:
         return LateError("no time left")
     try:
@@ -144,18 +140,18 @@ def _answer(call: Call, arguments: Arguments, seconds: float, of_all: BaseExcept
         raise
     except (Exception, SystemExit) as error:  # user code
         return error
-    # A function may not support a single completion; that does not end the run.
+    # A function that does not support single completions must not end the run.
     return values[0] if isinstance(values, Sequence) and len(values) == 1 else of_all
 
 
 def _listed(values: Any) -> Any:
-    """Arrays and tensors as lists and numbers, also those in a list."""
+    """Arrays and tensors, also those in a list, as lists and numbers."""
     values = values.tolist() if hasattr(values, "tolist") else values
     return [value.tolist() if hasattr(value, "tolist") else value for value in values] if isinstance(values, Sequence) else values
 
 
 def shown(value: Any) -> str:
-    """The beginning of a value as text, also of one that cannot be printed."""
+    """The beginning of a value as text; its type if it cannot be printed."""
     try:
         return f"{value!r:.60}"
     except Exception:  # user code, or an integer of thousands of digits
