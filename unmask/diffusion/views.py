@@ -1,4 +1,4 @@
-"""Views: noised copies of a batch, by a plan that sets the hidden tokens, the targets among them, and the weight of each.
+"""Views: noised copies of a batch, by a plan that sets the hidden tokens, the targets, and the weight of each target.
 
 Weights are scaled so that `(weight * log_prob).sum()` over views and tokens estimates the log-likelihood bound of the sequence. Maskable
 tokens are divided into groups that are noised together: the whole completion in a bidirectional model, one attention block in a

@@ -35,7 +35,7 @@ class Decision(NamedTuple):
 def decide(
     logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
 ) -> Decision:
-    """Draw a token for each row and rank it. All randomness is keyed by (seed, key, step, position). NaN logits are a GenerationError.
+    """Draw a token for each row and rank it. All randomness is keyed by (seed, key, step, position). Refuses NaN logits.
 
     Args:
         logits_NV: aligned logits at hidden positions.

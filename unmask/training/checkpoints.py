@@ -32,7 +32,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def refuse_earlier(folder: Path, *, started: bool) -> None:
-    """Raise TrainingError if the output folder holds a checkpoint of an earlier run: any, unless this run has `started` to make steps."""
+    """Raise TrainingError if the output folder holds checkpoints of an earlier run. Those of a run that has `started` are its own."""
     if not started and (earlier := checkpoints(folder)):
         remedy = "Resume with train(resume_from_checkpoint=True), remove it, or choose another output_dir"
         raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
@@ -68,7 +68,7 @@ def checked_checkpoint(folder: Path, named: str | Literal[True], *, wrapped: boo
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint at a user's path: a checkpoint, or the folder of a run, for its last complete one; if none, a TrainingError."""
+    """The checkpoint at a path: itself, or the last complete one in the folder of a run. Raises TrainingError if there is none."""
     if _is_checkpoint(path):
         return path
     if (checkpoint := last_checkpoint(path)) is None:
@@ -77,7 +77,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def named_stage(path: Path) -> tuple[int, Path]:
-    """The stage number and checkpoint at a user's path: a checkpoint, a stage, or the folder of a conversion; if none, a TrainingError."""
+    """The stage number and checkpoint at a path of a conversion: a checkpoint, a stage, or its folder. Errors as of `named_checkpoint`."""
     stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
     whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
     checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
@@ -106,7 +106,7 @@ def steps_done(checkpoint: Path) -> int | None:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Raise TrainingError unless an unsharded checkpoint has all files that a run resumes from, complete."""
+    """Raise TrainingError unless an unsharded checkpoint has all files that a run resumes from, and they are complete."""
     if steps_done(checkpoint) is None:
         raise TrainingError("is missing or incomplete", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
     check_weights(checkpoint)
