@@ -24,11 +24,11 @@ from unmask.training.sharding import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
-OF_CAUSAL_MODELS = "the recipe grpo-code-ocaml-causal is for causal models"
+CAUSAL_RECIPE_HINT = "the recipe grpo-code-ocaml-causal is for causal models"
 
 
 def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
-    """A setting whose default is the method's; `otherwise` that of most methods."""
+    """A setting whose default is the method's; `otherwise`: the default of most methods."""
     shown = "none" if otherwise is None else str(otherwise).lower()
     return setting(None, f"{help}; unset: the method's, or {shown}", otherwise=otherwise, **checks)
 
@@ -157,15 +157,15 @@ class GRPOConfig(TrainingConfig):
         method = get_method(self.method)
         for each in fields(self):
             if each.default is None and getattr(self, each.name) is None:
-                setattr(self, each.name, self._unless_given(each))
+                setattr(self, each.name, self._default_of(each))
         exponential = self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
             self.log_ratio_clamp = LOG_RATIO_CLAMP
-        check_settings(self, self._given)
+        check_settings(self, self._is_set)
         self._check(method)
         self.refuse_unread(find_masking(self), final=False)
         try:
-            self.rollouts = RolloutConfig(**(self.rollout or {}))
+            self.rollout_config = RolloutConfig(**(self.rollout or {}))
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise ConfigError(error.what, where=where, remedy=error.remedy) from error
@@ -175,26 +175,26 @@ class GRPOConfig(TrainingConfig):
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
         self._check_rollouts(sampler.model_copy(update={"trace": False}))
 
-    def _unless_given(self, each: Field[Any]) -> Any:
-        """The default of a setting: its own, or else the method's."""
+    def _default_of(self, each: Field[Any]) -> Any:
+        """The default of a setting, which may be the method's."""
         if each.default is not None:
             return each.default
         return settings_of(get_method(self.method)).get(each.name, each.metadata.get("otherwise"))
 
-    def _given(self, each: Field[Any]) -> bool:
+    def _is_set(self, each: Field[Any]) -> bool:
         """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
-        return getattr(self, each.name) not in (None, self._unless_given(each))
+        return getattr(self, each.name) not in (None, self._default_of(each))
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
         """Refuse settings that other methods read, but not this one.
 
         Args:
             strategy: plans the views instead of the method.
-            final: whether the strategy is known; else a trainer may still be given one.
+            final: whether the strategy is known; before, the trainer may still get one.
             exact: whether no views are planned, because the likelihood is exact.
 
         Raises:
-            ConfigError: such a setting is given.
+            ConfigError: such a setting is set.
         """
         method = get_method(self.method)
         if exact and self.beyond_eos != "hidden":
@@ -211,7 +211,7 @@ class GRPOConfig(TrainingConfig):
             read.add("samples")
         for each in fields(self):
             readers = [name for name, other in METHODS.items() if each.name in settings_of(other)]
-            if readers and each.name not in read and self._given(each):
+            if readers and each.name not in read and self._is_set(each):
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
                 what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")
                 raise ConfigError(what, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
@@ -219,16 +219,18 @@ class GRPOConfig(TrainingConfig):
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
             raise ConfigError(
-                "prompts come in groups, and all in turn", where="train_sampling_strategy", remedy="Leave it out, or set curriculum"
+                "prompts are sampled in groups, each once per epoch",
+                where="train_sampling_strategy",
+                remedy="Leave it out, or set curriculum",
             )
         for each in fields(self):
-            if each.name in fixed_settings(method) and self._given(each):
-                value = self._unless_given(each)
-                what = f"{self.method} needs {'it unset' if value is None else value}"
+            if each.name in fixed_settings(method) and self._is_set(each):
+                value = self._default_of(each)
+                what = f"must be {'unset' if value is None else value} with {self.method}"
                 raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
             remedy = "Use sequence, or product"
-            raise ConfigError(f"{self.method} compares whole sequences, whose bounds have no tokens", where="ratio", remedy=remedy)
+            raise ConfigError(f"{self.method} has one bound per sequence, and no ratios of tokens", where="ratio", remedy=remedy)
         if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
             what = f"tokens of {self.method}{' with masking' if self.masking else ''} are scored in several views"
             raise ConfigError(
@@ -236,32 +238,36 @@ class GRPOConfig(TrainingConfig):
             )
         if self.dynamic_sampling and self.difficulty is None and not self.drop_equal_groups:
             remedy = "Set drop_equal_groups, or difficulty"
-            raise ConfigError("every group teaches, so that none is replaced", where="dynamic_sampling", remedy=remedy)
+            raise ConfigError("no group is dropped, so none is replaced", where="dynamic_sampling", remedy=remedy)
         if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
-            raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower one first")
+            raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower first")
         if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
             what = f"{self.overlong_buffer} tokens of {self.max_completion_length}"
             raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
         if self.reference_sync_steps is not None and self.reference_model is not None:
-            raise ConfigError("another model does not move", where="reference_sync_steps", remedy="Leave it out, or reference_model")
+            raise ConfigError(
+                "a reference loaded from reference_model is never updated",
+                where="reference_sync_steps",
+                remedy="Leave it out, or reference_model",
+            )
 
     def _check_rollouts(self, sampler: SamplerConfig) -> None:
         """Refuse settings that the backend of the rollouts ignores."""
-        if self.rollouts.backend == "vllm":  # for causal models: nothing is denoised, and the likelihood is exact
+        if self.rollout_config.backend == "vllm":  # for causal models: nothing is denoised, and the likelihood is exact
             if (name := unread_by_vllm(sampler)) is not None:
                 what = f"vllm decodes a causal model token by token, and ignores {name}"
-                remedy = f"Leave {name} out ({OF_CAUSAL_MODELS}), or sample a diffusion model with rollout.backend local or server"
+                remedy = f"Leave {name} out ({CAUSAL_RECIPE_HINT}), or sample a diffusion model with rollout.backend local or server"
                 raise ConfigError(what, where=f"rollout.backend and {name}", remedy=remedy)
             with naming_setting_too("rollout.backend"):
-                self.refuse_of_causal()
-            if self.rollouts.sync == "nccl" and self.use_cpu:
-                what = "NCCL needs a GPU on either side"
+                self.refuse_for_causal_models()
+            if self.rollout_config.sync == "nccl" and self.use_cpu:
+                what = "NCCL needs a GPU on both sides"
                 raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
             if self.corrected and self.scored_at != self.temperature:
                 what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.scored_at:g}"
                 raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
         elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
-            what = f"{self.rollouts.backend} samples from the trained model itself, so that there is nothing to correct"
+            what = f"{self.rollout_config.backend} samples from the trained model itself, so there is nothing to correct"
             remedy = "Leave importance_cap out, or set rollout.backend to vllm"
             raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
 
@@ -277,37 +283,33 @@ class GRPOConfig(TrainingConfig):
         shards, lora = weight_sharding_setting(self), run.lora is not None
         whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
         what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
-        yield Conflict(f"rollout.backend and {shards}", self.rollouts.backend != "local" and shards and not lora, what, remedy)
+        yield Conflict(f"rollout.backend and {shards}", self.rollout_config.backend != "local" and shards and not lora, what, remedy)
         what, remedy = "a reference cannot follow sharded weights", f"Leave reference_sync_steps out, or {whole}"
         moves = self.needs_reference and self.reference_sync_steps is not None
         yield Conflict(f"reference_sync_steps and {shards}", moves and shards and not lora, what, remedy)
         what, remedy = "there are no adapters to send", "Train with lora, or set rollout.sync to disk"
-        unsent = self.rollouts.backend == "vllm" and self.rollouts.sync == "lora" and not lora
+        unsent = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and not lora
         yield Conflict("rollout.sync and lora", unsent, what, remedy)
 
     def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model."""
         read = pattern()
         causal = read["attention"] == "causal"
-        grid = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
+        unit = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
         for key, size in {"sampler.block_size": run.sampler.block_size, "block_size": self.block_size}.items():
-            if grid is not None and size not in (None, grid):
-                what = f"decoding blocks of {size} in a model that attends {'token by token' if causal else f'in blocks of {grid}'}"
-                remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (f" ({OF_CAUSAL_MODELS})" if causal else "")
+            if unit is not None and size not in (None, unit):
+                what = f"decoding blocks of {size} in a model that attends {'token by token' if causal else f'in blocks of {unit}'}"
+                remedy = f"Set {key if '.' in key else f'training.{key}'}=null" + (f" ({CAUSAL_RECIPE_HINT})" if causal else "")
                 raise ConfigError(what, where=f"{key} and model.path", remedy=remedy)
         if causal and read["logit_shift"] is not False:
             with naming_setting_too("model.path"):
-                self.refuse_of_causal()
-        elif self.rollouts.backend == "vllm":
+                self.refuse_for_causal_models()
+        elif self.rollout_config.backend == "vllm":
             what = f"vllm decodes token by token, and this model is {read['attention']}{' without logit shift' if causal else ''}"
             raise ConfigError(what, where="rollout.backend and model.path", remedy="Use rollout.backend server or local")
 
-    def refuse_of_causal(self) -> None:
-        """Refuse masking strategies and settings of views, which a causal model ignores.
-
-        Raises:
-            ConfigError: such a setting is given.
-        """
+    def refuse_for_causal_models(self) -> None:
+        """Raise ConfigError for masking strategies and settings of views, which a causal model ignores."""
         find_masking(self, exact=True)
         self.refuse_unread(None, exact=True)
 
@@ -323,7 +325,7 @@ class GRPOConfig(TrainingConfig):
     @property
     def corrected(self) -> bool:
         """Whether importance weights correct for a server's log-probabilities."""
-        return self.rollouts.backend == "vllm" and self.importance_cap is not None
+        return self.rollout_config.backend == "vllm" and self.importance_cap is not None
 
     @property
     def scored_at(self) -> float:
@@ -332,7 +334,7 @@ class GRPOConfig(TrainingConfig):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the divergence is from another model than the one that sampled."""
+        """Whether the KL term is to another model than the old policy."""
         return bool(self.beta) and self.kl_to == "reference"
 
     def sampler(self, *, temperature: float, seed: int) -> SamplerConfig:
@@ -351,7 +353,7 @@ class GRPOConfig(TrainingConfig):
 
     @classmethod
     def for_task(cls, task: str, **settings: Any) -> Self:
-        """The settings of the recipe `grpo-TASK` (d1's, where published), overridden by those given.
+        """The settings of the recipe `grpo-TASK` (d1's, where published), overridden by `settings`.
 
         Raises:
             ConfigError: there is no such recipe.
@@ -364,15 +366,15 @@ class GRPOConfig(TrainingConfig):
 
 
 def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
-    """The `training` section of a recipe, for this method: from a recipe for another method the settings in which methods differ are
-    dropped, so that this one has its own defaults."""
+    """The `training` section of a recipe, for this method. From a recipe for another method, settings in which methods differ are dropped,
+    so that this method's defaults apply."""
     if method is None or recipe.get("method", method) == method:
         return dict(recipe)
     defaults = [settings_of(other) for other in METHODS.values()]
     names = {name for values in defaults for name in values}
     dropped = {name for name in names if any(name not in each or each[name] != defaults[0][name] for each in defaults)}
     dropped |= {"method"} | fixed_settings(get_method(method))
-    for each in fields(GRPOConfig):  # what needs a setting is declared after it
+    for each in fields(GRPOConfig):  # a field is declared after the fields that it needs
         if any(needed.partition("=")[0] in dropped for needed in each.metadata.get("needs", ())):
             dropped.add(each.name)
     return {name: value for name, value in recipe.items() if name not in dropped}

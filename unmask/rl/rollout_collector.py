@@ -111,7 +111,7 @@ class RolloutCollector:
         self.lm, self.args = trainer.lm, trainer.args
         args = self.args
         self.history = PromptHistory(len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum)
-        self.backend = make_backend(args.rollouts, trainer.lm, str(args.output_dir))
+        self.backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
         self.log = Samples(Path(str(args.output_dir)), every=args.log_completions_steps, rows=args.log_completions_rows)
         self._reused, self._read = 0.0, 0
 
@@ -182,7 +182,7 @@ class RolloutCollector:
         if not self.backend.due(step):
             return
         with self.trainer.phases("sync"), failing_together("rollout"):
-            whole = self.args.rollouts.sync != "lora" and has_adapters(self.lm)
+            whole = self.args.rollout_config.sync != "lora" and has_adapters(self.lm)
             self.backend.sync(merged(self.lm) if whole else self.lm, self.trainer.state.global_step)
 
     def truncated(self, generation: Generation) -> Tensor:

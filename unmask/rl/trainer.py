@@ -74,7 +74,7 @@ class GRPOTrainer(DiffusionTrainer):
         rewards = rewards_of(reward_funcs, args)
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
-        if self.shards_weights and args.rollouts.backend != "local":
+        if self.shards_weights and args.rollout_config.backend != "local":
             remedy = "Use local, or train without FSDP and ZeRO 3"
             raise ConfigError("sharded weights cannot be sent to a server", where="rollout.backend", remedy=remedy)
         disable_dropout(self.lm.model)

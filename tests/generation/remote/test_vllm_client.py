@@ -327,5 +327,5 @@ def test_vllm_gets_weights_over_nccl(vllm, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_weights_over_nccl_need_a_gpu():
-    with serving(echo) as url, pytest.raises(GenerationError, match=r"NCCL needs a GPU on either side\. Give a folder"):
+    with serving(echo) as url, pytest.raises(GenerationError, match=r"NCCL needs a GPU on both sides\. Give a folder"):
         RemoteLM(url, TOKENIZER).update_weights(torch.nn.Linear(2, 2))

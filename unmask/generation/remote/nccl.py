@@ -41,7 +41,7 @@ def check_nccl() -> None:
     """Raise GenerationError without a GPU, or if vLLM is not installed here."""
     where, remedy = "update_weights", "Give a folder that the server can read instead (sync disk)"
     if not torch.cuda.is_available():
-        raise GenerationError("NCCL needs a GPU on either side", where=where, remedy=remedy)
+        raise GenerationError("NCCL needs a GPU on both sides", where=where, remedy=remedy)
     if importlib.util.find_spec("vllm") is None:
         raise GenerationError("NCCL needs vLLM, which is not installed here", where=where, remedy=f"Install vllm, or {remedy}")
 
