@@ -393,7 +393,7 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"kl": "k4"}, "unknown kl 'k4'.*k1, k2, k3"),
         ({"aggregation": "mean"}, "unknown aggregation 'mean'.*token"),
         ({"method": "agrpo", "num_iterations": 2}, "num_iterations: must be 1 with agrpo"),
-        ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower one first"),
+        ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower first"),
         ({"overlong_buffer": 200}, "200 tokens of 128"),
         ({"reference_sync_steps": 8}, "reference_sync_steps: needs beta"),
         ({"method": "just-grpo", "policy": "confidence"}, "policy: must be left_to_right with just-grpo"),
