@@ -54,8 +54,8 @@ app.add_typer(sandbox, name="sandbox")
 
 def main() -> None:
     """The entry point. Of several processes only the first prints; errors of all are shown."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # ours is the only progress display
-    # In every run bitsandbytes warns of a kernel that it does without on a CPU, torchao of those for other machines, and torch of torchao.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # Unmask has its own progress display
+    # In every run bitsandbytes warns of a missing CPU kernel, torchao of kernels for other machines, and torch of torchao.
     for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
@@ -93,7 +93,7 @@ def profile(
     steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one to warm up; of grpo: rollouts with their updates.")] = 3,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the trace; unset: trace.json in the output folder.")] = None,
 ) -> None:
-    """Record a few steps of a training verb: a trace for Perfetto, and what takes the time."""
+    """Record a few steps of a training verb: a trace for Perfetto, and tables of where the time goes."""
     if verb not in VERB_HELP:
         raise ConfigError(f"{verb} is no training verb", where="profile", remedy=f"Begin with one of {', '.join(VERB_HELP)}.")
     ctx.meta[PROFILE] = steps, trace
@@ -117,7 +117,7 @@ def generate(
     infill: Annotated[bool, typer.Option("--infill", help="Fill in the mask tokens of the texts instead of completing them.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines with tokens and log-probabilities.")] = False,
 ) -> None:
-    """Complete prompts, or fill in what they leave open."""
+    """Complete prompts, or fill in their mask tokens."""
     import unmask
 
     prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
@@ -160,7 +160,7 @@ def evaluate(
     output: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result to this file, as JSON.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
 ) -> None:
-    """Measure a model on a task, or the likelihood that it gives to a text."""
+    """Measure a model on a task, or the likelihood of a text."""
     if (task is None) == (likelihood is None):
         raise ConfigError(
             "there is nothing to measure, or two things at once", where="evaluate", remedy="Give either --task or --likelihood."
@@ -225,7 +225,7 @@ def inspect(
     estimates = {preset.name: estimator.estimate(preset, batch_size) for preset in presets}
     measured = {}
     for preset in presets if measure else ():
-        if preset.device or hardware:  # of all presets only the one that is here; of those named each must be
+        if preset.device or hardware:  # without names only the presets of this machine; every named one must be
             rows = batch_size or min(estimates[preset.name].workload.batch, MEASURED_ROWS)
             measured[preset.name] = estimator.compare(preset, rows)
     if as_json:
@@ -250,7 +250,7 @@ def export(
     output: Annotated[Path, typer.Option(metavar="DIR", help="Where the files go.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
-    """Write a model in the layout of a released family, or a causal one as a stock model, for engines that serve it."""
+    """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
     claim_output(output, overwrite=overwrite)
 
     from unmask.models.export import export as write
@@ -279,7 +279,7 @@ def migrate(
     form: Annotated[str | None, typer.Option("--format", metavar="NAME", help="The format, if the keys do not identify it.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
 ) -> None:
-    """Turn configurations of d1, dLLM, TRL and others into one of ours; a table on stderr says what changed and why."""
+    """Convert configurations of d1, dLLM, TRL and others into Unmask's; a table on stderr lists the changes."""
     if output and output.exists() and not overwrite:
         raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
     from unmask.artifacts import write_atomic

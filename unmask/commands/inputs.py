@@ -1,4 +1,4 @@
-"""The inputs of a training verb: task, rows and model, as the config names them."""
+"""The inputs of a training verb: task, rows and model."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ GENERATED_ROWS = 10_000
 
 
 def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
-    """The task, and the problems of it that the trained model is evaluated on: of the file given, else new ones if the task makes any."""
+    """The task, and the held-out problems for the evaluation of the trained model: from `data.eval`, or generated if the task can."""
     task = get_task(config.data.task) if config.data.task else None
     problems = unseen_problems(task, config.data) if task else []
     return task, pose(task, problems, config.data.style) if task and problems else []
 
 
 def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
-    """Held-out problems: of the file given, else new ones; none of a task that makes none."""
+    """Held-out problems: from `data.eval`, or generated; none for a task that cannot generate."""
     if not (isinstance(task, Puzzle) or data.eval):
         return []
     return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 
 
 def read_data(config: RunConfig, kind: Verb, task: Task | None, args: TrainingConfig) -> tuple[Rows, Rows | None]:
-    """Training and held-out rows: of a task (generated, or read from the file given), or of any data set."""
+    """Training and held-out rows: of a task (generated, or read from `data.train`), or of any data set."""
     data = config.data
     if data.shuffle_buffer is not None and not data.streaming:
         raise ConfigError("there is no stream to shuffle", where="data.shuffle_buffer", remedy="Set data.streaming, or remove it")
@@ -61,7 +61,7 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None, args: TrainingCo
 def read_source(
     data: DataConfig, source: str | list[DataSource], max_rows: int | None, examples: PairConfig | None, *, streaming: bool = False
 ) -> Any:
-    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either; of one file of `examples` as written there."""
+    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either. Rows of `examples` are unchanged."""
     if examples is not None and isinstance(source, str):
         return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=examples.bad_rows == "skip")
     kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
@@ -70,7 +70,7 @@ def read_source(
 
 @contextlib.contextmanager
 def naming_files(data: DataConfig) -> Iterator[None]:
-    """Errors about rows then name the files that these came from."""
+    """Inside, errors about rows name their files."""
     try:
         yield
     except (DataError, GenerationError) as error:

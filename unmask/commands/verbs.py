@@ -1,4 +1,4 @@
-"""The training verbs: the trainer and the config of each, and the rows that it makes of a task."""
+"""The training verbs: the trainer and config of each, and how it makes rows from a task's problems."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def as_pairs(task: Task, rows: list[Row], data: DataConfig) -> Rows:
 
 
 def as_preferences(task: Task, rows: list[Row], data: DataConfig) -> Rows:
-    """The right answer preferred to a corrupted one. A task that makes no problems makes none: ConfigError."""
+    """Preferences for the correct answer over a corrupted one. Raises ConfigError if the task cannot generate problems."""
     refuse_chat(data)
     rng, corrupt = random.Random(data.seed), as_puzzle(task).corrupt
     return [{"prompt": row["prompt"], "chosen": row["completion"], "rejected": corrupt(row, rng)} for row in rows]
@@ -61,12 +61,12 @@ def refuse_chat(data: DataConfig) -> None:
 
 
 def sampler_of_judge(config: RunConfig, task: Task | None) -> dict[str, Any]:
-    """How completions are sampled that a judge compares."""
+    """The sampler of the completions that a judge compares."""
     return {"sampler": config.sampler}
 
 
 def rewarded(config: RunConfig, task: Task | None) -> dict[str, Any]:
-    """The reward functions: those of the config, else the task's own."""
+    """The reward functions: those of the config, or else the task's."""
     return {"reward_funcs": config.rewards or ([task.name] if task else [])}
 
 

@@ -31,7 +31,7 @@ class Surrogate(NamedTuple):
 def advantages(reward_B: Tensor, group_B: Tensor, kind: AdvantageKind = "r-mean", *, temperature: float = 1.0) -> Tensor:
     """How much better each completion is than its group [B]; NaN rewards (unscored) are left out and get 0.
 
-    r-mean: reward less the group's mean (Dr. GRPO, Liu et al. 2025). z-score: divided by the group's deviation too
+    r-mean: reward minus the group's mean (Dr. GRPO, Liu et al. 2025). z-score: also divided by the group's standard deviation
     (GRPO, Shao et al. 2024), population-z-score: without Bessel's correction (TraceRL, Wang et al. 2025). leave-one-out:
     against the mean of the others (RLOO, Ahmadian et al. 2024). softmax: the group's softmax of r-mean / temperature, less
     that of its negative (wd1, Tang et al. 2025, eq. 9).
@@ -89,7 +89,7 @@ def overlong_penalty(length_B: Tensor, limit: int, buffer: int) -> Tensor:
 def clipped_surrogate(
     log_ratio: Tensor, advantage: Tensor, *, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> Surrogate:
-    """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy less that under the old policy.
+    """PPO's clipped surrogate (Schulman et al. 2017). `log_ratio` is the log-probability under the policy minus that under the old policy.
 
     At the first update the two policies agree: the ratio is 1 and the loss is -advantage. `dual_clip` bounds the ratio where the
     advantage is negative, since the loss grows with it there (Ye et al. 2020).
@@ -109,7 +109,7 @@ def clipped_surrogate(
 
 def divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
     """An estimate of KL(policy || other) from a sample of the policy (Schulman 2020, "Approximating KL divergence"). `log_ratio` r is the
-    log-probability under the other model less that under the policy.
+    log-probability under the other model minus that under the policy.
 
     k1 = -r, with the score function's gradient added: its own is 0 in expectation, the sum is the gradient of the KL. k2 = r^2 / 2.
     k3 = exp(r) - r - 1.
@@ -123,7 +123,7 @@ def divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
 def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: int) -> Tensor:
     """The weight of each token in the batch's loss [B, T], before the division by `count_items`.
 
-    token: all tokens alike (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over each completion's
+    token: equal weights (DAPO). sequence: the mean over each completion's tokens (GRPO). step: the mean over each completion's
     denoising steps of the mean over the step's tokens (CJ-GRPO). view: the mean over the views of all completions of the mean over the
     view's tokens (TraceRL on LLaDA); view-constant: of their sum / limit (TraceRL on SDAR). constant: 1 / limit (Dr. GRPO). sum: the
     sum over tokens (wd1).

@@ -1,4 +1,4 @@
-"""Where a reward function runs: in this process, or in processes of its own."""
+"""Calls of a reward function, in this process or in worker processes."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward
 
 THREAD = re.compile("signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread")
-"""The beginnings of messages about functions that work in the main thread alone."""
+"""The beginnings of messages about functions that only work in the main thread."""
 logger = logging.getLogger(__name__)
 
 
 class WorkerReward:
-    """A reward function that runs in processes of its own. Each rewards some of the completions, and is killed when it is late.
+    """A reward function that runs in worker processes. Each rewards a part of the completions, and is killed if it is late.
 
     Args:
         target: `package.module:function` or `path/to/file.py:function`; it must reward each completion independently.
@@ -81,7 +81,7 @@ class WorkerReward:
 class LocalReward:
     """A reward function in this process: called in a thread, awaited if it is async.
 
-    A function that works in the main thread alone (because it uses signals, as math-verify does) is called there, without a time limit.
+    A function that only works in the main thread (because it uses signals, as math-verify does) is called there, without a time limit.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):

@@ -32,8 +32,8 @@ from unmask.rl.reward_model import RewardModel
 from unmask.tasks import Reward, get_rewards
 
 RewardFunction = Callable[..., Any]
-Call = Callable[[Arguments, float], list[Any]]
-"""Returns within so many seconds an answer for each completion, or the exception that it met."""
+BoundCall = Callable[[Arguments, float], list[Any]]
+"""Returns, within this number of seconds, a value or an exception for each completion."""
 Errors = Literal["unscored", "raise"]
 FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_SECONDS = 1e6
@@ -229,7 +229,7 @@ class Rewards:
         unscored_B = value_BF.isnan().all(1) | (failed_BF & (weight_F != 0)).any(1)
         return torch.where(unscored_B, torch.nan, (value_BF.nan_to_num() * weight_F).sum(1))
 
-    def _call_of(self, function: RewardFunction | WorkerReward, name: str) -> Call:
+    def _call_of(self, function: RewardFunction | WorkerReward, name: str) -> BoundCall:
         if isinstance(function, HttpReward):
             return function.ask
         alone = self.errors == "unscored"

@@ -116,8 +116,8 @@ class RolloutCollector:
         self._reused, self._read = 0.0, 0
 
     def collect(self, rows: list[PromptRow], step: int) -> Judged:
-        """Rewarded completions of the rows' prompts, or of those that the curriculum chooses. Groups that teach nothing are replaced by
-        those of other prompts, at most `dynamic_sampling` times."""
+        """Rewarded completions of the rows' prompts, or of those that the curriculum chooses. Groups without a learning signal are replaced
+        by those of other prompts, at most `dynamic_sampling` times."""
         group = self.args.num_generations
         used: list[int] = []
         if self.args.curriculum is not None:
@@ -154,7 +154,7 @@ class RolloutCollector:
         return Judged(rows, generation, torch.zeros(0, len(self.rewards.names)), torch.zeros(0))
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
-        """Completions of the rows' prompts. A completion depends on the weights and (seed, step, sample, repeat) alone.
+        """Completions of the rows' prompts. A completion depends only on the weights and (seed, step, sample, repeat).
 
         Args:
             step: the number of the rollout; None: an evaluation, whose noise is the same at all steps.

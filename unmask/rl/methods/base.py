@@ -100,7 +100,7 @@ def plan_setting(default: Any) -> Any:
 
 
 def fixed(value: Any) -> Any:
-    """A setting of all methods that this one works with at one value alone: another one is refused."""
+    """A setting of all methods for which this one accepts only one value."""
     return field(default=value, init=False)
 
 
@@ -108,14 +108,14 @@ def fixed(value: Any) -> Any:
 class Method:
     """A member of the GRPO family. Its fields are its settings and their defaults.
 
-    `GRPOConfig` has each setting as a key of the same name, and says what it means. It takes an unset key from the method's default, and
-    refuses a key of other methods that this one has no field for. To add a method, subclass this class or one below it, and decorate it
+    `GRPOConfig` has each setting as a key of the same name, and documents it. An unset key has the method's default. A
+    key that only other methods have is refused. To add a method, subclass this class or one below it, and decorate it
     with `register`.
 
     Attributes:
         name: as in `GRPOConfig(method=...)`.
-        separable: whether the loss is a sum over views of losses of one view each; else the gradient by the log-probabilities of all
-            views is found first, and then passed back through one view at a time.
+        separable: whether the loss is a sum over views of losses of one view each; otherwise the gradient by the log-probabilities of
+            all views is computed first, and then backpropagated one view at a time.
         estimator: what the weights of a masking strategy's views (`unmask.rl.methods.masking`) must estimate for the loss: "token" each
             token's log-probability, "mean" the mean over each view's targets, "bound" a bound on the sequence's likelihood.
         partial: whether `beyond_eos: shown` changes anything: views hide any part of a completion, rather than replay its sampling.
@@ -190,10 +190,10 @@ class ClippedMethod(DivergenceMethod):
         """The clipped surrogate and the divergence of elements of any shape, summed by weight.
 
         Args:
-            log_ratio: log-probability under the policy less that under the old policy.
-            reference_log_ratio: log-probability under the reference less that under the policy; None: no divergence.
+            log_ratio: log-probability under the policy minus that under the old policy.
+            reference_log_ratio: log-probability under the reference minus that under the policy; None: no divergence.
             importance: a factor of the surrogate.
-            kl_weight: a factor of the divergence, beside `beta`.
+            kl_weight: a factor of the divergence, in addition to `beta`.
             kl_unbiased: multiply the divergence by the ratio, as the samples are the old policy's (DeepSeek-AI 2025, DeepSeek-V3.2).
         """
         log_ratio = self.clamped(log_ratio)
@@ -250,7 +250,7 @@ class TokenMethod(ClippedMethod):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyGradientMethod(DivergenceMethod):
-    """-advantage times the log-probability of every token, without a ratio: the policy itself sampled, or is assumed to have sampled."""
+    """-advantage times the log-probability of every token, without a ratio: the policy is, or is assumed to be, the one that sampled."""
 
     importance_cap: float | None = 2.0
 
@@ -302,5 +302,5 @@ def settings_of(method: type[Method], *, plan: bool = True) -> dict[str, Any]:
 
 
 def fixed_settings(method: type[Method]) -> set[str]:
-    """The settings for which a method accepts one value alone."""
+    """The settings for which a method accepts only one value."""
     return {each.name for each in fields(method) if not each.init}

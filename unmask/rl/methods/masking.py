@@ -1,6 +1,6 @@
-"""Masking strategies: what views hide of a completion, in place of a method's own plan. Weights follow from the method's loss.
+"""Masking strategies choose the hidden tokens of views, in place of a method's own plan. Weights follow from the method's loss.
 
-One of your own is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
+Your own strategy is a class with `plan`, for `GRPOTrainer(..., masking=Growing())`:
 
     class Growing(MaskingStrategy):
         def plan(self, rollout, draw, config, progress):
@@ -43,7 +43,7 @@ class MaskingStrategy:
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
         """The views of one inner iteration.
 
-        They depend on each completion and the draw alone: not on the rest of the batch, the global generators or earlier calls.
+        They depend only on the completion and the draw, not on the rest of the batch, the global generators or earlier calls.
         Targets are hidden and belong to the completion; the canvas after its end is hidden (`weighed` does that).
 
         Args:
@@ -69,7 +69,7 @@ def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estima
 
     Args:
         target_BMT: the hidden tokens of the completion [B, M, T].
-        estimator: another than the method's.
+        estimator: instead of the method's.
     """
     estimator = estimator or get_method(config.method).estimator
     if estimator == "bound":
@@ -102,7 +102,7 @@ class Adaptive(MaskingStrategy):
     """`config.samples` views of round(rL) hidden tokens, at least one, with a mask rate r that follows the progress of training.
 
     Args:
-        start, end: r at the first step, and towards the last one; linear in the steps.
+        start, end: r at the first step, and at the last one; linear in the steps.
         adaptive_loss: whether hidden tokens weigh L/k over the number of views, about 1/r: the weights of a view then add up to those of a
             completion hidden whole, at any rate. They are in the exponent of the ratio, which a low rate inflates.
     """
@@ -123,7 +123,7 @@ class Adaptive(MaskingStrategy):
 
 
 class Block(MaskingStrategy):
-    """SPG's views, like the states of sampling block by block: a random decoding block hidden in part, clean before it, hidden after it."""
+    """SPG's views, as in sampling block by block: a random decoding block is partly hidden, earlier ones are clean, later ones hidden."""
 
     estimators = ("token", "mean")
 
@@ -158,7 +158,7 @@ class Optimized(MaskingStrategy):
     """Another strategy's plans (or the method's own), from N patterns of random numbers that are drawn once and reused.
 
     A completion has the pattern of its key modulo N. Each plan keeps its distribution, but completions with one pattern, in a batch or in
-    different steps, share its random numbers: a run averages over N patterns for each inner iteration instead of over ever new ones. The
+    different steps, share its random numbers: a run averages over N patterns for each inner iteration instead of new ones in each step. The
     numbers follow from the seed and the pattern, so that no checkpoint needs to hold them.
 
     Args:
@@ -207,10 +207,10 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     """The given strategy, or the one that the config names; None: the method's own plan.
 
     Args:
-        exact: whether the model's likelihood is exact, whatever is hidden.
+        exact: whether the model's likelihood is exact, so that no views are planned.
 
     Raises:
-        ConfigError: there is none of this name, or its views are not for the method.
+        ConfigError: there is none of this name, or its views do not fit the method's loss.
     """
     named = _named(config)
     strategy = named if given is None else given
@@ -223,7 +223,7 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     if exact:
         raise ConfigError("a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out")
     method = get_method(config.method)
-    if method.separable:  # its loss needs each token scored in one view only
+    if method.separable:  # its loss needs each token to be scored in a single view
         what = f"the views of {config.method} are the steps of its rollouts"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
     if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.estimator != "token":

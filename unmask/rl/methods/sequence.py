@@ -17,7 +17,7 @@ from unmask.rl.rollout import Rollout
 
 @register
 class UniGRPO(TokenMethod):
-    """UniGRPO (Yang et al. 2025, MMaDA): a ratio of whole sequences, at times spread evenly over the inner iterations."""
+    """UniGRPO (Yang et al. 2025, MMaDA): a ratio of whole sequences, with times evenly spaced over the inner iterations."""
 
     name = "uni-grpo"
     ratio: str = "sequence"
@@ -25,8 +25,8 @@ class UniGRPO(TokenMethod):
     advantage: AdvantageKind = "z-score"
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """One view of ceil(t L) hidden tokens, of weight 1: t of the first inner iteration is random, the others follow at equal distances,
-        modulo 1."""
+        """One view of ceil(t L) hidden tokens, with weight 1: t is random in the first inner iteration, the others follow at equal
+        distances, modulo 1."""
         group_BT = rollout.groups_of(rollout.completion_BT)
         start_B = uniform(draw.seed, draw.key_B, stream=Stream.TIME)
         time_B11 = ((start_B + draw.iteration / self.num_iterations) % 1.0)[:, None, None]
@@ -55,7 +55,7 @@ class ESPO(ClippedMethod):
     def loss(self, inputs: LossInputs) -> Loss:
         """The surrogate of exp((bound - old bound) / L), and the divergence of the bounds over L (eq. 10 and the published code).
 
-        Of the divergence's estimates only k2 has a gradient that is neither zero in the mean nor of unbounded variance here.
+        Among the estimates of the divergence, only k2 has a gradient here that is not zero in the mean and has a bounded variance.
         """
         policy_B1, length_B1 = inputs.of_sequences(inputs.policy_BMT), inputs.length_B1
         log_ratio_B1 = (policy_B1 - inputs.of_sequences(inputs.old_BMT)) / length_B1
@@ -70,12 +70,12 @@ class ESPO(ClippedMethod):
 
 @register
 class GDPO(ClippedMethod):
-    """GDPO (Rojas et al. 2025): the ratio of bounds found by quadrature.
+    """GDPO (Rojas et al. 2025): the ratio of bounds that are computed by quadrature.
 
     Attributes:
         ratio: "product": exp(bound - old bound), whose loss is divided by the length, as on the authors' page and in eq. 9; it overflows
-            float32 at a difference of 88 nats. "sequence": its root of the length, as in ports of their code. At the first update both
-            have the same gradient.
+            float32 at a difference of 88 nats. "sequence": normalised by length in the exponent, as in ports of their code. At the
+            first update both have the same gradient.
     """
 
     name = "gdpo"
@@ -87,7 +87,7 @@ class GDPO(ClippedMethod):
     samples: int = plan_setting(3)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """At each of `samples` Gauss-Legendre nodes t a view of ceil(t L) hidden tokens, of the node's weight times L/k.
+        """At each of `samples` Gauss-Legendre nodes t a view of ceil(t L) hidden tokens, with the node's weight times L/k.
 
         Its only bias is the quadrature's: each count stands for its own L-th of the times. The published code hides floor(t L) tokens and
         weighs them by 1/t, which for short completions hides none at small t and underestimates.
@@ -125,7 +125,7 @@ class BGPO(Method):
     samples: int = plan_setting(16)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """Views of k ~ U{1..L} hidden tokens, stratified, of weight L/k over their number."""
+        """Views of k ~ U{1..L} hidden tokens, stratified, with weight L/k over their number."""
         views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
@@ -136,7 +136,7 @@ class BGPO(Method):
         delta_BM = (views.weight_BMT * (inputs.policy_BMT - inputs.old_BMT)).sum(2) * count / inputs.length_B1
         advantage_B1 = inputs.advantage_B1
         bound = torch.inf if self.dual_clip is None else self.dual_clip
-        ratio_BM = delta_BM.clamp_max(LARGEST).exp()  # an infinite one has no gradient, even where it is not taken
+        ratio_BM = delta_BM.clamp_max(LARGEST).exp()  # an infinite value would have no valid gradient, even where it is not selected
         value_BM = torch.where(advantage_B1 > 0, 1 + delta_BM, ratio_BM.clamp_max(bound))
         weight_BM = (inputs.weight_B1 / count).expand_as(delta_BM)
         ratio_BM = ratio_BM.detach()

@@ -1,4 +1,4 @@
-"""SPG (Wang et al. 2025): a lower bound of the likelihood for completions to be made likelier, an upper bound for the others.
+"""SPG (Wang et al. 2025): a lower bound of the likelihood for completions with positive advantage, an upper bound for the others.
 
 Shapes: B completions, M views, T positions.
 """
@@ -26,7 +26,7 @@ def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, 
     exists_BK = torch.arange(number, device=block_BT.device) < blocks_B[:, None]
     ranked_BK = torch.where(exists_BK, order_BK, torch.inf).argsort(1)
     turn_M = torch.arange(samples, device=block_BT.device)
-    chosen_BM1 = ranked_BK.gather(1, turn_M % blocks_B.clamp_min(1)[:, None])[:, :, None]  # again from the first where there are fewer
+    chosen_BM1 = ranked_BK.gather(1, turn_M % blocks_B.clamp_min(1)[:, None])[:, :, None]  # starting over if there are fewer
     within_BMT = block_BT[:, None] == chosen_BM1
     size_BM1 = within_BMT.sum(2, keepdim=True)
     time_BM1 = draw.per_sequence(samples, Stream.TIME)[:, :, None]
@@ -47,7 +47,7 @@ def lower_bound(inputs: LossInputs) -> Tensor:
 def upper_bound(log_prob_BMT: Tensor, target_BMT: Tensor, length_B1: Tensor, beta: float) -> Tensor:
     """The mean over tokens of (1/beta) log mean_v [p^beta if hidden / t_v], t_v the mask rate of view v [B, 1] (eq. 8).
 
-    Tokens that no view hides are left out. A bound for sure only where beta >= the number of tokens; else a surrogate.
+    Tokens that no view hides are left out. It is only guaranteed to be a bound if beta >= the number of tokens.
     """
     rate_BM1 = target_BMT.sum(2, keepdim=True) / length_B1[:, :, None]
     value_BMT = torch.where(target_BMT, beta * log_prob_BMT - rate_BM1.clamp_min(1e-8).log(), -torch.inf)
@@ -70,10 +70,10 @@ class SPG(Method):
     eubo_share: float = 0.5
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """Views of what block by block sampling sees (`block_by_block`), whose hidden tokens weigh 1 over their number.
+        """Views as in sampling block by block (`block_by_block`), whose hidden tokens have weight 1 over their number.
 
         Each clean token is hidden with probability `prompt_mask_rate`, and then scored if it is the completion's, as published. The
-        published code draws blocks unevenly: it takes a permutation of all blocks of the canvas modulo those of the completion.
+        published code draws blocks unevenly, by a permutation of all blocks of the canvas modulo those of the completion.
         """
         hidden_BMT, clean_BMT = block_by_block(rollout, draw, self.samples)
         noise_BMT = draw.uniform(columns(rollout.ids_BT), self.samples, Stream.PROMPT) < self.prompt_mask_rate

@@ -3,8 +3,8 @@
 With one step per view this is the exact policy gradient of the sampler's token choices. Each token is scored in one view, so
 that the loss is a sum over views.
 
-In a model by blocks every block attends to its clean past: its steps are counted from its own first, and one view holds the
-same step of every block.
+In a block-causal model every block attends to its clean past: its steps are counted from its first, and one view holds the same step of
+every block.
 
 Shapes: B completions, M views, T positions, S steps.
 """
@@ -25,7 +25,7 @@ from unmask.rl.rollout import Rollout
 
 
 def steps_within(rollout: Rollout) -> Tensor:
-    """The step [B, T] that revealed a token, counted from the first step of its group; -1 for what was never revealed."""
+    """The step [B, T] that revealed a token, counted from the first step of its group; -1 for tokens that were never revealed."""
     revealed_BT = rollout.steps_BT >= 0
     index_BT = rollout.group_BT.clamp_min(0)
     late_BT = torch.where(revealed_BT, rollout.steps_BT, torch.iinfo(torch.long).max)
@@ -34,10 +34,10 @@ def steps_within(rollout: Rollout) -> Tensor:
 
 
 def replay(rollout: Rollout, order_BT: Tensor) -> Views:
-    """View v hides what comes v-th or later, and scores the completion's tokens that come v-th.
+    """View v hides the tokens of order v and later, and scores the completion's tokens of order v.
 
     Args:
-        order_BT: from 0; -1 for what is never revealed.
+        order_BT: from 0; -1 for tokens that are never revealed.
     """
     never_B1T = ((order_BT < 0) & rollout.beyond_BT)[:, None]
     last = torch.where(rollout.completion_BT, order_BT, 0).amax() if order_BT.numel() else 0
@@ -48,7 +48,7 @@ def replay(rollout: Rollout, order_BT: Tensor) -> Views:
 
 
 def sampled_steps(rollout: Rollout, draw: Draw, samples: int) -> Views:
-    """K = `samples` of each completion's S steps, without replacement, of weight S/K."""
+    """K = `samples` of each completion's S steps, without replacement, with weight S/K."""
     views = replay(rollout, steps_within(rollout))
     has_targets_BM = views.target_BMT.any(2)
     chosen_BM = torch.where(has_targets_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, :samples]
@@ -103,7 +103,7 @@ class StepMerge(ReplayMethod):
 
 @register
 class TraceRL(ReplayMethod):
-    """TraceRL (Wang et al. 2025), as its code has it for LLaDA, and in block-causal models for SDAR: `shrink` steps in a view."""
+    """TraceRL (Wang et al. 2025), as in its code for LLaDA, or in block-causal models for SDAR: `shrink` steps per view."""
 
     name = "trace-rl"
     epsilon: float = 0.2
@@ -166,7 +166,7 @@ class JustGRPO(OnPolicyReplayMethod):
     steps: int | None = fixed(None)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """A view for every token, which hides it and all that comes after it (in a model by blocks: in its block)."""
+        """A view for every token, which hides it and all that comes after it (in a block-causal model: within its block)."""
         canvas_BT = rollout.completion_BT | rollout.beyond_BT
         as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
         return replay(as_steps, steps_within(as_steps))
