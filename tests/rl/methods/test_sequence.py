@@ -217,7 +217,7 @@ def test_espo_compares_bounds_by_the_token_and_holds_them_by_half_their_squared_
 @pytest.mark.parametrize("ratio", ["sequence", "product"])
 def test_gdpo_compares_whole_bounds_by_the_token_or_by_their_product(ratio):
     assert_loss("gdpo", gdpo, beta=0.04, ratio=ratio)
-    with pytest.raises(ConfigError, match=r"^ratio: gdpo compares whole sequences"):
+    with pytest.raises(ConfigError, match=r"^ratio: gdpo has one bound per sequence"):
         config("gdpo", ratio="token")
 
 
