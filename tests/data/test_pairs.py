@@ -16,7 +16,7 @@ from tests.helpers import shared_path
 from tests.models.configurations import tiny_lm
 from unmask.config.run import SamplerConfig
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import encode_pair, encode_prompt
+from unmask.data.encoding import encode_pair, encode_prompt
 from unmask.data.formats import SPEAKERS, UNPAIRED
 from unmask.data.pairs import RowLimits, pack, pair_rows, preference_rows
 from unmask.data.report import DataReport

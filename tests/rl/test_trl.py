@@ -18,7 +18,7 @@ import torch
 
 from tests.training.tiny_runs import settings, share_of_a, tiny
 from tests.training.trl_peers import Gradients, Watch, distance, stock_on_disk
-from unmask.data.chat import encode_prompt
+from unmask.data.encoding import encode_prompt
 from unmask.generation.output import Generation, Trace
 from unmask.rl.config import GRPOConfig
 from unmask.rl.prompts import PromptRow

@@ -1,6 +1,10 @@
-"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`: `train` merges a setting's sources (`config/layers.py`) and checks the sections
-(`config/run.py`); `commands/run.py` makes the stage's config and trainer; the trainer reads `self.args`, and copies what an RL method reads
-into the method's fields (`GRPOConfig.build_method`), where its loss reads it."""
+"""`unmask pretrain`, `convert`, `sft`, `dpo` and `grpo`. The way of a setting from the command line to the loss:
+
+1. `train` merges its sources (`config/layers.py`: `read_layers`) and checks the sections (`config/run.py`: `resolve`).
+2. `commands/run.py` checks `training.*` (`training_arguments`) and makes the verb's config and trainer (`make_trainer`).
+3. The trainer's loss reads it as `self.args.NAME`. A setting of an RL method is copied into the method's field of that name
+   (`rl/config.py`: `GRPOConfig.build_method`), which `Method.loss` reads.
+"""
 
 from __future__ import annotations
 

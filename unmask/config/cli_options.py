@@ -1,4 +1,4 @@
-"""Command-line options from configs: one per field."""
+"""Options of `unmask generate`, `inspect` and others, one per field of a config. Training verbs take KEY=VALUE instead (`cli/train.py`)."""
 
 from __future__ import annotations
 

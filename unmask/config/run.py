@@ -180,7 +180,7 @@ class RunConfig(Config):
     data: DataConfig = DataConfig()
     """The training and evaluation data."""
     sampler: SamplerConfig = SamplerConfig()
-    """How to generate, for evaluation and for rollouts."""
+    """How to generate in evaluations. Rollouts of reinforcement learning have settings of their own under `training`."""
     lora: LoraSettings | None = None
     """Low-rank adapters; unset: train the weights themselves."""
     training: dict[str, JsonValue] = Field(default_factory=dict)

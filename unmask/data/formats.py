@@ -1,4 +1,4 @@
-"""The record formats that are accepted, and their conversion to TRL's columns (see `unmask.data.chat`).
+"""The record formats that are accepted, and their conversion to TRL's columns (see `unmask.data.encoding`).
 
 | columns | contents | converted to |
 |---|---|---|

@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from unmask.data.chat import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns
+from unmask.data.encoding import EQUAL_RESPONSES, Ends, Learn, encode_example, encode_preference, encode_turns
 from unmask.data.formats import PREFERENCES, SUPERVISED, Example, Reader, RecordFormat
 from unmask.data.report import DataReport, Rows
 from unmask.data.rows import Row, make_row, refuse_mask

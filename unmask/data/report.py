@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from unmask.console import show_table
-from unmask.data.chat import EQUAL_RESPONSES
+from unmask.data.encoding import EQUAL_RESPONSES
 from unmask.data.rows import prepending_place
 from unmask.errors import DataError
 

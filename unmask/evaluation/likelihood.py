@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from unmask.data.chat import encode_completion, encode_prompt
+from unmask.data.encoding import encode_completion, encode_prompt
 from unmask.data.rows import Column, pad_rows
 from unmask.data.sources import load_rows
 from unmask.diffusion.likelihood import elbo, exact_log_likelihood

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from unmask.config.run import SamplerConfig
-from unmask.data.chat import encode_prompt
+from unmask.data.encoding import encode_prompt
 from unmask.diffusion.rng import Stream, sequence_keys, uniform
 from unmask.errors import GenerationError
 from unmask.models.diffusion_lm import DiffusionLM

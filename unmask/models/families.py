@@ -1,4 +1,5 @@
-"""The formats in which released models are published.
+"""The formats in which released models are published: tables of the names of their settings and weights, which `family.py` applies
+(`Family.key_mapping` when reading, `Family.published_weights` when writing).
 
 Sources: the configs and modelling code published with LLaDA (Nie et al. 2025), Dream (Ye et al. 2025), SDAR (Cheng et al. 2025), Fast-dLLM
 v2 (Wu et al. 2025), LLaDA-MoE (Zhu et al. 2025) and LLaDA2 (Bie et al. 2025), and the engines that serve SDAR (SGLang, LMDeploy).

@@ -313,7 +313,7 @@ class DPOTrainer(DiffusionTrainer):
             remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
             raise ConfigError("the adapters already change the policy, so that its base is another model", where="reference", remedy=remedy)
         # `frozen` copies the model even if it has adapters.
-        return make_reference(self.lm, self.accelerator, moves=args.reference == "frozen", path=args.reference_model)
+        return make_reference(self.lm, self.accelerator, copy=args.reference == "frozen", path=args.reference_model)
 
     def _make_tables(self, progress: Any) -> None:
         args = self.args
@@ -335,7 +335,7 @@ class DPOTrainer(DiffusionTrainer):
         path = self.args.reference_model
         if path is None and not self.uses_fsdp_or_deepspeed:
             return contextlib.nullcontext(self.lm)
-        return make_reference(self.lm, self.accelerator, moves=self.uses_fsdp_or_deepspeed, path=path).model_in_use()
+        return make_reference(self.lm, self.accelerator, copy=self.uses_fsdp_or_deepspeed, path=path).model_in_use()
 
     def _table(
         self, name: str, lm: DiffusionLM, hashes: Mapping[str, str], items: Sequence[Row], draws: range, progress: Any

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from unmask.artifacts import write_atomic
-from unmask.data.chat import encode_prompt
+from unmask.data.encoding import encode_prompt
 from unmask.data.rows import Column, prepending_place
 from unmask.diffusion.rng import Stream, sequence_key, uniform
 from unmask.errors import ConfigError, DataError

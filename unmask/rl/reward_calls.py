@@ -1,4 +1,4 @@
-"""Calls of a reward function, in this process or in worker processes."""
+"""Where one reward function is called, in this process or in worker processes. `Rewards` (`reward_functions.py`) calls them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling reward functions as TRL calls them, so that none can stop or hang a run.
+"""All reward functions of a run: their arguments, as in TRL, and the weighted sum of their values. `reward_calls.py` calls each.
 
 Shapes: B completions, F reward functions.
 """
@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from unmask.data.chat import is_conversational
+from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log

@@ -358,7 +358,7 @@ class GRPOTrainer(DiffusionTrainer):
         if self.shards_weights and moves:
             remedy = "Leave it out, or train without FSDP and ZeRO 3"
             raise ConfigError("a reference cannot follow sharded weights", where="reference_sync_steps", remedy=remedy)
-        return make_reference(self.lm, self.accelerator, moves=moves, path=self.args.reference_model)
+        return make_reference(self.lm, self.accelerator, copy=moves, path=self.args.reference_model)
 
     def _move_reference(self) -> None:
         every, step = self.args.reference_sync_steps, self.state.global_step

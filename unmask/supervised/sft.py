@@ -10,7 +10,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from unmask.data.chat import Learn
+from unmask.data.encoding import Learn
 from unmask.data.pairs import pair_rows
 from unmask.data.report import Rows
 from unmask.data.rows import Row

@@ -60,7 +60,7 @@ def split_of(group: str) -> Split:
 
 
 class Task(abc.ABC):
-    """A family of problems with a verifier. `get_task` finds imported subclasses that set `name`."""
+    """A family of problems with a verifier. `get_task` finds subclasses that set `name`, once imported (in `tasks/__init__.py`)."""
 
     name: ClassVar[str]
     fields: ClassVar[tuple[str, ...]]

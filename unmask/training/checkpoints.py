@@ -1,8 +1,9 @@
-"""Choosing the checkpoint that a run resumes from, and checking that it is complete.
+"""What a checkpoint holds, which one a run resumes from, and whether it is complete.
 
-`DiffusionTrainer.save_model` and transformers write a checkpoint `output_dir/checkpoint-N`: trained weights or adapters, config with
-history, `recorded.json` (sums of metrics), optimizer, scheduler, random state, `trainer_state.json`. `GRPOTrainer.save_model` adds
-`rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and a reference that moved. Conversion has `stage-N/`.
+`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, and metric sums in
+`recorded.json` (all by `DiffusionTrainer.save_model`, `training/trainer.py`). transformers adds optimizer, scheduler, random state and
+`trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights of a reference
+that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). A conversion has checkpoints in each `stage-N/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The reference model of a KL term: the base under the policy's adapters, or a frozen copy, which may follow the policy slowly."""
+"""The reference model of a KL term: the base under the policy's adapters, or a frozen copy, which may follow the policy slowly.
+
+`GRPOTrainer._score_rollout` (with `kl_to: reference`) and the DPO trainer compute its log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +30,16 @@ class Reference:
         lm: the policy before training. If it trains only adapters that start at zero, the reference is its base with the adapters
             switched off, and no second model is held.
         device: the device that holds the whole second model, if there is one: the training device.
-        moves: whether the reference will be moved, which needs a copy of the trained weights.
+        copy: whether to copy the policy even where its base without adapters would do: for a reference that moves or is placed elsewhere.
         path: another reference model with the same vocabulary and settings; None: the policy before training.
 
     Raises:
         ConfigError: the other model has another vocabulary or other settings, or ZeRO 3 has already sharded the weights.
     """
 
-    def __init__(self, lm: DiffusionLM, *, device: torch.device, moves: bool = False, path: str | None = None):
+    def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):
         self.policy = lm
-        self.is_base = hasattr(lm.model, "disable_adapter") and not moves and path is None and changes_nothing(lm)
+        self.is_base = hasattr(lm.model, "disable_adapter") and not copy and path is None and changes_nothing(lm)
         source = lm if path is None else load_beside(lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             what = "no reference can be made from weights that ZeRO 3 has sharded"
@@ -74,13 +77,13 @@ class Reference:
         return {name: weight for name, weight in self.lm.model.named_parameters() if name in trained}
 
 
-def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, moves: bool = False, path: str | None = None) -> Reference:
+def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = False, path: str | None = None) -> Reference:
     """The reference of a run; arguments and errors as of `Reference`. A ConfigError, too, if only the first process has weights."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.cpu_ram_efficient_loading:
         what = "only the first process has weights to make a reference from"
         raise ConfigError(what, where="fsdp_config.cpu_ram_efficient_loading", remedy=f"Leave it out, or use {WITHOUT}")
-    return Reference(lm, device=accelerator.device, moves=moves, path=path)
+    return Reference(lm, device=accelerator.device, copy=copy, path=path)
 
 
 def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:

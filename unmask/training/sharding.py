@@ -1,4 +1,11 @@
-"""What FSDP and DeepSpeed need, and what they cannot be combined with. docs/switches.md lists the rest, `distributed.py` has the passes."""
+"""What FSDP and DeepSpeed need, and what they cannot be combined with.
+
+FSDP needs several GPU processes (`check_sharding`), which all take part in every forward pass (`distributed.lockstep`,
+`DiffusionTrainer.shards_weights`). Refused beside FSDP or ZeRO 3: adapters (`check_sharding`); bitsandbytes optimizers and
+`optimizer_offload` (`optimizers.py`: `check_optimizer`, `check_offload`); a model split over devices (`hardware_checks.py`: `check_split`);
+a reference model where only the first process has weights (`reference_model.py`); a reference that moves, and rollouts from a server
+(`rl/config.py`: `GRPOConfig.conflicts`). A conversion gathers the weights between its stages (`ConvertTrainer._gather`).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +36,7 @@ def check_sharding(args: Any, *, adapters: bool) -> None:
     """Raise ConfigError for FSDP in one process or on CPUs, which accelerate silently ignores, and for adapters on sharded weights, which
     could not be saved merged."""
     if adapters and (key := weight_sharding_setting(args)):
-        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave it out (--recipe a40-48gb-x3-ddp)"
+        remedy = "Train whole weights (lora=null), use deepspeed zero1 or zero2, or leave fsdp and deepspeed out (--recipe a40-48gb-x3-ddp)"
         raise ConfigError("adapters cannot be merged into sharded weights", where=f"{key} and lora", remedy=remedy)
     if args.fsdp and args.distributed_state.distributed_type in (DistributedType.NO, DistributedType.MULTI_CPU):
         remedy = "Start it on several GPUs with torchrun or accelerate launch, or leave it out"

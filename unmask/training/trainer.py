@@ -377,7 +377,7 @@ class DiffusionTrainer(Trainer):
             self._remember()
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights and metric sums."""
+        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config and metric sums."""
         accept_generation_config(self.lm.model.generation_config)
         if _internal_call:
             sums = self.means.state_everywhere()

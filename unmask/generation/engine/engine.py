@@ -123,8 +123,8 @@ class Engine:
                 self._draft(sequences, rows, self._reveal(sequences, rows))
 
     def _reveal(self, sequences: list[SequenceState], rows: Rows) -> dict[int, int]:
-        """Take a step, and one more for every draft that proves right. Returns the number of drafts used for each sequence that stays in
-        its block, by its index."""
+        """Reveal the tokens of this step, and those of one more step for every draft that proves right. Returns, by index, how many drafts
+        each sequence used that is still in its block."""
         active = list(range(len(sequences)))
         used, blocks = dict.fromkeys(active, 0), [sequence.block for sequence in sequences]
         for ahead in range(1 + max(sequence.config.drafts for sequence in sequences)):

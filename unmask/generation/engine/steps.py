@@ -1,6 +1,7 @@
-"""One step of the running sequences: choose tokens, reveal the best, and draft the states of later steps.
+"""Parts of a denoising step (`Engine._denoise`) after the forward pass: choose tokens, reveal the best, draft the states of later steps.
 
-Shapes: B sequences, N hidden positions of their blocks, C chosen ones, W positions of a block, G drafts, V vocabulary.
+Shapes: B sequences, N hidden positions of their blocks, C chosen ones (in tables `_SC` columns of slots), W positions of a block, G drafts,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class SequenceState:
 
 
 def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
-    """Take one step: reveal the chosen tokens, and record them."""
+    """Reveal the chosen tokens of one denoising step, and record them."""
     decision = decide_rows(slots, sequences, rows)
     device = rows.member_N.device
     row_C, _ = choose(sequences, rows, decision)

@@ -27,7 +27,7 @@ class LossInputs:
     Attributes:
         policy_BMT: of the trained model, with gradients.
         old_BMT: of the model that sampled.
-        reference_BMT: of the model in the KL divergence; None: there is no divergence.
+        reference_BMT: of the model in the KL divergence, by `kl_to` the reference or the old policy; None: there is no divergence.
         rollout, views: the completions; what the views hide and score, and how much each target weighs.
         advantage_BT: of each token, or of each completion [B, 1].
         token_weight_BT: weight of each token in the loss; 0 for tokens that are not learnt from.

@@ -1,6 +1,6 @@
 """SPG (Wang et al. 2025): a lower bound of the likelihood for completions with positive advantage, an upper bound for the others.
 
-Shapes: B completions, M views, T positions.
+Shapes: B completions, M views, T positions, K decoding blocks.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unmask.rl.rollout import Rollout
 
 
 def block_by_block(rollout: Rollout, draw: Draw, samples: int) -> tuple[Tensor, Tensor]:
-    """The hidden tokens of the completion and the clean tokens [B, M, T]. Each view has another decoding block, of which a random number of
-    tokens are hidden; the prompt and the blocks before it are clean, those after it hidden."""
+    """The hidden tokens of the completion and the clean tokens [B, M, T]. Each view has a decoding block of its own, of which a random
+    number of tokens are hidden; the prompt and the blocks before it are clean, those after it hidden."""
     block_BT = torch.where(rollout.completion_BT, rollout.block_BT, -1)
     blocks_B = block_BT.amax(1) + 1
     number = max(int(blocks_B.max()), 1)
@@ -45,7 +45,7 @@ def lower_bound(inputs: LossInputs) -> Tensor:
 
 
 def upper_bound(log_prob_BMT: Tensor, target_BMT: Tensor, length_B1: Tensor, beta: float) -> Tensor:
-    """The mean over tokens of (1/beta) log mean_v [p^beta if hidden / t_v], t_v the mask rate of view v [B, 1] (eq. 8).
+    """The mean over tokens of (1/beta) log mean_m (1[hidden in m] p^beta / t_m) [B, 1], with t_m the mask rate of view m (eq. 8).
 
     Tokens that no view hides are left out. It is only guaranteed to be a bound if beta >= the number of tokens.
     """
@@ -72,8 +72,8 @@ class SPG(Method):
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
         """Views as in sampling block by block (`block_by_block`), whose hidden tokens have weight 1 over their number.
 
-        Each clean token is hidden with probability `prompt_mask_rate`, and then scored if it is the completion's, as published. The
-        published code draws blocks unevenly, by a permutation of all blocks of the canvas modulo those of the completion.
+        Each clean token is hidden with probability `prompt_mask_rate`, and then scored if it is the completion's, as published. Blocks
+        are drawn evenly; the published code draws them unevenly, by a permutation of the canvas's blocks modulo the completion's.
         """
         hidden_BMT, clean_BMT = block_by_block(rollout, draw, self.samples)
         noise_BMT = draw.uniform(columns(rollout.ids_BT), self.samples, Stream.PROMPT) < self.prompt_mask_rate

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.helpers import shared_path
 from unmask.data.characters import character_tokenizer
-from unmask.data.chat import (
+from unmask.data.encoding import (
     encode_example,
     encode_pair,
     encode_preference,
