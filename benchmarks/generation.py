@@ -26,7 +26,7 @@ import unmask
 from benchmarks import published
 from benchmarks.harness import report, timed
 from unmask.data.characters import character_tokenizer
-from unmask.generation.engine.cached_forward import commit
+from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.engine import Engine
 from unmask.generation.engine.slots import BatchEntry
 from unmask.generation.engine.steps import SequenceState
@@ -90,7 +90,7 @@ class Apart(Engine):
         for sequence in entering:
             sequence.num_cached = block_start(sequence.request.start, self.lm.block_size)
         entries = [BatchEntry(s.slots[0], s.num_cached, s.num_cached, s.num_cached) for s in self.running if s in entering]
-        commit(self.lm, self.slots, entries)
+        cache_clean_tokens(self.lm, self.slots, entries)
 
 
 def agree(one_BT: Tensor, other_BT: Tensor) -> str:

@@ -14,7 +14,7 @@ from transformers import RepetitionPenaltyLogitsProcessor, TopKLogitsWarper, Top
 from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
-from unmask.generation.policies import best, count_remasked, decide, draw, first_by_priority, how_many, keep_likely, reshape_logits
+from unmask.generation.policies import best, count_remasked, decide, draw, first_by_priority, keep_likely, num_accepted, penalise_and_ban
 
 POLICIES = get_args(SamplerConfig.model_fields["policy"].annotation)
 LAST = 1 - 2.0**-53  # the greatest number that `uniform` gives
@@ -63,8 +63,8 @@ def test_tokens_of_weight_zero_are_never_drawn(weights, noise):
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8).filter(any))
 def test_evenly_spaced_noise_draws_tokens_in_proportion_to_their_weights(weights):
     grain = 16
-    noise_N = (torch.arange(grain * sum(weights), dtype=torch.float64) + 0.5) / (grain * sum(weights))
-    tokens_N = draw(torch.tensor(weights, dtype=torch.float64).expand(len(noise_N), -1), noise_N)
+    uniform_N = (torch.arange(grain * sum(weights), dtype=torch.float64) + 0.5) / (grain * sum(weights))
+    tokens_N = draw(torch.tensor(weights, dtype=torch.float64).expand(len(uniform_N), -1), uniform_N)
     assert torch.bincount(tokens_N, minlength=len(weights)).tolist() == [grain * weight for weight in weights]
     assert (tokens_N.diff() >= 0).all()
 
@@ -214,18 +214,18 @@ def test_a_threshold_reveals_all_that_reach_it_or_exactly_one(probs):
     """It does not reveal all positions that nearly equal the best (Fast-dLLM, Wu et al. 2025)."""
     priority_BW = priorities([[math.log(p) for p in row] for row in probs])
     expected = [max(1, sum(p >= 0.9 - 1e-9 for p in row)) for row in probs]
-    assert how_many(priority_BW, SamplerConfig(threshold=0.9 - 1e-9)).tolist() == expected
+    assert num_accepted(priority_BW, SamplerConfig(threshold=0.9 - 1e-9)).tolist() == expected
 
 
 def test_a_factor_raises_the_bar_for_each_further_token():
     """Of n revealed together the n-th must be at least 1 - factor / (n + 1) probable."""
     priority_BW = priorities([[math.log(p) for p in row] for row in ([0.9, 0.75, 0.5], [0.9, 0.6, 0.76], [0.1, 0.1])])
-    assert how_many(priority_BW, SamplerConfig(factor=1.0)).tolist() == [2, 2, 1]
+    assert num_accepted(priority_BW, SamplerConfig(factor=1.0)).tolist() == [2, 2, 1]
 
 
 def test_an_entropy_bound_holds_for_the_sum():
     priority_BW = priorities([[-0.1, -0.3, -0.2], [-0.05, -0.05], [-2.0, -3.0]])
-    assert how_many(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
+    assert num_accepted(priority_BW, SamplerConfig(policy="entropy", entropy_bound=0.35)).tolist() == [2, 2, 1]
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=9), st.floats(0, 0.99))
@@ -269,12 +269,12 @@ def test_repetition_is_penalised_as_transformers_does_it():
     ids_NT = torch.randint(0, 11, (5, 6), generator=torch.Generator().manual_seed(1))
     present_NV = torch.zeros(5, 11, dtype=torch.bool).scatter_(1, ids_NT, True)
     expected_NV = RepetitionPenaltyLogitsProcessor(1.7)(ids_NT, logits_NV.clone())
-    torch.testing.assert_close(reshape_logits(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV)
+    torch.testing.assert_close(penalise_and_ban(logits_NV, SamplerConfig(repetition_penalty=1.7), present_NV), expected_NV)
 
 
 @pytest.mark.parametrize("width", [1, 255, 256, 257, 700])
 def test_drawing_by_groups_covers_the_whole_vocabulary(width):
     """Evenly spaced noise draws each token once, in order, for a vocabulary of any size."""
-    noise_N = (torch.arange(width, dtype=torch.float64) + 0.5) / width
+    uniform_N = (torch.arange(width, dtype=torch.float64) + 0.5) / width
     for dtype in (torch.float32, torch.float64):
-        assert draw(torch.ones(width, width, dtype=dtype), noise_N).tolist() == list(range(width))
+        assert draw(torch.ones(width, width, dtype=dtype), uniform_N).tolist() == list(range(width))

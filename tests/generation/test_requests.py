@@ -133,7 +133,7 @@ def test_infilling_covers_every_hidden_position_once(attention, block_size, data
     )
     size = data.draw(st.none() | st.integers(1, 6)) if attention == "bidirectional" else None
     (request,) = make_infill_requests(lm, [ids], SamplerConfig(block_size=size))
-    assert request.ids == request.prompt == ids and request.start == 0 and not request.stops
+    assert request.ids == request.prompt == ids and request.start == 0 and not request.stop_at_eos
     hidden = [at for at, token in enumerate(ids) if token == lm.mask_token_id]
     planned = [at for first, stop in request.blocks for at in range(first, stop) if at in hidden]
     assert planned == hidden and all(any(first <= at < stop for at in hidden) for first, stop in request.blocks)
@@ -228,7 +228,7 @@ def test_texts_that_cannot_be_filled_in():
 def test_keys_and_prompts_of_other_types():
     lm, config = tiny(), SamplerConfig(max_new_tokens=4)
     for key in (2**63, "x", None, 1.5):
-        with pytest.raises(GenerationError, match=r"keys: .* is refused"):
+        with pytest.raises(GenerationError, match=r"keys: .* is not a 64-bit integer"):
             make_requests(lm, ["ab"], config, [key])
     for prompts in (None, 5, b"ab", {"a": 1}):
         with pytest.raises(GenerationError, match="prompts is of type"):

@@ -1,6 +1,6 @@
-"""The naive sampler: one sequence at a time, the whole model at every step, no cache. It defines the tokens that the engine samples.
+"""The naive sampler: one sequence at a time, no cache. It defines the tokens that the engine samples.
 
-Shapes: T tokens, V vocabulary.
+Shapes: T tokens, V vocabulary, N = 1 (fields of a `Decision` for one position).
 """
 
 from __future__ import annotations
@@ -46,29 +46,31 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
         while any(hidden[start:stop]):
             logits_TV = _logits(lm, request, ids[:visible], hidden[:visible], config)
             present_1V = torch.zeros_like(logits_TV[:1], dtype=torch.bool)
-            present_1V[0, [token for token, gone in zip(ids, hidden, strict=True) if not gone]] = True
+            present_1V[0, [token for token, is_hidden in zip(ids, hidden, strict=True) if not is_hidden]] = True
             key, number = torch.tensor([request.key], device=lm.device), torch.tensor([passes], device=lm.device)
             decisions = {
-                at: decide(logits_TV[at][None], config, key, number, torch.tensor([at], device=lm.device), present_1V)
-                for at in range(start, stop)
-                if hidden[at]
+                position: decide(logits_TV[position][None], config, key, number, torch.tensor([position], device=lm.device), present_1V)
+                for position in range(start, stop)
+                if hidden[position]
             }
-            order = sorted(decisions, key=lambda at: (-float(decisions[at].priority_N), at))
-            again = count_remasked(counts, step, config.remask)
-            chosen = order[: _parallel(order, decisions, config) if config.parallel else counts[step] + again]
-            earlier = sorted((float(decision.log_prob_N.float()), at) for at, decision in revealed.items() if at >= start)
-            for _, at in earlier[:again]:
-                ids[at], hidden[at], steps[at] = lm.mask_token_id, True, -1
-                del revealed[at]
-            for at in chosen:
-                ids[at], hidden[at], steps[at], revealed[at] = int(decisions[at].token_N), False, passes, decisions[at]
+            order = sorted(decisions, key=lambda position: (-float(decisions[position].priority_N), position))
+            num_remasked = count_remasked(counts, step, config.remask)
+            num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked
+            chosen = order[:num_revealed]
+            earlier = sorted((float(decision.log_prob_N.float()), position) for position, decision in revealed.items() if position >= start)
+            for _, position in earlier[:num_remasked]:  # the least probable ones
+                ids[position], hidden[position], steps[position] = lm.mask_token_id, True, -1
+                del revealed[position]
+            for position in chosen:
+                ids[position], hidden[position], steps[position] = int(decisions[position].token_N), False, passes
+                revealed[position] = decisions[position]
             step, passes = step + 1, passes + 1
-        if request.stops and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
+        if request.stop_at_eos and not set(lm.eos_token_ids).isdisjoint(ids[request.start : stop]):
             break
     shown = range(request.start, request.length)
 
     def record(field: str) -> list[float]:
-        return [float(getattr(revealed[at], field)) if at in revealed else 0.0 for at in shown]
+        return [float(getattr(revealed[position], field)) if position in revealed else 0.0 for position in shown]
 
     trace = Trace(ids[request.start :], steps[request.start :], record("log_prob_N"), forward_passes=passes)
     if config.trace:
@@ -77,19 +79,19 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
 
 
 def _logits(lm: DiffusionLM, request: Request, ids: list[int], hidden: list[bool], config: SamplerConfig) -> Tensor:
-    """Logits [T, V]; with guidance, moved away from those of a hidden prompt."""
+    """Logits [T, V]; with guidance, moved away from the logits with a hidden prompt."""
     hidden_1T = torch.tensor([hidden], device=lm.device)
     logits_TV = lm.logits(torch.tensor([ids], device=lm.device), hidden_BT=hidden_1T)[0]
     if config.guidance:
-        unconditional = [token if was else lm.mask_token_id for token, was in zip(ids, request.hidden, strict=False)]
+        unconditional = [token if was_hidden else lm.mask_token_id for token, was_hidden in zip(ids, request.hidden, strict=False)]
         unconditional_TV = lm.logits(torch.tensor([unconditional], device=lm.device), hidden_BT=hidden_1T)[0]
         logits_TV = guide(logits_TV, unconditional_TV, config.guidance)
     return logits_TV
 
 
-def _parallel(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:
+def _num_accepted(order: list[int], decisions: dict[int, Decision], config: SamplerConfig) -> int:
     """The number of tokens that this step reveals by threshold, factor or entropy bound."""
-    log_probs = [float(decisions[at].priority_N) for at in order]
+    log_probs = [float(decisions[position].priority_N) for position in order]
     if config.threshold is not None:
         accepted = [math.exp(log_prob) >= config.threshold for log_prob in log_probs]
     elif config.factor is not None:

@@ -62,7 +62,7 @@ class Generation:
 
 
 def end_of(tokens: Sequence[int], eos_token_ids: Sequence[int]) -> int:
-    """The number of tokens up to and including the first end token; without one all."""
+    """The number of tokens up to and including the first end token; without an end token, of all."""
     return next((number for number, token in enumerate(tokens, start=1) if token in eos_token_ids), len(tokens))
 
 
@@ -78,7 +78,7 @@ def make_generation(lm: DiffusionLM, requests: Sequence[Request], traces: Sequen
     for request, trace in zip(requests, traces, strict=True):
         hidden = request.hidden[request.start :]
         shown = next((i for i, step in enumerate(trace.steps) if step < 0 and hidden[i]), len(trace.steps))
-        ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stops else shown)
+        ends.append(end_of(trace.canvas[:shown], lm.eos_token_ids) if request.stop_at_eos else shown)
     tokens = [trace.canvas[:end] for trace, end in zip(traces, ends, strict=True)]
     return Generation(
         prompts=[request.prompt for request in requests],

@@ -1,6 +1,6 @@
 """Pure functions of logits: which token to reveal at each position, and with which priority.
 
-Shapes: N rows, V vocabulary, G groups of the vocabulary, K entries of a group, B sequences, W positions of the current block.
+Shapes: N hidden positions (rows of logits), V vocabulary, G groups of it, K entries of a group, B sequences, W positions of the block.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 
 GROUP = 256  # entries of the vocabulary that a draw sums before it searches within
-LOGITS_AT_ONCE = 2**28  # 1 GB in float32
-LOGITS_ON_CPU = 2**19  # these stay in the processor's cache between the passes over them
+GPU_LOGITS_AT_ONCE = 2**28  # 1 GB in float32
+CPU_LOGITS_AT_ONCE = 2**19  # these stay in the processor's cache between the passes over them
 
 
 class Decision(NamedTuple):
@@ -43,22 +43,22 @@ def decide(
         present_NV: the tokens that occur in each row's sequence, for a repetition penalty.
     """
     rows, vocabulary = logits_NV.shape
-    rows_at_once = max(1, (LOGITS_ON_CPU if logits_NV.device.type == "cpu" else LOGITS_AT_ONCE) // vocabulary)
+    rows_at_once = max(1, (CPU_LOGITS_AT_ONCE if logits_NV.device.type == "cpu" else GPU_LOGITS_AT_ONCE) // vocabulary)
     streams = [Stream.TOKEN] if config.temperature > 0 else []
     streams += [Stream.ORDER] if config.policy == "random" else []
     streams += [Stream.ORDER_NOISE] if config.order_temperature > 0 else []
-    noise = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
+    uniforms = {stream: uniform(config.seed, key_N, step=step_N, position=position_N, stream=stream) for stream in streams}
     chunks = []
     for first in range(0, max(rows, 1), rows_at_once):
         chunk = slice(first, first + rows_at_once)
         present = None if present_NV is None else present_NV[chunk]
-        chunks.append(_decide(logits_NV[chunk], config, {stream: noise_N[chunk] for stream, noise_N in noise.items()}, present))
+        chunks.append(_decide(logits_NV[chunk], config, {stream: uniform_N[chunk] for stream, uniform_N in uniforms.items()}, present))
     if len(chunks) == 1:
         return chunks[0]
     return Decision(*(None if values[0] is None else torch.cat(values) for values in zip(*chunks, strict=True)))  # type: ignore[arg-type]
 
 
-def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
+def _decide(logits_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None) -> Decision:
     largest_N1 = logits_NV.amax(-1, keepdim=True)
     weight_NV = _weights(logits_NV, largest_N1)
     total_N = weight_NV.sum(-1)
@@ -72,13 +72,13 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
     if config.early_commit is not None or (config.policy == "margin" and not config.filtered_confidence):
         best_N2 = (logits_NV.topk(2).values - normaliser_N[:, None]).exp()
         margin_N = best_N2[:, 0] - best_N2[:, 1]
-    token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, noise, present_NV)
+    token_N, weight_NV = _draw_tokens(logits_NV, weight_NV, config, uniforms, present_NV)
     log_prob_N = logits_NV.gather(1, token_N[:, None]).squeeze(1) - normaliser_N
     if config.trace:  # at temperature 0 the most probable token has probability 1
         sampled_N = torch.zeros_like(log_prob_N) if config.temperature == 0 else _log_fraction(weight_NV, token_N)
     match config.policy:
         case "random":
-            priority_N = noise[Stream.ORDER]
+            priority_N = uniforms[Stream.ORDER]
         case "left_to_right":
             priority_N = torch.zeros_like(log_prob_N)  # ties by the lower position
         case policy if config.filtered_confidence:
@@ -93,24 +93,24 @@ def _decide(logits_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor
             priority_N = -entropy_N
     if config.order_temperature > 0:
         confidence_N = priority_N.exp() if config.policy == "confidence" else priority_N
-        priority_N = confidence_N / config.order_temperature - (-(noise[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
+        priority_N = confidence_N / config.order_temperature - (-(uniforms[Stream.ORDER_NOISE] + 2.0**-54).log()).log()  # never of 0
     priority_N = priority_N.float().clamp_min(torch.finfo(torch.float32).min)  # -inf means a position without a row
     return Decision(token_N, log_prob_N, priority_N, sampled_N, entropy_N, margin_N)
 
 
 def _draw_tokens(
-    logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, noise: dict[Stream, Tensor], present_NV: Tensor | None
+    logits_NV: Tensor, weight_NV: Tensor, config: SamplerConfig, uniforms: dict[Stream, Tensor], present_NV: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A token for each row, and the weights that it is drawn by: the model's `weight_NV` after penalty, bans, temperature and filters."""
-    reshaped = config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
-    if reshaped:
-        logits_NV = reshape_logits(logits_NV, config, present_NV)
+    adjusted = config.repetition_penalty != 1 or bool(config.allowed_tokens or config.forbidden_tokens)
+    if adjusted:
+        logits_NV = penalise_and_ban(logits_NV, config, present_NV)
     if config.temperature == 0 and not config.filtered_confidence:
         return best(logits_NV), weight_NV
-    if reshaped or config.temperature not in (0, 1):
+    if adjusted or config.temperature not in (0, 1):
         weight_NV = _weights(logits_NV, logits_NV.amax(-1, keepdim=True), config.temperature or 1.0)
     weight_NV = keep_likely(weight_NV, config.top_k, config.top_p)
-    return best(logits_NV) if config.temperature == 0 else draw(weight_NV, noise[Stream.TOKEN]), weight_NV
+    return best(logits_NV) if config.temperature == 0 else draw(weight_NV, uniforms[Stream.TOKEN]), weight_NV
 
 
 def _weights(logits_NV: Tensor, largest_N1: Tensor, temperature: float = 1.0) -> Tensor:
@@ -140,8 +140,8 @@ def guide(logits_NV: Tensor, unconditional_NV: Tensor, guidance: float | Tensor)
     return torch.where(logits_NV == -torch.inf, logits_NV, logits_NV + guidance * (logits_NV - unconditional_NV))
 
 
-def reshape_logits(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
-    """Logits after the repetition penalty (Keskar et al. 2019), -inf for forbidden tokens."""
+def penalise_and_ban(logits_NV: Tensor, config: SamplerConfig, present_NV: Tensor | None = None) -> Tensor:
+    """Logits after the repetition penalty (Keskar et al. 2019), and -inf for banned tokens."""
     if config.repetition_penalty != 1 and present_NV is not None:
         penalised_NV = torch.where(logits_NV > 0, logits_NV / config.repetition_penalty, logits_NV * config.repetition_penalty)
         logits_NV = torch.where(present_NV, penalised_NV, logits_NV)
@@ -171,12 +171,12 @@ def best(logits_NV: Tensor) -> Tensor:
     return (group_N1 * GROUP + _inside(logits_NV, group_N1, -torch.inf).argmax(-1, keepdim=True)).squeeze(1)
 
 
-def draw(weight_NV: Tensor, noise_N: Tensor) -> Tensor:
+def draw(weight_NV: Tensor, uniform_N: Tensor) -> Tensor:
     """Inverse-CDF sampling: one uniform number per row picks a token in proportion to its weight. First a group of the vocabulary, then a
     token of it, so that only the sums of groups are accumulated (in float64)."""
-    group_N1, before_N1, goal_N1 = _search(_by_group(weight_NV, torch.sum), noise_N[:, None], None)
+    group_N1, before_N1, goal_N1 = _search(_by_group(weight_NV, torch.sum), uniform_N[:, None], None)
     inside_NK = _inside(weight_NV, group_N1, 0.0)
-    return (group_N1 * GROUP + _search(inside_NK, noise_N[:, None], goal_N1 - before_N1)[0]).squeeze(1)
+    return (group_N1 * GROUP + _search(inside_NK, uniform_N[:, None], goal_N1 - before_N1)[0]).squeeze(1)
 
 
 def _by_group(value_NV: Tensor, reduce: Callable[..., Tensor]) -> Tensor:
@@ -195,18 +195,18 @@ def _inside(value_NV: Tensor, group_N1: Tensor, beyond: float) -> Tensor:
     return inside_NK.masked_fill(column_NK >= value_NV.shape[1], beyond)
 
 
-def _search(weight_NK: Tensor, noise_N1: Tensor, goal_N1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """The entry in which the cumulative sum exceeds the goal (None: the noise times the total), the sum before it, and the goal. Rounding
-    never selects an entry of weight 0."""
+def _search(weight_NK: Tensor, uniform_N1: Tensor, goal_N1: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The entry at which the cumulative sum exceeds the goal, the sum before it, and the goal (None: the uniform number times the total).
+    Rounding never selects an entry of weight 0."""
     sum_NK = weight_NK.double().cumsum(-1)
     total_N1 = sum_NK[:, -1:].contiguous()
-    goal_N1 = noise_N1 * total_N1 if goal_N1 is None else goal_N1
+    goal_N1 = uniform_N1 * total_N1 if goal_N1 is None else goal_N1
     index_N1 = torch.searchsorted(sum_NK, goal_N1, right=True)
     index_N1 = torch.minimum(index_N1, torch.searchsorted(sum_NK, total_N1))  # the last entry of positive weight
     return index_N1, F.pad(sum_NK, (1, 0)).gather(1, index_N1), goal_N1
 
 
-def how_many(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
+def num_accepted(priority_BW: Tensor, config: SamplerConfig) -> Tensor:
     """The number of tokens [B] that a step reveals by threshold, factor or entropy bound, at least 1. Visible tokens have priority -inf."""
     sorted_BW = priority_BW.double().sort(dim=-1, descending=True).values
     hidden_BW = sorted_BW > -torch.inf

@@ -1,4 +1,7 @@
-"""Requests to generate: sequences with hidden positions, and how many of these each step reveals."""
+"""Requests to generate: sequences with hidden positions, and how many of these each step reveals.
+
+Shapes: N hidden tokens of a block, S times of a schedule.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class Request:
     key: int  # of its random numbers
     blocks: list[tuple[int, int]]  # (start, stop) of each decoding block with hidden positions; none crosses the edge of an attention block
     counts: list[list[int]] | None  # for each block the number of tokens to reveal at each of its steps; None: the predictions decide
-    stops: bool  # whether decoding stops with the block that produces an end token
+    stop_at_eos: bool  # whether decoding stops with the block that produces an end token
 
     @property
     def length(self) -> int:
@@ -40,7 +43,7 @@ class Request:
 
 
 def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
-    """Encode prompts into requests. Arguments and errors as of `unmask.generate`."""
+    """Encode prompts into requests. Arguments and errors as in `unmask.generate`."""
     encoded = encode_all(lm.tokenizer, prompts, "prompts")
     attention_block = check_settings(lm, config)
     if config.steps is not None and config.steps > config.max_new_tokens and config.schedule == "even":
@@ -66,7 +69,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
 
 
 def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
-    """Encode texts with mask tokens into requests. Arguments and errors as of `unmask.infill`."""
+    """Encode texts with mask tokens into requests. Arguments and errors as in `unmask.infill`."""
     encoded = encode_all(lm.tokenizer, texts, "texts")
     attention_block = check_settings(lm, config)
     requests = []
@@ -81,7 +84,7 @@ def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerC
             raise GenerationError("the first token is hidden, and no token before it predicts it", where=where, remedy="Begin with BOS")
         blocks = [(a, b) for a, b in _blocks(lm, hidden.index(True), len(ids), attention_block, config) if any(hidden[a:b])]
         counts = step_counts([sum(hidden[a:b]) for a, b in blocks], config)
-        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stops=False))
+        requests.append(Request(ids, ids, hidden, 0, key, blocks, counts, stop_at_eos=False))
     return requests
 
 
@@ -141,8 +144,8 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
                 reveals = _dream_counts(size, steps)
             case "ancestral":
                 number_N = torch.arange(first, first + size)
-                noise_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
-                reveals = _ancestral_counts(noise_N, steps)
+                uniform_N = uniform(config.seed, torch.tensor(key), position=number_N, stream=Stream.REVEAL_STEP)
+                reveals = _ancestral_counts(uniform_N, steps)
         counts.append([count for count in reveals if count])  # steps that reveal nothing are left out
         first += size
     return counts
@@ -158,15 +161,15 @@ def _dream_counts(size: int, steps: int) -> list[int]:
     return [*counts, size - sum(counts)]
 
 
-def _ancestral_counts(noise_N: Tensor, steps: int) -> list[int]:
+def _ancestral_counts(uniform_N: Tensor, steps: int) -> list[int]:
     """Tokens that each step reveals, with zeros, when a hidden token stays hidden with probability s / t, independently of the others
-    (Sahoo et al. 2024): it is revealed at the first time below its noise, uniform in [0, 1)."""
+    (Sahoo et al. 2024): it is revealed at the first time below its uniform number in [0, 1)."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float64)[1:-1]
-    return torch.bincount((noise_N[:, None] < time_S).sum(-1), minlength=steps).tolist()
+    return torch.bincount((uniform_N[:, None] < time_S).sum(-1), minlength=steps).tolist()
 
 
 def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str) -> list[list[int]]:
-    """Token ids of strings, chat messages or lists of ids. Raises GenerationError for a single string, or anything that is no list."""
+    """Token ids of strings, chat messages or lists of ids. Raises GenerationError for a single string, or anything but a list of them."""
     if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, Iterable):
         what = "is one string" if isinstance(texts, str) else f"is of type {type(texts).__name__}"
         raise GenerationError(f"{where} {what}", where=where, remedy=f"Give a list of {where}")
@@ -174,14 +177,14 @@ def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: 
 
 
 def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:
-    """The user's keys, or hashes of the prompts. Raises GenerationError if their number is wrong, or they are not integers of 64 bits."""
+    """The user's keys, or hashes of the prompts. Raises GenerationError if their number is wrong, or one is not a 64-bit integer."""
     if keys is None:
         return sequence_keys(encoded)
     if len(keys) != len(encoded):
         raise GenerationError(f"{len(keys)} keys for {len(encoded)} prompts", where="keys", remedy="Give one key per prompt")
     for key in keys:
         if not isinstance(key, int) or not -(2**63) <= key < 2**63:
-            raise GenerationError(f"{key!r} is refused", where="keys", remedy="Use integers of 64 bits")
+            raise GenerationError(f"{key!r} is not a 64-bit integer", where="keys", remedy="Use integers from -2**63 to 2**63 - 1")
     return keys
 
 

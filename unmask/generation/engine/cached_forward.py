@@ -1,8 +1,8 @@
-"""Forward passes over cached keys: exact ones of causal and block-causal models, lossy ones of bidirectional models.
+"""Forward passes over cached keys: exact for causal and block-causal models, lossy for bidirectional models.
 
 The queries of a pass are `[clean tokens | current block | draft 1 | draft 2 | ...]`, each part as wide as the longest sequence needs.
 
-Shapes: B sequences of a pass, Q queries, K keys, N hidden positions, G drafts, W positions of a block, V vocabulary.
+Shapes: B sequences of a pass, Q queries, K keys, S slots, C columns (positions), N hidden positions, G drafts, W positions of a block.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from unmask.generation.engine.slots import BatchEntry, Slots
+from unmask.generation.engine.slots import BatchEntry, Slots, as_columns
 from unmask.models.attention import AttentionMask, Layout
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 
 class Extent(NamedTuple):
-    """The part of a sequence that a pass computes: clean positions from `read` to `base`, the block from there to `stop`, and drafts."""
+    """The part of a sequence that a pass computes: clean positions from `first` to `base`, the block from there to `stop`, and drafts."""
 
-    read: int
+    first: int
     base: int
     stop: int
     num_drafts: int
@@ -37,28 +37,28 @@ class Queries:
     real_BQ: Tensor  # False for padding
     copy_BQ: Tensor  # 0 for clean tokens, 1 for the current block, 2 and more for its drafts
     column_BQ: Tensor  # the cache column of the query's key and value
-    end_BQ: Tensor  # a query attends to the columns before this one,
+    end_BQ: Tensor  # the query attends to the columns before this one
     ids_BQ: Tensor
     hidden_BQ: Tensor
-    draft_BQ2: Tensor | None = None  # and to this range of columns, of its draft; None: there are no drafts
+    draft_BQ2: Tensor | None = None  # for a draft's query also first and last + 1 of its draft's columns; None: no drafts
 
 
 def cached_pass(
     lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
 ) -> Tensor:
-    """The current block of every sequence over cached keys, and drafts of its next states, which do not attend to each other. The pass
-    also computes the clean tokens before the block that are not cached, and with a logit shift the last clean token again, because it
-    predicts the first token of the block."""
+    """A pass over the current block of every sequence and its drafts, which do not attend to each other. It also computes the clean tokens
+    before the block that are not cached, and with a logit shift the last clean token again, because it predicts the first token of the
+    block."""
     shift, device = int(lm.logit_shift), member_N.device
     extents = [_extent(lm, entry) for entry in entries]
-    num_clean = max(extent.base - extent.read for extent in extents)
+    num_clean = max(extent.base - extent.first for extent in extents)
     width = max(extent.stop - extent.base for extent in extents)
     copies = 1 + max(extent.num_drafts for extent in extents)
-    read_B1, base_B1, stop_B1, drafts_B1 = torch.tensor(extents, device=device)[:, :, None].unbind(1)
+    first_B1, base_B1, stop_B1, drafts_B1 = as_columns(extents, device)
     offset_Q = torch.cat([torch.arange(-num_clean, 0, device=device), torch.arange(width, device=device).repeat(copies)])  # from the base
     ahead_Q = F.pad(torch.arange(copies, device=device).repeat_interleave(width), (num_clean, 0))
     position_BQ = base_B1 + offset_Q
-    real_BQ = (position_BQ >= read_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
+    real_BQ = (position_BQ >= first_B1) & (position_BQ < stop_B1) & (ahead_Q <= drafts_B1)
     queries = _queries(lm, slots, entries, position_BQ, real_BQ, base_B1, stop_B1)
     for member, (entry, extent) in enumerate(zip(entries, extents, strict=True)):
         if entry.draft is not None:
@@ -67,21 +67,21 @@ def cached_pass(
                 values_BQ[member, num_clean + width :].unflatten(0, (-1, width))[: len(draft_GW), block] = draft_GW
     if copies > 1:  # a draft has columns after the block, and attends to these and to the clean tokens
         draft_BQ = real_BQ & (ahead_Q > 0)
-        first_BQ = stop_B1 + (ahead_Q - 1) * width
+        draft_start_BQ = stop_B1 + (ahead_Q - 1) * width
         queries.copy_BQ = queries.copy_BQ * (1 + ahead_Q)
-        queries.column_BQ = torch.where(draft_BQ, first_BQ + offset_Q, queries.column_BQ)
+        queries.column_BQ = torch.where(draft_BQ, draft_start_BQ + offset_Q, queries.column_BQ)
         queries.end_BQ = torch.where(draft_BQ, base_B1, queries.end_BQ)
-        queries.draft_BQ2 = torch.stack([first_BQ, first_BQ + stop_B1 - base_B1], -1).where(draft_BQ[..., None], 0)
+        queries.draft_BQ2 = torch.stack([draft_start_BQ, draft_start_BQ + stop_B1 - base_B1], -1).where(draft_BQ[..., None], 0)
     offset_N = position_N - base_B1[member_N, 0]
     query_N = torch.where(offset_N < shift, num_clean - 1, num_clean + ahead_N * width + offset_N - shift)
     columns = max(extent.stop + extent.num_drafts * width for extent in extents)
     return _run(lm, slots, entries, queries, columns, member_N * position_BQ.shape[1] + query_N)
 
 
-def commit(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
+def cache_clean_tokens(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None:
     """Cache the keys and values of the clean tokens before the current blocks."""
     spans = [(entry.num_cached, entry.base(lm)) for entry in entries]
-    start_B1, base_B1 = torch.tensor(spans, device=slots.ids_SC.device)[:, :, None].unbind(1)
+    start_B1, base_B1 = as_columns(spans, slots.ids_SC.device)
     position_BQ = start_B1 + torch.arange(max(base - start for start, base in spans), device=base_B1.device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < base_B1, base_B1, base_B1)
     _run(lm, slots, entries, queries, max(base for _, base in spans), base_B1.new_zeros(1))
@@ -90,10 +90,10 @@ def commit(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry]) -> None
 def partial_pass(
     lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], member_N: Tensor, position_N: Tensor, ahead_N: Tensor
 ) -> Tensor:
-    """Lossy: some positions of a bidirectional model, over stale keys of the others (Wu et al. 2025, "Fast-dLLM")."""
+    """A lossy pass of a bidirectional model: some positions, over stale keys of the others (Wu et al. 2025, "Fast-dLLM")."""
     device, shift = member_N.device, int(lm.logit_shift)
-    spans = [(max(entry.read[0] - shift, 0), entry.read[1], entry.length) for entry in entries if entry.read is not None]
-    start_B1, stop_B1, length_B1 = torch.tensor(spans, device=device)[:, :, None].unbind(1)
+    spans = [(max(entry.recompute[0] - shift, 0), entry.recompute[1], entry.length) for entry in entries if entry.recompute is not None]
+    start_B1, stop_B1, length_B1 = as_columns(spans, device)
     position_BQ = start_B1 + torch.arange(max(stop - start for start, stop, _ in spans), device=device)
     queries = _queries(lm, slots, entries, position_BQ, position_BQ < stop_B1, length_B1, stop_B1)
     index_N = member_N * position_BQ.shape[1] + position_N - start_B1[member_N, 0] - shift
@@ -102,15 +102,15 @@ def partial_pass(
 
 def _extent(lm: DiffusionLM, entry: BatchEntry) -> Extent:
     base = entry.base(lm)
-    read = min(entry.num_cached, max(base - int(lm.logit_shift), 0))
-    return Extent(read, base, base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0)
+    first = min(entry.num_cached, max(base - int(lm.logit_shift), 0))
+    return Extent(first, base, base if lm.autoregressive else entry.end(lm), len(entry.draft.ids_GW) if entry.draft else 0)
 
 
 def _queries(
     lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], position_BQ: Tensor, real_BQ: Tensor, base_B1: Tensor, stop_B1: Tensor
 ) -> Queries:
-    """Positions as queries. Those before `base` are clean and attend to clean tokens up to the end of their block (with a causal context
-    up to themselves), the others to all before `stop`; in a bidirectional model all attend to all."""
+    """The queries of these positions. Those before `base` are clean: they attend to clean tokens up to the end of their block, or with a
+    causal context up to themselves. The others attend to all positions before `stop`. In a bidirectional model all attend to all."""
     assert slots.cache is not None
     slot_B1 = torch.tensor([[entry.slot] for entry in entries], device=position_BQ.device)
     position_BQ = torch.where(real_BQ, position_BQ, 0)
@@ -150,4 +150,4 @@ def _run(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], queries: 
     positions = (queries.position_BQ, key_K.expand(len(entries), -1)) if lm.attention == "causal" else None
     mask = AttentionMask(allowed_BQK[:, None], positions)
     inputs = ForwardInputs(queries.ids_BQ, layout, mask, index_N, fraction_BQ, pruned=True)
-    return lm.forward(inputs, slots.cache.read(slot_indices, queries.column_BQ, len(key_K)))
+    return lm.forward(inputs, slots.cache.begin_pass(slot_indices, queries.column_BQ, len(key_K)))

@@ -1,6 +1,7 @@
 """Continuous batching: sequences enter and leave between steps, and running sequences share forward passes at any position.
 
-Shapes: B running sequences, N hidden positions of their current blocks, V vocabulary.
+Shapes: B running sequences, N hidden positions of their current blocks, S slots, C columns (positions), W positions of a block,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.errors import GenerationError
-from unmask.generation.engine.cached_forward import commit
-from unmask.generation.engine.forward import Rows, buckets, predict
+from unmask.generation.engine.cached_forward import cache_clean_tokens
+from unmask.generation.engine.forward import Predictions, buckets, predict
 from unmask.generation.engine.slots import BatchEntry, Slots
 from unmask.generation.engine.steps import SequenceState, draft_ahead, reveal
 from unmask.generation.output import Trace
@@ -33,11 +34,12 @@ Item = TypeVar("Item")
 class Engine:
     """Samples sequences of one model, each with its own settings. The result of one does not depend on the others.
 
-    Call `submit`, then `step` until the request is finished. Not thread-safe.
+    Call `submit`, then `step` until it returns the ticket (or `run`, for all requests). Not thread-safe.
 
     Args:
-        batch_size: sequences that run at once, at least 1.
-        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
+        batch_size: the most sequences that run at once, at least 1.
+        max_batch_tokens: bound of the number of running sequences (with guidance twice) times the length of the longest, drafts included;
+            None: no bound.
 
     Attributes:
         num_forward_passes: passes so far, of any number of sequences.
@@ -51,11 +53,11 @@ class Engine:
     def __init__(self, lm: DiffusionLM, *, batch_size: int = 64, max_batch_tokens: int | None = None):
         self.lm, self.batch_size, self.max_batch_tokens = lm, batch_size, max_batch_tokens
         if batch_size < 1:
-            raise GenerationError(f"{batch_size} is refused", where="batch_size", remedy="Use 1 or more")
+            raise GenerationError(f"{batch_size} is below 1", where="batch_size", remedy="Use 1 or more")
         self.slots = Slots(lm.device, lm.mask_token_id)
         self.exact_cache = lm.attention != "bidirectional"
         if self.exact_cache:
-            self.slots.keep_keys()
+            self.slots.create_cache()
         self.waiting: deque[SequenceState] = deque()
         self.running: list[SequenceState] = []
         self.finished: deque[tuple[int, Trace]] = deque()  # not returned yet
@@ -85,7 +87,7 @@ class Engine:
             what = f"{columns} tokens{' twice, for guidance,' if config.guidance else ''} exceed {self.max_batch_tokens}"
             raise GenerationError(what, where="max_batch_tokens", remedy="Raise it, or shorten the request")
         if config.cache != "exact":
-            self.slots.keep_keys()
+            self.slots.create_cache()
         self._tickets += 1
         self.waiting.append(sequence)
         return sequence.ticket
@@ -108,23 +110,24 @@ class Engine:
                 yield self.finished.popleft()
 
     def step(self) -> list[tuple[int, Trace]]:
-        """One denoising step of all running sequences. Returns the tickets and traces of the finished ones that `run` has not returned."""
+        """Run `_denoise` once. Returns the tickets and traces of the finished requests that neither `run` nor `step` has returned yet."""
         self._denoise()
         finished, self.finished = list(self.finished), deque()
         return finished
 
     @torch.no_grad()
     def _denoise(self) -> None:
-        """Start waiting sequences, and make one denoising step of the running ones, which may finish some."""
+        """Start waiting sequences, predict once (`_predict`), make one denoising step or, with drafts, several (`_reveal`), and draft the next
+        states (`_draft`)."""
         with evaluating(self.lm):
             self._admit()
             if self.running:
-                sequences, rows = list(self.running), self._predict()
-                self._draft(sequences, rows, self._reveal(sequences, rows))
+                sequences, predictions = list(self.running), self._predict()
+                self._draft(sequences, predictions, self._reveal(sequences, predictions))
 
-    def _reveal(self, sequences: list[SequenceState], rows: Rows) -> dict[int, int]:
-        """Reveal the tokens of this step, and those of one more step for every draft that proves right. Returns, by index, how many drafts
-        each sequence used that is still in its block."""
+    def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> dict[int, int]:
+        """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals the state reached. Returns, by
+        index, how many drafts each sequence used; sequences that left their block are not in it."""
         active = list(range(len(sequences)))
         used, blocks = dict.fromkeys(active, 0), [sequence.block for sequence in sequences]
         for ahead in range(1 + max(sequence.config.drafts for sequence in sequences)):
@@ -133,32 +136,32 @@ class Engine:
                 used |= dict.fromkeys(active, ahead)
             if not active:
                 break
-            members = [sequences[i] for i in active]
-            reveal(self.slots, members, self._rows_of(rows, active, len(sequences), rows.ahead_N == ahead))
-            self._advance(members)
+            stepping = [sequences[i] for i in active]
+            reveal(self.slots, stepping, self._predictions_of(predictions, active, len(sequences), predictions.ahead_N == ahead))
+            self._advance(stepping)
         return {i: number for i, number in used.items() if sequences[i].block == blocks[i]}
 
-    def _draft(self, sequences: list[SequenceState], rows: Rows, used: dict[int, int]) -> None:
-        """Draft the next states of sequences that stay in their block, from the predictions at the last known state."""
+    def _draft(self, sequences: list[SequenceState], predictions: Predictions, used: dict[int, int]) -> None:
+        """Draft the next states of the sequences in `used`, from the predictions for the last draft that each used (0: for no draft)."""
         for sequence in sequences:
             sequence.draft = None
         drafting = [i for i in used if sequences[i].config.drafts]
         if drafting:
-            used_B = torch.tensor([used.get(i, 0) for i in range(len(sequences))], device=rows.member_N.device)
-            latest = self._rows_of(rows, drafting, len(sequences), rows.ahead_N == used_B[rows.member_N])
+            used_B = torch.tensor([used.get(i, 0) for i in range(len(sequences))], device=predictions.member_N.device)
+            latest = self._predictions_of(predictions, drafting, len(sequences), predictions.ahead_N == used_B[predictions.member_N])
             draft_ahead(self.slots, [sequences[i] for i in drafting], latest)
 
     @staticmethod
-    def _rows_of(rows: Rows, members: list[int], count: int, keep_N: Tensor) -> Rows:
-        """The rows of some members, renumbered."""
-        if len(members) == count and not rows.drafted:
-            return rows
+    def _predictions_of(predictions: Predictions, members: list[int], count: int, keep_N: Tensor) -> Predictions:
+        """The predictions of some members, renumbered."""
+        if len(members) == count and not predictions.drafted:
+            return predictions
         number_B = torch.full((count,), -1, device=keep_N.device)
         number_B[members] = torch.arange(len(members), device=keep_N.device)
-        return rows.where(keep_N & (number_B[rows.member_N] >= 0), number_B)
+        return predictions.where(keep_N & (number_B[predictions.member_N] >= 0), number_B)
 
     def _confirmed(self, candidates: list[int], sequences: list[SequenceState], ahead: int) -> list[int]:
-        """The candidates whose draft of this many steps ahead equals the state that was reached."""
+        """The candidates whose draft of the state `ahead` steps after the forward pass equals the state that was reached."""
         drafts = {i: draft for i in candidates if (draft := sequences[i].draft) is not None and len(draft.ids_GW) >= ahead}
         equal = []
         for i, draft in drafts.items():
@@ -170,20 +173,20 @@ class Engine:
     def _admit(self) -> None:
         """Start waiting requests in their order, as long as there is room."""
         entering: list[SequenceState] = []
-        members, columns = self.slots.count, max((sequence.num_columns for sequence in self.running), default=0)
+        num_slots, num_columns = self.slots.count, max((sequence.num_columns for sequence in self.running), default=0)
         while self.waiting and len(self.running) + len(entering) < self.batch_size:
-            room = members + self.waiting[0].num_slots, max(columns, self.waiting[0].num_columns)
-            if self.max_batch_tokens is not None and room[0] * room[1] > self.max_batch_tokens:
+            needed = num_slots + self.waiting[0].num_slots, max(num_columns, self.waiting[0].num_columns)
+            if self.max_batch_tokens is not None and needed[0] * needed[1] > self.max_batch_tokens:
                 break
             entering.append(self.waiting.popleft())
-            members, columns = room
+            num_slots, num_columns = needed
         if not entering:
             return
-        slots, width = self.slots.ids_SC.shape
-        if members > slots or columns > width:
-            grown = max(members, slots), max(columns, width)
+        reserved_slots, reserved_columns = self.slots.ids_SC.shape
+        if num_slots > reserved_slots or num_columns > reserved_columns:
+            grown = max(num_slots, reserved_slots), max(num_columns, reserved_columns)
             fits = self.max_batch_tokens is None or grown[0] * grown[1] <= self.max_batch_tokens
-            self.slots.reserve(*(grown if fits else (members, columns)))
+            self.slots.reserve(*(grown if fits else (num_slots, num_columns)))
         for sequence in entering:
             sequence.slots = [self.slots.add(ids, sequence.request.hidden) for ids in self._texts(sequence)]
             self.running.append(sequence)
@@ -193,12 +196,12 @@ class Engine:
             self._prefill(set(entering))
 
     def _texts(self, sequence: SequenceState) -> list[list[int]]:
-        """The ids of a sequence's slots: the whole sequence, and with guidance the one with a hidden prompt."""
+        """The ids of each slot of a sequence: the whole sequence, and with guidance the copy with a hidden prompt."""
         ids = sequence.request.ids
         return [ids, [self.lm.mask_token_id] * len(ids)] if sequence.num_slots == 2 else [ids]
 
     def _prefill(self, entering: set[SequenceState]) -> None:
-        """Compute the keys and values of prompts: once for each, and not if a running sequence has them."""
+        """Cache the keys and values of the prompts. Each is computed once; if a running sequence has the same prompt, they are copied."""
         assert self.slots.cache is not None
         known: dict[tuple[bool, tuple[int, ...]], int] = {}
         uncached: list[BatchEntry] = []
@@ -215,44 +218,44 @@ class Engine:
                     copies.setdefault((source, base), []).append(slot)
         alone = any(sequence.config.deterministic for sequence in self.running)
         for bucket in buckets([entry.start for entry in uncached], alone):
-            commit(self.lm, self.slots, [uncached[index] for index in bucket])
+            cache_clean_tokens(self.lm, self.slots, [uncached[index] for index in bucket])
             self.num_forward_passes += 1
         for (source, base), targets in copies.items():
             self.slots.cache.copy(source, torch.tensor(targets, device=self.lm.device), base)
             self.prompt_tokens_shared += base * len(targets)
-        for sequence in entering:  # only now, when the cache holds them
+        for sequence in entering:  # only now does the cache hold them
             first = sequence.request.blocks[0][0]
             sequence.num_cached = block_start(first, self.lm.block_size)
             self.prompt_tokens += first * sequence.num_slots
 
-    def _predict(self) -> Rows:
-        """Logits at every hidden position of the current blocks."""
+    def _predict(self) -> Predictions:
+        """Logits at every hidden position of the current blocks, after guidance."""
         guided = [sequence for sequence in self.running if sequence.num_slots == 2]
-        members = [(sequence, sequence.slots[0]) for sequence in self.running] + [(sequence, sequence.slots[1]) for sequence in guided]
-        entries = [self._entry(sequence, slot) for sequence, slot in members]
-        rows = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.running))
+        entries = [self._entry(sequence, sequence.slots[0]) for sequence in self.running]
+        entries += [self._entry(sequence, sequence.slots[1]) for sequence in guided]
+        predictions = predict(self.lm, self.slots, entries, alone=any(sequence.config.deterministic for sequence in self.running))
         self.num_forward_passes += 1
         for sequence in self.running:
             sequence.num_forward_passes += 1
         if not guided:
-            return rows
-        count, device = len(self.running), rows.member_N.device
+            return predictions
+        count, device = len(self.running), predictions.member_N.device
         unconditional = {sequence: count + number for number, sequence in enumerate(guided)}
         unconditional_B = torch.tensor([unconditional.get(sequence, number) for number, sequence in enumerate(self.running)], device=device)
-        weight_B = rows.logits_NV.new_tensor([sequence.config.guidance for sequence in self.running])
-        current_N = (rows.ahead_N == 0).nonzero().squeeze(1)
-        place_BC = torch.full((len(members), self.slots.ids_SC.shape[1]), -1, device=device)
-        place_BC[rows.member_N[current_N], rows.position_N[current_N]] = current_N
-        guided_rows = rows.where(rows.member_N < count)
-        unconditional_NV = rows.logits_NV[place_BC[unconditional_B[guided_rows.member_N], guided_rows.position_N]]
-        return guided_rows._replace(logits_NV=guide(guided_rows.logits_NV, unconditional_NV, weight_B[guided_rows.member_N][:, None]))
+        weight_B = predictions.logits_NV.new_tensor([sequence.config.guidance for sequence in self.running])
+        current_N = (predictions.ahead_N == 0).nonzero().squeeze(1)
+        place_BC = torch.full((len(entries), self.slots.ids_SC.shape[1]), -1, device=device)
+        place_BC[predictions.member_N[current_N], predictions.position_N[current_N]] = current_N
+        conditional = predictions.where(predictions.member_N < count)
+        unconditional_NV = predictions.logits_NV[place_BC[unconditional_B[conditional.member_N], conditional.position_N]]
+        return conditional._replace(logits_NV=guide(conditional.logits_NV, unconditional_NV, weight_B[conditional.member_N][:, None]))
 
     def _entry(self, sequence: SequenceState, slot: int) -> BatchEntry:
         (start, stop), length, config = sequence.span, sequence.request.length, sequence.config
         if config.cache != "exact":
             refresh = sequence.step % (config.refresh_interval or sys.maxsize) == 0
             stale = (start, stop if config.cache == "dual" else length)
-            return BatchEntry(slot, length, start, stop, read=(0, length) if refresh else stale)
+            return BatchEntry(slot, length, start, stop, recompute=(0, length) if refresh else stale)
         state = None if self.exact_cache else (tuple(sequence.request.prompt), slot == sequence.slots[0], start, stop, sequence.steps_done)
         return BatchEntry(slot, length, start, stop, sequence.num_cached, state=state, draft=sequence.draft)
 
@@ -280,12 +283,12 @@ class Engine:
 
     def _stopped(self, sequences: list[SequenceState]) -> set[SequenceState]:
         """The sequences that have produced an end token and stop at it."""
-        stopping = [sequence for sequence in sequences if sequence.request.stops and self.lm.eos_token_ids]
+        stopping = [sequence for sequence in sequences if sequence.request.stop_at_eos and self.lm.eos_token_ids]
         if not stopping:
             return set()
-        end_E = torch.tensor(self.lm.eos_token_ids, device=self.slots.ids_SC.device)
+        end_token_ids = torch.tensor(self.lm.eos_token_ids, device=self.slots.ids_SC.device)
         decoded = [(s.slots[0], slice(s.request.start, s.request.blocks[s.block - 1][1])) for s in stopping]
-        return set(select(stopping, [torch.isin(self.slots.ids_SC[span], end_E).any() for span in decoded]))
+        return set(select(stopping, [torch.isin(self.slots.ids_SC[span], end_token_ids).any() for span in decoded]))
 
     def _leave(self, sequence: SequenceState) -> None:
         self.running.remove(sequence)
@@ -293,9 +296,9 @@ class Engine:
             moved = self.slots.remove(slot)
             for other in self.running:
                 other.slots = [slot if each == moved else each for each in other.slots]
-        self.running.sort(key=lambda other: other.slots[0])  # adjacent slots are read without a copy
+        self.running.sort(key=lambda other: other.slots[0])  # the cache of adjacent slots is read without a copy
 
 
 def select(items: Iterable[Item], flags: Sequence[Tensor]) -> list[Item]:
-    """The items whose flag, a boolean tensor, is true: the host reads all flags at once."""
+    """The items whose flag, a boolean tensor, is true. All flags are copied to the CPU at once."""
     return list(compress(items, torch.stack(list(flags)).tolist())) if flags else []

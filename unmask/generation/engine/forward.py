@@ -1,6 +1,6 @@
 """Forward passes over the slots: the logits at the hidden positions of the current blocks, and nothing else.
 
-Shapes: B sequences of a pass, C columns of the slots, N hidden positions, J some of them, V vocabulary.
+Shapes: B sequences of a pass, S slots, C columns of the slots (positions), T tokens, N hidden positions, J some of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WASTE = 1024  # tokens of padding above which a separate pass is cheaper
 Pass = Callable[[DiffusionLM, Slots, Sequence[BatchEntry], Tensor, Tensor, Tensor], Tensor]
 
 
-class Rows(NamedTuple):
+class Predictions(NamedTuple):
     """Predictions at hidden positions, ordered by sequence and position; those of drafts come last."""
 
     logits_NV: Tensor  # aligned
@@ -29,20 +29,20 @@ class Rows(NamedTuple):
     ahead_N: Tensor  # how many steps ahead the predicted state is drafted; 0: the current state
     drafted: bool  # whether there are drafts
 
-    def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Rows:
-        """Some of the rows, optionally with their members renumbered."""
+    def where(self, keep_N: Tensor, number_B: Tensor | None = None) -> Predictions:
+        """Those that `keep_N` selects; `number_B` renumbers their members."""
         index_J = keep_N.nonzero().squeeze(1)
         member_J = self.member_N[index_J] if number_B is None else number_B[self.member_N[index_J]]
-        return Rows(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted)
+        return Predictions(self.logits_NV[index_J], member_J, self.position_N[index_J], self.ahead_N[index_J], self.drafted)
 
 
-def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Rows:
-    """Logits at every hidden position of the current blocks. Equal states are computed once. Sequences of very different lengths have
-    separate passes; with `alone` every sequence has."""
-    member_N, position_N, ahead_N = slots.hidden_rows(entries)
+def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone: bool = False) -> Predictions:
+    """Logits at every hidden position of the current blocks. Sequences in equal states are computed once. Sequences of very different
+    lengths have separate passes. With `alone`, every sequence has a pass of its own."""
+    member_N, position_N, ahead_N = slots.hidden_positions(entries)
     computed, twin = _distinct(slots, entries)
     parts: list[Tensor] = []
-    source_N = torch.empty_like(member_N)  # index of each row among the computed ones
+    source_N = torch.empty_like(member_N)  # index of each position among the computed ones
     count = 0
     for members, run in _passes(lm, entries, computed, alone):
         number_B = torch.full((len(entries),), -1)
@@ -59,11 +59,11 @@ def predict(lm: DiffusionLM, slots: Slots, entries: Sequence[BatchEntry], alone:
     logits_NV = parts[0] if len(parts) == 1 else torch.cat(parts)
     if len(parts) > 1 or len(computed) < len(entries):
         logits_NV = logits_NV[source_N]
-    return Rows(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries))
+    return Predictions(logits_NV, member_N, position_N, ahead_N, any(entry.draft for entry in entries))
 
 
 def buckets(lengths: Sequence[int], alone: bool = False) -> Iterator[list[int]]:
-    """Indices of sequences that share a pass: of similar lengths, as long as padding costs less than a separate pass."""
+    """Indices of sequences that share a pass. They are of similar lengths: the padding costs less than a separate pass."""
     bucket: list[int] = []
     padding = 0
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
@@ -91,16 +91,16 @@ def full_pass(
 
 
 def _passes(lm: DiffusionLM, entries: Sequence[BatchEntry], computed: list[int], alone: bool) -> Iterator[tuple[list[int], Pass]]:
-    """The members of each pass, and its function."""
+    """The members of each pass, and the function that computes it."""
     exact_pass = full_pass if lm.attention == "bidirectional" else cached_pass
     for lossy, run in ((True, partial_pass), (False, exact_pass)):
-        members = [member for member in computed if (entries[member].read is not None) == lossy]
+        members = [member for member in computed if (entries[member].recompute is not None) == lossy]
         for bucket in buckets([entries[member].num_queries(lm) for member in members], alone):
             yield [members[index] for index in bucket], run
 
 
 def _distinct(slots: Slots, entries: Sequence[BatchEntry]) -> tuple[list[int], list[int]]:
-    """The members to compute, and for every member the one that has its state (or itself)."""
+    """The members to compute, and for every member the computed one with the same state, which may be itself."""
     groups: dict[tuple, list[int]] = {}
     for member, entry in enumerate(entries):
         if entry.state is not None:

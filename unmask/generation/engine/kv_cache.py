@@ -1,5 +1,5 @@
-"""Keys and values of the running sequences. Column c of a slot holds position c. The current block writes its columns at every step, until
-the pass over its clean tokens overwrites them: the keys of the last noised step are never kept.
+"""Keys and values of the running sequences. Column c of a slot holds position c. While a block is denoised, every step overwrites its
+columns; when its tokens are final, one more pass writes their keys. Keys of noised tokens are never reused.
 
 Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head width.
 """
@@ -7,6 +7,7 @@ Shapes: S slots, C columns, B sequences of a pass, Q queries, H heads, D head wi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers.cache_utils import Cache
 
 
 class SlotCache(Cache):
-    """A key-value cache of slots, of the reserved size."""
+    """A key-value cache for models, of a fixed number of slots and columns."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -23,7 +24,7 @@ class SlotCache(Cache):
         self.shape = (0, 0)
         self.slot_B = torch.zeros(0, dtype=torch.long)  # of the current pass, in the order of its batch
         self.first: int | None = None  # of these slots, if they are consecutive
-        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)  # written by the pass; after the last column for padding
+        self.column_BQ = torch.zeros(0, 0, dtype=torch.long)  # where the pass writes; padding: the extra column after the last
         self.width = 0  # the number of columns that the pass reads
 
     def reserve(self, slots: int, columns: int) -> None:
@@ -38,16 +39,16 @@ class SlotCache(Cache):
 
     def copy(self, source: int, targets: int | Tensor, columns: int) -> None:
         """Copy the first columns of a slot to another, or to several."""
-        for stored in (one for pair in self.stored for one in pair):
+        for stored in chain.from_iterable(self.stored):
             stored[targets, :, :columns] = stored[source, :, :columns]
 
     def clear(self, slots: Sequence[int]) -> None:
-        """Zero the slots: a key outside the attention has weight 0, but 0 x NaN is NaN."""
-        for stored in (one for pair in self.stored for one in pair):
+        """Zero the slots. A masked key has weight 0, but 0 x NaN would be NaN."""
+        for stored in chain.from_iterable(self.stored):
             stored[list(slots)] = 0
 
-    def read(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
-        """Prepare a pass."""
+    def begin_pass(self, slots: Sequence[int], column_BQ: Tensor, width: int) -> SlotCache:
+        """Set the slots, columns and width of the next pass, and return the cache."""
         self.slot_B = torch.tensor(slots, device=column_BQ.device)
         self.first = slots[0] if list(slots) == list(range(slots[0], slots[0] + len(slots))) else None
         self.column_BQ, self.width = column_BQ, width
@@ -69,5 +70,5 @@ class SlotCache(Cache):
 
     @staticmethod
     def _empty(like: Tensor, slots: int, columns: int) -> Tensor:
-        """One more column, which padding writes."""
+        """A table with one extra column, to which padding is written."""
         return like.new_zeros(slots, like.shape[1], columns + 1, like.shape[3])

@@ -1,6 +1,7 @@
-"""The running sequences on the device: their tokens, what is hidden, and when it was revealed.
+"""The running sequences on the device: their tokens, which are hidden, and the step that revealed each.
 
-Shapes: S slots, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W positions of a block, R distinct slots.
+Shapes: S slots, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W positions of a block, R distinct slots,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TABLES = ("ids_SC", "hidden_SC", "step_SC", "log_prob_SC", "sampled_SC", "entrop
 
 
 class Draft(NamedTuple):
-    """States of a block one, two, ... steps ahead."""
+    """Predicted states of a block after one, two, ... more steps."""
 
     ids_GW: Tensor  # with the mask token at hidden positions
     hidden_GW: Tensor
@@ -35,9 +36,9 @@ class BatchEntry(NamedTuple):
     start: int
     stop: int
     num_cached: int = 0  # positions whose keys and values are cached, from the first one on
-    read: tuple[int, int] | None = None  # with a lossy cache, the positions to compute; None: exact
-    state: tuple | None = None  # equal for sequences that may be in the same state; None: no other can be
-    draft: Draft | None = None  # states to compute too
+    recompute: tuple[int, int] | None = None  # with a lossy cache, the positions to compute; None: exact
+    state: tuple | None = None  # equal in sequences that may be in the same state; None: no other sequence is
+    draft: Draft | None = None  # its states are computed too
 
     def base(self, lm: DiffusionLM) -> int:
         """The start of the current attention block: the tokens before it are clean."""
@@ -49,21 +50,26 @@ class BatchEntry(NamedTuple):
 
     def num_queries(self, lm: DiffusionLM) -> int:
         """The number of positions that a pass computes."""
-        if self.read is not None:
-            return self.read[1] - self.read[0]
+        if self.recompute is not None:
+            return self.recompute[1] - self.recompute[0]
         if lm.attention == "bidirectional":
             return self.length
         drafts = len(self.draft.ids_GW) if self.draft else 0
         return self.end(lm) - self.num_cached + drafts * (self.end(lm) - self.base(lm))
 
 
+def as_columns(values: Sequence[tuple[int, ...]], device: torch.device) -> tuple[Tensor, ...]:
+    """The fields of tuples, each as a tensor [B, 1]."""
+    return torch.tensor(values, device=device)[:, :, None].unbind(1)
+
+
 class Slots:
-    """Rows of tensors, of which the first `count` are in use: when a sequence leaves, the last one moves to its row.
+    """Tables with a slot (a row) per sequence. The first `count` are in use: when a sequence leaves, the last one moves to its slot.
 
     Attributes:
         ids_SC: token ids, with the mask token at hidden positions.
         step_SC: the step that revealed each token; -1: none.
-        log_prob_SC, sampled_SC, entropy_SC: as of `Decision`, of revealed tokens.
+        log_prob_SC, sampled_SC, entropy_SC: as in `Decision`, of revealed tokens.
     """
 
     def __init__(self, device: torch.device, mask_token_id: int):
@@ -76,7 +82,7 @@ class Slots:
         self.log_prob_SC, self.sampled_SC, self.entropy_SC = (torch.zeros(0, 0, dtype=torch.float64, device=device) for _ in range(3))
 
     def reserve(self, slots: int, columns: int) -> None:
-        """Allocate slots and columns; rows in use stay."""
+        """Allocate slots and columns; those in use keep their values."""
         for name in TABLES:
             old = getattr(self, name)
             new = old.new_full((slots, columns), self.mask_token_id if name == "ids_SC" else 0)
@@ -86,13 +92,13 @@ class Slots:
         if self.cache is not None:
             self.cache.reserve(slots, columns)
 
-    def keep_keys(self) -> None:
-        """Create the cache, if there is none."""
+    def create_cache(self) -> None:
+        """Create the key-value cache, unless there is one."""
         if self.cache is None:
             self.cache = SlotCache()
             self.cache.reserve(*self.ids_SC.shape)
 
-    def hidden_rows(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
+    def hidden_positions(self, entries: Sequence[BatchEntry]) -> tuple[Tensor, Tensor, Tensor]:
         """Member, position and steps ahead (0: the current state) of every hidden position of the current blocks."""
         blocks = [(entry.slot, entry.start, entry.stop) for entry in entries]
         slot_B, start_B, stop_B = torch.tensor(blocks, device=self.ids_SC.device).unbind(1)

@@ -1,6 +1,6 @@
-"""Parts of a denoising step (`Engine._denoise`) after the forward pass: choose tokens, reveal the best, draft the states of later steps.
+"""What `Engine._denoise` does after the forward pass: decide on tokens, reveal the best (`reveal`), draft later states (`draft_ahead`).
 
-Shapes: B sequences, N hidden positions of their blocks, C chosen ones (in tables `_SC` columns of slots), W positions of a block, G drafts,
+Shapes: B sequences, N hidden positions of their blocks, J chosen ones, S slots, C columns (positions), W positions of a block, G drafts,
 V vocabulary.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from unmask.config.run import SamplerConfig
-from unmask.generation.engine.forward import Rows
-from unmask.generation.engine.slots import Draft, Slots
-from unmask.generation.policies import Decision, count_remasked, decide, first_by_priority, how_many
+from unmask.generation.engine.forward import Predictions
+from unmask.generation.engine.slots import Draft, Slots, as_columns
+from unmask.generation.policies import Decision, count_remasked, decide, first_by_priority, num_accepted
 from unmask.generation.requests import Request
 
 
@@ -34,7 +34,7 @@ class SequenceState:
     steps_done: int = 0  # denoising steps of all blocks so far
     num_forward_passes: int = 0
     num_cached: int = 0  # positions whose keys and values are cached, from the first one on
-    draft: Draft | None = None  # of its next states
+    draft: Draft | None = None  # the predicted states after the next steps
 
     @property
     def span(self) -> tuple[int, int]:
@@ -46,13 +46,13 @@ class SequenceState:
         return self.request.counts[self.block] if self.request.counts else []
 
     def tokens_to_reveal(self, ahead: int) -> int:
-        """The number at the step `ahead` of the current one; 0 after the last step."""
+        """The count of the step that comes `ahead` steps after the current one; 0 after the last step."""
         step = self.step + ahead
         return self.counts[step] if step < len(self.counts) else 0
 
     @property
     def num_remasked(self) -> int:
-        """The number of tokens that the step hides again."""
+        """The number of tokens that the step hides again. It reveals as many more than its count."""
         return count_remasked(self.counts, self.step, self.config.remask)
 
     @property
@@ -61,23 +61,23 @@ class SequenceState:
         return 1 + (self.config.guidance > 0)
 
 
-def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
-    """Reveal the chosen tokens of one denoising step, and record them."""
-    decision = decide_rows(slots, sequences, rows)
-    device = rows.member_N.device
-    row_C, _ = choose(sequences, rows, decision)
+def reveal(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
+    """One denoising step, without its forward pass: hide the remasked tokens, and write the chosen ones to the slots."""
+    decision = decide_all(slots, sequences, predictions)
+    device = predictions.member_N.device
+    index_J, _ = choose(sequences, predictions, decision)
     again = [sequence.num_remasked for sequence in sequences]
     if any(again):
         _remask(slots, sequences, again)
     slot_B, step_B = torch.tensor([(sequence.slots[0], sequence.steps_done) for sequence in sequences], device=device).unbind(1)
-    member_C = rows.member_N[row_C]
-    at = (slot_B[member_C], rows.position_N[row_C])
-    slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[row_C], False
-    slots.step_SC[at] = step_B[member_C].to(slots.step_SC.dtype)
+    member_J = predictions.member_N[index_J]
+    at = (slot_B[member_J], predictions.position_N[index_J])
+    slots.ids_SC[at], slots.hidden_SC[at] = decision.token_N[index_J], False
+    slots.step_SC[at] = step_B[member_J].to(slots.step_SC.dtype)
     records = (decision.log_prob_N, decision.sampled_log_prob_N, decision.entropy_N)
     for table, values_N in zip((slots.log_prob_SC, slots.sampled_SC, slots.entropy_SC), records, strict=True):
         if values_N is not None:
-            table[at] = values_N[row_C].double()
+            table[at] = values_N[index_J].double()
     for sequence in sequences:
         if sequence.num_slots == 2:
             slot, unconditional = sequence.slots
@@ -87,61 +87,61 @@ def reveal(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
             slots.hidden_SC[unconditional, block] = slots.hidden_SC[slot, block]
 
 
-def decide_rows(slots: Slots, sequences: list[SequenceState], rows: Rows, ahead: int = 0) -> Decision:
-    """The token that would be revealed at each row, by the settings of its sequence."""
+def decide_all(slots: Slots, sequences: list[SequenceState], predictions: Predictions, ahead: int = 0) -> Decision:
+    """The token that would be revealed at each position, by the settings of its sequence."""
     per_sequence = [(sequence.request.key, sequence.steps_done + ahead, sequence.slots[0]) for sequence in sequences]
-    key_N, step_N, slot_N = torch.tensor(per_sequence, device=rows.member_N.device)[rows.member_N].unbind(1)
+    key_N, step_N, slot_N = torch.tensor(per_sequence, device=predictions.member_N.device)[predictions.member_N].unbind(1)
     parts = []
     for config, uses_B in _by_settings(sequences, key_N.device):
-        at = slice(None) if uses_B is None else uses_B[rows.member_N].nonzero().squeeze(1)
-        logits_NV = rows.logits_NV[at]
+        at = slice(None) if uses_B is None else uses_B[predictions.member_N].nonzero().squeeze(1)
+        logits_NV = predictions.logits_NV[at]
         present_NV = slots.present(slot_N[at], logits_NV.shape[1]) if config.repetition_penalty != 1 else None
-        parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], rows.position_N[at], present_NV)))
+        parts.append((at, decide(logits_NV, config, key_N[at], step_N[at], predictions.position_N[at], present_NV)))
     return parts[0][1] if len(parts) == 1 else _merge(parts, len(key_N))
 
 
-def choose(sequences: list[SequenceState], rows: Rows, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
-    """The rows [C] to reveal, and their columns in the block."""
-    start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=rows.member_N.device)
-    column_N = rows.position_N - start_B[rows.member_N]
+def choose(sequences: list[SequenceState], predictions: Predictions, decision: Decision, ahead: int = 0) -> tuple[Tensor, Tensor]:
+    """The predictions [J] to reveal, and their columns in the block."""
+    start_B = torch.tensor([sequence.span[0] for sequence in sequences], device=predictions.member_N.device)
+    column_N = predictions.position_N - start_B[predictions.member_N]
     width = max(stop - start for start, stop in (sequence.span for sequence in sequences))
     priority_BW = torch.full((len(sequences), width), -torch.inf, device=column_N.device)
-    priority_BW[rows.member_N, column_N] = decision.priority_N
+    priority_BW[predictions.member_N, column_N] = decision.priority_N
     fixed = [sequence.tokens_to_reveal(ahead) + sequence.num_remasked for sequence in sequences]
     count_B = torch.tensor(fixed, device=column_N.device)
     for config, uses_B in _by_settings(sequences, column_N.device):
         if uses_B is None:
             uses_B = torch.ones_like(count_B, dtype=torch.bool)
         if config.parallel:
-            count_B = torch.where(uses_B, how_many(priority_BW, config), count_B)
+            count_B = torch.where(uses_B, num_accepted(priority_BW, config), count_B)
         if config.early_commit is not None:
             assert decision.margin_N is not None
             margin_BW = torch.full(priority_BW.shape, torch.inf, device=column_N.device)
-            margin_BW[rows.member_N, column_N] = decision.margin_N.float()
+            margin_BW[predictions.member_N, column_N] = decision.margin_N.float()
             count_B = torch.where(uses_B & (margin_BW.amin(1) >= config.early_commit), width, count_B)
-    row_C = first_by_priority(priority_BW, count_B)[rows.member_N, column_N].nonzero().squeeze(1)
-    return row_C, column_N[row_C]
+    index_J = first_by_priority(priority_BW, count_B)[predictions.member_N, column_N].nonzero().squeeze(1)
+    return index_J, column_N[index_J]
 
 
-def draft_ahead(slots: Slots, sequences: list[SequenceState], rows: Rows) -> None:
-    """Draft the next states, as if the predictions stayed the same."""
+def draft_ahead(slots: Slots, sequences: list[SequenceState], predictions: Predictions) -> None:
+    """Draft the states after the next steps, as if the predictions stayed the same."""
     states: list[tuple[Tensor, Tensor]] = []
     spans = [(sequence.slots[0], slice(*sequence.span)) for sequence in sequences]
     width = max(span.stop - span.start for _, span in spans)
-    ids_BW = torch.full((len(spans), width), slots.mask_token_id, device=rows.member_N.device)
+    ids_BW = torch.full((len(spans), width), slots.mask_token_id, device=predictions.member_N.device)
     hidden_BW = torch.zeros_like(ids_BW, dtype=torch.bool)
     for member, (slot, span) in enumerate(spans):
         ids_BW[member, : span.stop - span.start] = slots.ids_SC[slot, span]
         hidden_BW[member, : span.stop - span.start] = slots.hidden_SC[slot, span]
-    start_B = torch.tensor([span.start for _, span in spans], device=rows.member_N.device)
+    start_B = torch.tensor([span.start for _, span in spans], device=predictions.member_N.device)
     for ahead in range(max(sequence.config.drafts for sequence in sequences)):
-        rows = rows.where(hidden_BW[rows.member_N, rows.position_N - start_B[rows.member_N]])
-        if len(rows.member_N) == 0:
+        predictions = predictions.where(hidden_BW[predictions.member_N, predictions.position_N - start_B[predictions.member_N]])
+        if len(predictions.member_N) == 0:
             break
-        decision = decide_rows(slots, sequences, rows, ahead)
-        row_C, column_C = choose(sequences, rows, decision, ahead)
-        at = (rows.member_N[row_C], column_C)
-        ids_BW[at], hidden_BW[at] = decision.token_N[row_C], False
+        decision = decide_all(slots, sequences, predictions, ahead)
+        index_J, column_J = choose(sequences, predictions, decision, ahead)
+        at = (predictions.member_N[index_J], column_J)
+        ids_BW[at], hidden_BW[at] = decision.token_N[index_J], False
         states.append((ids_BW.clone(), hidden_BW.clone()))
     if not states:
         return
@@ -164,18 +164,18 @@ def _by_settings(sequences: list[SequenceState], device: torch.device) -> Iterat
 def _remask(slots: Slots, sequences: list[SequenceState], again: list[int]) -> None:
     """Hide the least probable tokens among those that earlier steps of the blocks revealed."""
     device = slots.ids_SC.device
-    slot_B1, start_B1, stop_B1 = torch.tensor([(s.slots[0], *s.span) for s in sequences], device=device)[:, :, None].unbind(1)
+    slot_B1, start_B1, stop_B1 = as_columns([(s.slots[0], *s.span) for s in sequences], device)
     position_BW = start_B1 + torch.arange(max(stop - start for start, stop in (s.span for s in sequences)), device=device)
     inside_BW, position_BW = position_BW < stop_B1, position_BW.clamp_max(slots.ids_SC.shape[1] - 1)
     earlier_BW = inside_BW & (slots.step_SC[slot_B1, position_BW] >= 0)
     priority_BW = torch.where(earlier_BW, -slots.log_prob_SC[slot_B1, position_BW].float(), -torch.inf)
-    member_C, column_C = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
-    at = (slot_B1[member_C, 0], position_BW[member_C, column_C])
+    member_J, column_J = first_by_priority(priority_BW, torch.tensor(again, device=device)).nonzero(as_tuple=True)
+    at = (slot_B1[member_J, 0], position_BW[member_J, column_J])
     slots.ids_SC[at], slots.hidden_SC[at], slots.step_SC[at] = slots.mask_token_id, True, -1
 
 
 def _merge(parts: list[tuple[Any, Decision]], count: int) -> Decision:
-    """The decisions of groups of rows, in the order of all rows; fields that a group lacks are 0 there."""
+    """The decisions of groups of positions, in the order of all positions; fields that a group lacks are 0 there."""
     merged: dict[str, Tensor] = {}
     for at, decision in parts:
         for name, values_N in decision._asdict().items():

@@ -105,7 +105,8 @@ class RemoteBackend:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write(self, lm: DiffusionLM, path: Path) -> None:
-        """Write weights atomically. Raises RemoteError if they cannot be written."""
+        """Write weights to a staging folder and rename it, so that no reader sees a part of them. Raises RemoteError if it
+        cannot."""
         staging = path.with_name(f"{path.name}-unfinished")
         for old in (staging, path):
             shutil.rmtree(old, ignore_errors=True)
@@ -185,7 +186,7 @@ class ServerBackend(RemoteBackend):
 
 
 class VLLMBackend(RemoteBackend):
-    """A vLLM server, for causal models. It draws tokens with its own noise; at temperature 0 they are the same as in process.
+    """A vLLM server, for causal models. It draws tokens with its own random numbers; at temperature 0 they are the same as in process.
 
     Start it from a model that Unmask saved or exported, whose vocabulary has the mask token; docs/generation.md has the command.
 

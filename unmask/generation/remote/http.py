@@ -45,7 +45,7 @@ class HttpClient:
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
 
     def call(self, method: str, path: str, **content: Any) -> Any:
-        """Send a request; the JSON of the answer, None if it is empty. Arguments and errors as of `send`."""
+        """Send a request; the JSON of the answer, None if it is empty. Arguments and errors as in `send`."""
         text = self.send(method, path, **content)
         return self.read(text, json.loads) if text else None
 
@@ -58,7 +58,7 @@ class HttpClient:
                 status, text = self._exchange(method, path, **content)
             except httpx.TransportError as error:
                 if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
-                    what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or look at the server"
+                    what, remedy = f"no answer within {self._client.timeout.read} seconds", "Raise timeout, or check the server's log"
                     raise self.error(what, remedy) from error
                 deadline = self._wait(deadline, error)
             else:

@@ -47,7 +47,7 @@ def check_nccl() -> None:
 
 
 def nccl_sender(model: nn.Module, call: Call, address: str) -> Any:
-    """A sender whose `send_weights()` sends the model's current weights, whose names are those of the server's checkpoint. Errors as of
+    """A sender whose `send_weights()` sends the model's current weights, whose names are those of the server's checkpoint. Errors as in
     `check_nccl`. `address`: of this machine, as the server's workers reach it."""
     check_nccl()
     try:

@@ -4,7 +4,8 @@
     POST /update_weights  an `UpdateRequest`: the weights in a folder replace the model's
     GET /health           the facts of the model that a client must share, and the name of its weights
 
-A refusal is 4xx with `{"error": ...}`: 409 for weights that the server does not hold, else 422.
+A refused request is answered by `{"error": ...}`, with status 401 for a wrong API key, 409 for weights that the server does not hold, and
+422 for anything else.
 """
 
 from __future__ import annotations

@@ -62,12 +62,12 @@ class RemoteLM:
         self.model = model or models[0]
 
     def generate(self, prompts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-        """Complete prompts; arguments and result as of `unmask.generate`. The server draws its own noise, seeded for every prompt by
-        `config.seed` and its key; log-probabilities are at temperature 1 (the server's default mode).
+        """Complete prompts; arguments and result as in `unmask.generate`. The server draws its own random numbers, seeded for every
+        prompt by `config.seed` and its key; log-probabilities are at temperature 1 (the server's default mode).
 
         Raises:
             GenerationError: settings of diffusion only, or a request that the server refuses.
-            RemoteError: the server accepts no requests or does not answer; has the completions so far.
+            RemoteError: the server accepts no requests or does not answer. Its `completed` holds the completions so far.
         """
         config = config or SamplerConfig()
         if (name := unread_by_vllm(config)) is not None:
@@ -175,7 +175,7 @@ class RemoteLM:
     def _complete(self, body: dict[str, Any]) -> tuple[list[int], list[float]]:
         choice = self.http.read(self.http.call("POST", "/v1/completions", json=body), lambda answer: dict(answer["choices"][0]))
         if choice.get("finish_reason") == "abort":
-            raise self.http.error("the server aborted a completion", "Look at the server")
+            raise self.http.error("the server aborted a completion", "Check the server's log")
         return self.http.read(choice, lambda answer: (list(answer["token_ids"]), list(answer["logprobs"]["token_logprobs"])))
 
 
