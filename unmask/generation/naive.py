@@ -56,12 +56,11 @@ def _denoise(lm: DiffusionLM, request: Request, config: SamplerConfig) -> Trace:
             order = sorted(decisions, key=lambda position: (-float(decisions[position].priority_N), position))
             num_remasked = count_remasked(counts, step, config.remask)
             num_revealed = _num_accepted(order, decisions, config) if config.parallel else counts[step] + num_remasked
-            chosen = order[:num_revealed]
             earlier = sorted((float(decision.log_prob_N.float()), position) for position, decision in revealed.items() if position >= start)
             for _, position in earlier[:num_remasked]:  # the least probable ones
                 ids[position], hidden[position], steps[position] = lm.mask_token_id, True, -1
                 del revealed[position]
-            for position in chosen:
+            for position in order[:num_revealed]:
                 ids[position], hidden[position], steps[position] = int(decisions[position].token_N), False, passes
                 revealed[position] = decisions[position]
             step, passes = step + 1, passes + 1

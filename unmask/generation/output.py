@@ -14,7 +14,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 
 @dataclass
 class Trace:
-    """The whole canvas of a completion, also after its end.
+    """The whole canvas of a completion, with what follows its end token.
 
     Attributes:
         canvas: token ids; the mask token at positions that decoding did not reach.

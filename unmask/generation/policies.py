@@ -16,13 +16,13 @@ from unmask.config.run import SamplerConfig
 from unmask.diffusion.rng import Stream, uniform
 from unmask.errors import GenerationError
 
-GROUP = 256  # entries of the vocabulary that a draw sums before it searches within
+GROUP = 256  # vocabulary entries per group: a draw first picks a group by its sum, then an entry of it
 GPU_LOGITS_AT_ONCE = 2**28  # 1 GB in float32
 CPU_LOGITS_AT_ONCE = 2**19  # these stay in the processor's cache between the passes over them
 
 
 class Decision(NamedTuple):
-    """The token that would be revealed at each row. Those of highest priority are revealed first, ties by the lower position."""
+    """The token that would be revealed at each position. The highest priorities are revealed first; of equal ones, the lower position."""
 
     token_N: Tensor
     log_prob_N: Tensor  # under the model at temperature 1
@@ -35,7 +35,7 @@ class Decision(NamedTuple):
 def decide(
     logits_NV: Tensor, config: SamplerConfig, key_N: Tensor, step_N: Tensor, position_N: Tensor, present_NV: Tensor | None = None
 ) -> Decision:
-    """Draw a token for each row and rank it. All randomness is keyed by (seed, key, step, position). Refuses NaN logits.
+    """Draw a token for each position and rank it. All randomness is keyed by (seed, key, step, position). Raises GenerationError for NaN.
 
     Args:
         logits_NV: aligned logits at hidden positions.
@@ -154,8 +154,8 @@ def penalise_and_ban(logits_NV: Tensor, config: SamplerConfig, present_NV: Tenso
 
 
 def keep_likely(weight_NV: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Weights with zeros outside the `top_k` largest (0: all) and, of these, the fewest that sum to `top_p` of them: the order of
-    transformers and vLLM."""
+    """Weights that are zero except for the `top_k` largest (0: all), and of these for the fewest whose sum reaches the fraction `top_p`.
+    transformers and vLLM filter in this order too."""
     if top_k == 0 and top_p == 1.0:
         return weight_NV
     sorted_NV, order_NV = weight_NV.sort(dim=-1, descending=True, stable=True)

@@ -152,8 +152,8 @@ def step_counts(sizes: Sequence[int], config: SamplerConfig, key: int = 0) -> li
 
 
 def _dream_counts(size: int, steps: int) -> list[int]:
-    """Tokens that each step reveals, with zeros, by Dream's rule (Ye et al. 2025): the fraction 1 - s / t of the hidden ones, rounded
-    down, at times t > s from 1 to 0.001, and at the last step the rest. In float32, as published."""
+    """The number of tokens that each step reveals, possibly 0, by Dream's rule (Ye et al. 2025): a step from time t to s reveals the
+    fraction 1 - s / t of the hidden tokens, rounded down, and the last step the rest. In float32, as published."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1)
     counts: list[int] = []
     for fraction in (1 - time_S[1:] / time_S[:-1])[:-1]:
@@ -162,8 +162,8 @@ def _dream_counts(size: int, steps: int) -> list[int]:
 
 
 def _ancestral_counts(uniform_N: Tensor, steps: int) -> list[int]:
-    """Tokens that each step reveals, with zeros, when a hidden token stays hidden with probability s / t, independently of the others
-    (Sahoo et al. 2024): it is revealed at the first time below its uniform number in [0, 1)."""
+    """The number of tokens that each step reveals, possibly 0, if a hidden token stays hidden with probability s / t, independently of the
+    others (Sahoo et al. 2024): it is revealed at the first time below its uniform number in [0, 1)."""
     time_S = torch.linspace(1, LAST_TIME, steps + 1, dtype=torch.float64)[1:-1]
     return torch.bincount((uniform_N[:, None] < time_S).sum(-1), minlength=steps).tolist()
 

@@ -1,4 +1,4 @@
-"""Completing and infilling with the engine. A step is `Engine._denoise` (`engine/engine.py`); `naive.py` defines its tokens."""
+"""Completing and infilling with the engine. A step is `Engine._denoise` (`engine/engine.py`); `naive.py` defines which tokens it gives."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def generate(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig | No
 
 
 def infill(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig | None = None, keys: Sequence[int] | None = None) -> Generation:
-    """Fill in the mask tokens of texts. A bidirectional model reads what is before and after them, a block-causal one what is before the
-    end of the block, a causal one what is before.
+    """Fill in the mask tokens of texts. A bidirectional model sees the text before and after them, a block-causal model the text up to the
+    end of their block, a causal model the text before them.
 
     Args:
         lm: any attention pattern.

@@ -1,7 +1,6 @@
-"""Continuous batching: sequences enter and leave between steps, and running sequences share forward passes at any position.
+"""Continuous batching: sequences enter and leave between steps, and share forward passes even if they are at different positions.
 
-Shapes: B running sequences, N hidden positions of their current blocks, S slots, C columns (positions), W positions of a block,
-V vocabulary.
+Shapes: B running sequences, S slots, C columns (positions), W positions of a block, N hidden positions of all blocks, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,12 +33,11 @@ Item = TypeVar("Item")
 class Engine:
     """Samples sequences of one model, each with its own settings. The result of one does not depend on the others.
 
-    Call `submit`, then `step` until it returns the ticket (or `run`, for all requests). Not thread-safe.
+    Call `submit`, then `step` until it returns the ticket; or `run`, for all requests. Not thread-safe.
 
     Args:
         batch_size: the most sequences that run at once, at least 1.
-        max_batch_tokens: bound of the number of running sequences (with guidance twice) times the length of the longest, drafts included;
-            None: no bound.
+        max_batch_tokens: bound of the running sequences (with guidance twice) times the longest of them, drafts included; None: no bound.
 
     Attributes:
         num_forward_passes: passes so far, of any number of sequences.
@@ -117,8 +115,8 @@ class Engine:
 
     @torch.no_grad()
     def _denoise(self) -> None:
-        """Start waiting sequences, predict once (`_predict`), make one denoising step or, with drafts, several (`_reveal`), and draft the next
-        states (`_draft`)."""
+        """The body of `step` and `run`. Start waiting sequences, `_predict` once, `_reveal` the tokens of one denoising step (with drafts,
+        of several), and `_draft` the next states."""
         with evaluating(self.lm):
             self._admit()
             if self.running:
@@ -126,8 +124,8 @@ class Engine:
                 self._draft(sequences, predictions, self._reveal(sequences, predictions))
 
     def _reveal(self, sequences: list[SequenceState], predictions: Predictions) -> dict[int, int]:
-        """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals the state reached. Returns, by
-        index, how many drafts each sequence used; sequences that left their block are not in it."""
+        """Make one denoising step (`steps.reveal`, then `_advance`), and one more for every draft that equals the state reached. Returns
+        the number of drafts that each sequence used, by its index, without sequences that left their block."""
         active = list(range(len(sequences)))
         used, blocks = dict.fromkeys(active, 0), [sequence.block for sequence in sequences]
         for ahead in range(1 + max(sequence.config.drafts for sequence in sequences)):

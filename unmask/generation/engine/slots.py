@@ -1,7 +1,6 @@
 """The running sequences on the device: their tokens, which are hidden, and the step that revealed each.
 
-Shapes: S slots, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W positions of a block, R distinct slots,
-V vocabulary.
+Shapes: S slots, R some of them, C columns (positions), B sequences, N hidden positions, J drafted ones, G drafts, W block, V vocabulary.
 """
 
 from __future__ import annotations

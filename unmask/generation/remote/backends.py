@@ -42,11 +42,11 @@ class Backend(Protocol):
         """Complete prompts, as `unmask.generate`."""
 
     def due(self, step: int | None) -> bool:
-        """Whether weights must be sent before this rollout. None: an evaluation, which always needs the current ones."""
+        """Whether weights must be sent before the rollout of this step. None: an evaluation, which always needs the current weights."""
 
     def sync(self, lm: DiffusionLM, step: int) -> None:
-        """Sample from these weights (adapters merged, unless these alone are sent), named by their optimizer steps. The first process of a
-        run sends them; the others wait for it before they sample."""
+        """Sample from these weights from now on; `step` names them. Adapters are merged, unless only adapters are sent. The first process
+        of a run sends them; the others wait for it before they sample."""
 
     def close(self) -> None:
         """Close connections; a server keeps running."""
@@ -105,8 +105,7 @@ class RemoteBackend:
                 shutil.rmtree(other, ignore_errors=True)
 
     def write(self, lm: DiffusionLM, path: Path) -> None:
-        """Write weights to a staging folder and rename it, so that no reader sees a part of them. Raises RemoteError if it
-        cannot."""
+        """Write weights to a staging folder and rename it, so that no reader sees a part of them. Or raise RemoteError."""
         staging = path.with_name(f"{path.name}-unfinished")
         for old in (staging, path):
             shutil.rmtree(old, ignore_errors=True)
@@ -247,8 +246,8 @@ class VLLMBackend(RemoteBackend):
         self.remote.close()
 
     def _complete(self, prompts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None) -> Generation:
-        """Completions from the weights sent last. A server that dies meanwhile gets them again; adapters are requested by a name that a
-        restarted server does not know."""
+        """Completions from the weights sent last. A restarted server gets them again: it names other weights, or does not know the
+        adapters, which are requested by name."""
         if self.config.sync == "lora" and self.version is not None:
             self.remote.model = self.adapter
         for _ in range(TRIES):
@@ -263,8 +262,8 @@ class VLLMBackend(RemoteBackend):
         raise self.remote.http.error("the server does not keep the weights that it is sent", "Use one server per run")
 
     def _probe(self) -> bool:
-        """Whether the server returns log-probabilities of the distributions that it draws from: for a single allowed token that is 0,
-        while one of two tokens has at most 1/2 under the model."""
+        """Whether the server returns log-probabilities of the distribution that it draws from, not of the model. Two tokens are drawn, each
+        as the only allowed one: that has log-probability 0 when it is drawn, while under the model one of the two has at most log 1/2."""
         log_probs = []
         for token in [token for token in range(3) if token != self.lm.mask_token_id][:2]:
             config = SamplerConfig(max_new_tokens=1, temperature=1.0, allowed_tokens=[token], stop_at_eos=False)

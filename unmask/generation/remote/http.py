@@ -45,13 +45,13 @@ class HttpClient:
         self._client = httpx.Client(base_url=url.rstrip("/"), timeout=httpx.Timeout(timeout, connect=5.0), headers=headers, limits=limits)
 
     def call(self, method: str, path: str, **content: Any) -> Any:
-        """Send a request; the JSON of the answer, None if it is empty. Arguments and errors as in `send`."""
+        """Send a request, and return the JSON of the answer; None if it is empty. Arguments and errors as in `send`."""
         text = self.send(method, path, **content)
         return self.read(text, json.loads) if text else None
 
     def send(self, method: str, path: str, **content: Any) -> str:
-        """Send a request with the `content` arguments of httpx (`json=...`); the text of the answer. Retries for `patience` seconds while
-        the server accepts no requests. Raises RemoteError if it accepts none, does not answer, or refuses."""
+        """Send a request with the `content` arguments of httpx (`json=...`), and return the text of the answer. Retries for `patience`
+        seconds while the server accepts no requests. Raises RemoteError if it accepts none, does not answer, or refuses this one."""
         deadline: float | None = None  # from the first failure on
         while True:
             try:

@@ -4,8 +4,7 @@
     POST /update_weights  an `UpdateRequest`: the weights in a folder replace the model's
     GET /health           the facts of the model that a client must share, and the name of its weights
 
-A refused request is answered by `{"error": ...}`, with status 401 for a wrong API key, 409 for weights that the server does not hold, and
-422 for anything else.
+A refusal is `{"error": ...}`, with status 401 for a wrong API key, 409 for weights that the server does not hold, 422 for anything else.
 """
 
 from __future__ import annotations
