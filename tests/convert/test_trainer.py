@@ -453,7 +453,7 @@ def test_attention_is_causal_at_first_and_full_after_its_share(tmp_path, monkeyp
     cross_entropy = DiffusionTrainer.cross_entropy
 
     def spied(self: StageTrainer, lm: DiffusionLM, rows: Any, views: Any) -> torch.Tensor:
-        mask, whole = (one.single(rows["input_ids"], rows["documents"]).mask.allowed_BQK[:, 0] for one in (lm, self.lm))
+        mask, whole = (one.noised_inputs(rows["input_ids"], rows["documents"]).mask.allowed_B1QK[:, 0] for one in (lm, self.lm))
         assert torch.equal(mask.tril(), whole.tril())
         seen[self.model.training].append((mask.triu(1).sum() / whole.triu(1).sum()).item())
         return cross_entropy(self, lm, rows, views)

@@ -87,7 +87,7 @@ class StageTrainer(DiffusionTrainer):
     def plan(self, batch: Batch, draw: Draw) -> Views:
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         views = self.args.plan(self.lm, group_BT, batch["documents"], draw, complementary=self.args.complementary)
-        return views.beside_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
+        return views.with_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
         lm = self._annealed(lm)
@@ -96,7 +96,7 @@ class StageTrainer(DiffusionTrainer):
             return self.cross_entropy(lm, batch, views)
         if not views.causal:
             return self._distillation_loss(lm, self.teacher, batch, views)
-        noised, causal = views.apart()
+        noised, causal = views.split_causal()
         return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:

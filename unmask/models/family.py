@@ -18,8 +18,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Split, WeightConverter, revert_weight_conversion
 
+from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
@@ -39,7 +39,7 @@ class Family:
     architecture: str  # in config.json
     aliases: tuple[str, ...] = ()  # other model types of the same config in published code
     stock: type[PretrainedConfig]  # the config class of transformers that computes the same
-    attention: Pattern  # of the released models, as is the logit shift
+    attention: AttentionName  # of the released models, as is the logit shift
     logit_shift: bool
     block_size: int | None = None  # of the attention, if config.json lacks it; None for a family without blocks
     block_field: str = "block_size"  # its name in config.json

@@ -23,9 +23,10 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as zero
 
+from unmask.config.run import AttentionName
 from unmask.errors import ModelError, first_line
 from unmask.models.alignment import align_weights
-from unmask.models.attention import ATTENTION_NAME, Pattern
+from unmask.models.attention import ATTENTION_NAME
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.ends import resolve_ends
@@ -45,7 +46,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 def load(
     path_or_id: str | pathlib.Path,
-    attention: Pattern | None = None,
+    attention: AttentionName | None = None,
     block_size: int | None = None,
     logit_shift: bool | None = None,
     dtype: str = "float32",
@@ -117,7 +118,7 @@ def _placement(
 
 
 def pattern_settings(
-    config: PretrainedConfig, attention: Pattern | None, block_size: int | None, logit_shift: bool | None
+    config: PretrainedConfig, attention: AttentionName | None, block_size: int | None, logit_shift: bool | None
 ) -> dict[str, Any]:
     """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock model."""
     saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
@@ -163,7 +164,7 @@ def make_diffusion(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    attention: Pattern = "causal",
+    attention: AttentionName = "causal",
     block_size: int | None = None,
     logit_shift: bool | None = None,
     eos_token_ids: Sequence[int] | None = None,
@@ -243,7 +244,7 @@ def as_diffusion_lm(
 
 def with_pattern(
     lm: DiffusionLM,
-    attention: Pattern,
+    attention: AttentionName,
     block_size: int | None = None,
     logit_shift: bool | None = None,
     *,

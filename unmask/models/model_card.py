@@ -15,7 +15,7 @@ from huggingface_hub.repocard import metadata_load
 from transformers import PreTrainedTokenizerBase
 
 from unmask.artifacts import write_atomic
-from unmask.models.attention import Pattern
+from unmask.config.run import AttentionName
 
 HISTORY_KEY = "unmask_history"
 MARKER = "<!-- Written by Unmask at every save. Remove this line to keep what you change. -->"
@@ -31,7 +31,7 @@ class DescribedModel(Protocol):
     model: Any
     config: Any
     tokenizer: PreTrainedTokenizerBase
-    attention: Pattern
+    attention: AttentionName
     block_size: int | None
     mask_token_id: int
     eos_token_ids: tuple[int, ...]

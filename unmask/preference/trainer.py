@@ -148,7 +148,7 @@ class DPOTrainer(DiffusionTrainer):
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         if self.exact:
             return exact_views(group_BT, self.lm.block_size or 1)
-        return (elbo_views if self.args.complementary else exact_count_views)(group_BT, draw, views=self.args.samples)
+        return (elbo_views if self.args.complementary else exact_count_views)(group_BT, draw, num_views=self.args.samples)
 
     def draw(self, batch: Batch) -> Draw:
         draw = super().draw(batch)
