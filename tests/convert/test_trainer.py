@@ -353,7 +353,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         table = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | {setting: named})
         with pytest.raises(ConfigError, match=rf"{setting}: names the embedding table\. Leave it out"):
             convert(tmp_path, peft_config=table)
-    with pytest.raises(ConfigError, match=r"peft_config: IA3Config cannot train the embedding row"):
+    with pytest.raises(ConfigError, match=r"lora \(peft_config\): IA3Config cannot train the embedding row"):
         convert(tmp_path, peft_config=peft.IA3Config(task_type="CAUSAL_LM"))
 
 

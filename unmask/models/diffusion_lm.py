@@ -22,7 +22,7 @@ from unmask.config.run import AttentionName
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, check_pattern, make_mask, segments, unpadded_mask
 from unmask.models.chat_template import turn_end
-from unmask.models.ends import accept_generation_config, as_ids, eos_first, set_end_tokens
+from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
 from unmask.models.hooks.head import RowSelector, token_log_probs
 from unmask.models.hooks.last_layer import LastLayer

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from unmask.errors import ModelError
+from unmask.models.hooks.last_layer import hook_owner
 
 LOGITS_AT_ONCE = 2**24
 """Logits that a loss holds at once. More rows are divided into chunks, whose logits are recomputed for the gradient."""
@@ -67,9 +68,8 @@ class RowSelector:
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
-        for hook in head._forward_pre_hooks.values():
-            if isinstance(getattr(hook, "__self__", None), cls):
-                return hook.__self__
+        if (existing := hook_owner(head, cls)) is not None:
+            return existing
         selector = cls(model.config)
         head.register_forward_pre_hook(selector.select)
         head.register_forward_hook(selector.compute_log_probs)

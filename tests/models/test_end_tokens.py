@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PhiConfig
 
-from tests.data.test_chat import CHATML, LLAMA3
+from tests.data.test_encoding import CHATML, LLAMA3
 from tests.models.test_released import END, MASK, write_published
 from tests.training.tiny_runs import make
 from unmask.data.characters import character_tokenizer
