@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.harness import peak_bytes, report, timed
+from unmask.config.run import AttentionName
 from unmask.data.characters import character_tokenizer
 from unmask.data.rows import Collator
 from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.schedules import Noise, get_schedule
 from unmask.diffusion.views import Draw, Views, all_masked_views, complementary_pair, random_views
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion, with_pattern
 
@@ -69,7 +69,7 @@ class Diffusion:
         groups = noise_groups(self.lm, self.batch["maskable"], self.batch["documents"])
         draw = Draw(0, self.batch["sample_id"], self.steps)
         plan = complementary_pair(groups, draw, NOISE) if self.pair else random_views(groups, draw, NOISE)
-        return plan.beside_causal(self.batch["maskable"], self.lm_loss) if self.lm_loss else plan
+        return plan.with_causal(self.batch["maskable"], self.lm_loss) if self.lm_loss else plan
 
     def loss(self) -> Tensor:
         views = self.views()
@@ -102,7 +102,7 @@ class Plain(Diffusion):
         return torch.where(weight_BT > 0, cross_entropy_BT * weight_BT, 0.0).sum() / self.batch["maskable"].sum()
 
 
-def diffusion_lm(attention: Pattern, vocabulary: int = VOCABULARY, **more: Any) -> DiffusionLM:
+def diffusion_lm(attention: AttentionName, vocabulary: int = VOCABULARY, **more: Any) -> DiffusionLM:
     lm = make_diffusion(llama(vocabulary), character_tokenizer("ab"))
     lm.model.train()
     return with_pattern(lm, attention, **more)
@@ -151,7 +151,7 @@ def memory() -> None:
         batch["input_ids"] = batch["input_ids"] % 8_000
         targets_N = batch["input_ids"].flatten()
         table = lm.model.get_input_embeddings().weight
-        log_prob_N = lm.log_probs(lm.single(batch["input_ids"], rows_BT=rows_BT), targets_N)
+        log_prob_N = lm.log_probs(lm.noised_inputs(batch["input_ids"], target_BT=rows_BT), targets_N)
         plain_N = lm.logits(batch["input_ids"]).log_softmax(-1).flatten(0, 1).gather(1, targets_N[:, None]).squeeze(1)
         torch.testing.assert_close(log_prob_N, plain_N, rtol=1e-4, atol=1e-4)
         del log_prob_N, plain_N
@@ -159,7 +159,7 @@ def memory() -> None:
         def step(
             lm: DiffusionLM = lm, ids_BT: Tensor = batch["input_ids"], rows_BT: Tensor = rows_BT, targets_N: Tensor = targets_N
         ) -> None:
-            lm.log_probs(lm.single(ids_BT, rows_BT=rows_BT), targets_N).sum().backward()
+            lm.log_probs(lm.noised_inputs(ids_BT, target_BT=rows_BT), targets_N).sum().backward()
             lm.model.zero_grad()
 
         peaks[vocabulary] = peak_bytes(step) - table.nbytes  # the gradient of the embeddings

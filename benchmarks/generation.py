@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import unmask
 from benchmarks import published
 from benchmarks.harness import report, timed
+from unmask.config.run import AttentionName
 from unmask.data.characters import character_tokenizer
 from unmask.generation.engine.cached_forward import cache_clean_tokens
 from unmask.generation.engine.engine import Engine
@@ -32,7 +33,6 @@ from unmask.generation.engine.slots import BatchEntry
 from unmask.generation.engine.steps import SequenceState
 from unmask.generation.policies import decide, first_by_priority
 from unmask.generation.requests import Request, block_start, make_requests
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 
@@ -44,7 +44,7 @@ SHAPES = {  # hidden width, layers, vocabulary; the bars at temperature 0, at 0.
 }
 
 
-def random_model(hidden: int, layers: int, vocabulary: int, attention: Pattern, block_size: int | None = None) -> DiffusionLM:
+def random_model(hidden: int, layers: int, vocabulary: int, attention: AttentionName, block_size: int | None = None) -> DiffusionLM:
     torch.manual_seed(0)
     heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64}
     sizes = {"hidden_size": hidden, "intermediate_size": 7 * hidden // 2, "num_hidden_layers": layers, "vocab_size": vocabulary}
@@ -129,7 +129,7 @@ def bidirectional(name: str, steps: int, rounds: int) -> list[tuple[str, str, st
 @torch.no_grad()
 def passes_alone(lm: DiffusionLM, prompt_BP: Tensor, steps: int) -> None:
     """The forward passes of a sampler without drawing: whole canvases, with logits at the hidden positions of a block."""
-    inputs = lm.single(torch.nn.functional.pad(prompt_BP, (0, LENGTH), value=lm.mask_token_id))
+    inputs = lm.noised_inputs(torch.nn.functional.pad(prompt_BP, (0, LENGTH), value=lm.mask_token_id))
     first_B1 = torch.arange(BATCH)[:, None] * (PROMPT + LENGTH) + PROMPT
     per_block = steps * BLOCK // LENGTH
     for step in range(steps):
@@ -179,7 +179,7 @@ def block_causal(block: int, prompt: int, tokens: int, bars: tuple[float, float]
     return rows
 
 
-def group(attention: Pattern, block: int | None, tokens: int, rounds: int) -> list[tuple[str, str, str]]:
+def group(attention: AttentionName, block: int | None, tokens: int, rounds: int) -> list[tuple[str, str, str]]:
     hidden, layers, vocabulary, _ = SHAPES["middle"]
     lm = random_model(hidden, layers, vocabulary, attention, block)
     prompt_BP = random_prompts(lm, 512)[:1].expand(BATCH, -1)

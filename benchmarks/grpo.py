@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import published
 from benchmarks.generation import random_model
 from benchmarks.harness import peak_bytes, report, timed
-from unmask.models.attention import Pattern
+from unmask.config.run import AttentionName
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.rl.config import GRPOConfig
 from unmask.rl.trainer import GRPOTrainer, Update
@@ -195,7 +195,7 @@ def most_scored(trainer: GRPOTrainer, update: Update) -> int:
 def compare_views() -> None:
     """Peak memory of an update on a rollout: the maximum over its updates, because the number of hidden tokens is random."""
     peaks: dict[tuple[str, int], int] = {}
-    patterns: tuple[tuple[Pattern, int | None], ...] = (("bidirectional", None), ("block_causal", 32))
+    patterns: tuple[tuple[AttentionName, int | None], ...] = (("bidirectional", None), ("block_causal", 32))
     for attention, block_size in patterns:
         for samples in (1, 4, 16):
             with tempfile.TemporaryDirectory() as folder:

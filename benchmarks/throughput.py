@@ -23,15 +23,14 @@ import unmask
 from benchmarks import published
 from benchmarks.generation import Ours, agree
 from benchmarks.harness import report, timed
-from unmask.config.run import DeviceConfig
+from unmask.config.run import AttentionName, DeviceConfig
 from unmask.data.characters import character_tokenizer
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
 from unmask.planning.hardware import Preset
 
 
-def random_model(options: argparse.Namespace, device: str, attention: Pattern, block_size: int | None = None) -> DiffusionLM:
+def random_model(options: argparse.Namespace, device: str, attention: AttentionName, block_size: int | None = None) -> DiffusionLM:
     heads = max(1, options.hidden // 128)
     config = LlamaConfig(
         hidden_size=options.hidden,

@@ -176,7 +176,7 @@ def masks(options: argparse.Namespace) -> Table:
                 layout = layout.with_noised_copies(copies) if copies else layout
                 mask = make_mask(settings["attention"], settings.get("block_size"), layout, layout)
                 if mask.coarse_tiles is None:
-                    mask.added(torch.float32)
+                    mask.additive(torch.float32)
 
             table.append((f"{pattern}, {batch} x {length}", f"{timed({'': make}, options.rounds)[''] * 1e3:.1f} ms", "one mask"))
     return table

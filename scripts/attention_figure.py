@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from unmask.models.attention import Layout, Pattern, make_mask
+from unmask.config.run import AttentionName
+from unmask.models.attention import Layout, make_mask
 
 TOKENS, BLOCK, CELL, GAP, TOP = 8, 4, 14, 36, 46
-PANELS: list[tuple[str, str, Pattern, bool, bool]] = [
+PANELS: list[tuple[str, str, AttentionName, bool, bool]] = [
     ("causal", "each token sees those before it", "causal", False, False),
     ("block-causal", "blocks of 4: its block, and those before", "block_causal", False, False),
     ("bidirectional", "each token sees all", "bidirectional", False, False),
@@ -40,7 +41,7 @@ def figure() -> str:
         layout = Layout.full(TOKENS, torch.device("cpu"))
         layout = layout.with_noised_copies() if noised else layout
         block = BLOCK if pattern == "block_causal" else None
-        seen_QK = make_mask(pattern, block, layout, layout, causal_context=causal_context).allowed_BQK[0, 0]
+        seen_QK = make_mask(pattern, block, layout, layout, causal_context=causal_context).allowed_B1QK[0, 0]
         lines += panel(x, title, says, seen_QK)
         x += max(len(seen_QK) * CELL, 216) + GAP
         height = max(height, TOP + len(seen_QK) * CELL)

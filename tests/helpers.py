@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from unmask.data.problems import read_problems
+from unmask.models.attention import Layout
 from unmask.sandbox.isolation import probe
 from unmask.tasks import Row, Task
 
@@ -66,3 +67,8 @@ def require_ocaml() -> None:
     require_sandbox()
     if not shutil.which("ocamlfind"):
         pytest.skip("needs OCaml: apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev")
+
+
+def last_tokens(layout: Layout, count: int) -> Layout:
+    """The layout of the last `count` tokens (the queries of a pass with a key-value cache)."""
+    return Layout(layout.document_BT[:, -count:], layout.position_BT[:, -count:], layout.copy_BT[:, -count:])

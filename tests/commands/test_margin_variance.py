@@ -44,7 +44,7 @@ def test_every_plan_averages_to_the_same_bound(name, tmp_path):
     bounds = {}
     for plan, views in ((COMPLEMENTARY, 9), (name, 4)):
         group_BT = noise_groups(trainer.lm, rows["maskable"], rows["documents"])
-        planned = ESTIMATORS[plan].draw_views(group_BT, Draw(0, rows["sample_id"], 7), views=views)
+        planned = ESTIMATORS[plan].draw_views(group_BT, Draw(0, rows["sample_id"], 7), num_views=views)
         assert planned.count == views
         bounds[views] = trainer.response_log_probs(trainer.lm, PreferenceBatch(rows, planned))[:count]
     error = ((bounds[4].var() + bounds[9].var()) / count).sqrt()

@@ -45,7 +45,7 @@ def pair(attention: str = "bidirectional", block_size: int | None = None, shift:
 
 
 def planned(lm: DiffusionLM) -> Any:
-    return exact_count_views(noise_groups(lm, MASKABLE, DOCUMENTS), Draw(0, torch.arange(2)), views=2)
+    return exact_count_views(noise_groups(lm, MASKABLE, DOCUMENTS), Draw(0, torch.arange(2)), num_views=2)
 
 
 @pytest.mark.parametrize("in_chunks", [False, True])
@@ -75,7 +75,7 @@ def one_view(lm: DiffusionLM, views: Any, view: int) -> torch.Tensor:
     if lm.attention == "bidirectional":
         logits = lm.logits(torch.where(one.hidden_BMT[:, 0], lm.mask_token_id, IDS), DOCUMENTS)
     else:
-        logits = lm.forward(lm.noised(IDS, one.hidden_BMT, DOCUMENTS, everything)).view(2, 9, -1)
+        logits = lm.forward(lm.stacked_inputs(IDS, one.hidden_BMT, DOCUMENTS, everything)).view(2, 9, -1)
     return logits.log_softmax(-1)[:, None]
 
 

@@ -132,7 +132,7 @@ def test_each_stage_has_its_own_attention(tmp_path, monkeypatch):
     micro_loss = StageTrainer.micro_loss
 
     def spied(self: StageTrainer, lm: Any, batch: Any) -> Any:
-        mask = lm.single(batch["input_ids"], batch["documents"]).mask.allowed_BQK[0, 0]
+        mask = lm.noised_inputs(batch["input_ids"], batch["documents"]).mask.allowed_B1QK[0, 0]
         seen.append((lm.attention, lm.block_size, bool(mask[0, 1])))
         return micro_loss(self, lm, batch)
 

@@ -353,7 +353,7 @@ def test_what_cannot_be_converted_is_refused(tmp_path):
         table = peft.LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | {setting: named})
         with pytest.raises(ConfigError, match=rf"{setting}: names the embedding table\. Leave it out"):
             convert(tmp_path, peft_config=table)
-    with pytest.raises(ConfigError, match=r"peft_config: IA3Config cannot train the embedding row"):
+    with pytest.raises(ConfigError, match=r"lora \(peft_config\): IA3Config cannot train the embedding row"):
         convert(tmp_path, peft_config=peft.IA3Config(task_type="CAUSAL_LM"))
 
 
@@ -453,7 +453,7 @@ def test_attention_is_causal_at_first_and_full_after_its_share(tmp_path, monkeyp
     cross_entropy = DiffusionTrainer.cross_entropy
 
     def spied(self: StageTrainer, lm: DiffusionLM, rows: Any, views: Any) -> torch.Tensor:
-        mask, whole = (one.single(rows["input_ids"], rows["documents"]).mask.allowed_BQK[:, 0] for one in (lm, self.lm))
+        mask, whole = (one.noised_inputs(rows["input_ids"], rows["documents"]).mask.allowed_B1QK[:, 0] for one in (lm, self.lm))
         assert torch.equal(mask.tril(), whole.tril())
         seen[self.model.training].append((mask.triu(1).sum() / whole.triu(1).sum()).item())
         return cross_entropy(self, lm, rows, views)

@@ -87,7 +87,7 @@ def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(a
         (row,) = iter_text_rows(lm.tokenizer, texts, 64)
         ids, documents, maskable = (torch.tensor([row[name]]) for name in ("input_ids", "documents", "maskable"))
         views = Views(maskable[:, None], maskable[:, None], maskable[:, None].float())
-        views = views.beside_causal(maskable, 1.0) if more else views
+        views = views.with_causal(maskable, 1.0) if more else views
         with torch.no_grad():
             return view_log_probs(lm, ids, documents, views)[0], maskable[0]
 

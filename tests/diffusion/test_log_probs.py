@@ -22,7 +22,7 @@ def batch(rows=3):
 
 
 def planned(lm, ids, maskable, padding=None, views=4):
-    return exact_count_views(noise_groups(lm, maskable, padding), Draw(0, torch.arange(len(ids))), views=views)
+    return exact_count_views(noise_groups(lm, maskable, padding), Draw(0, torch.arange(len(ids))), num_views=views)
 
 
 def every_set_of(positions):

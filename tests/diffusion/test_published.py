@@ -54,7 +54,7 @@ def test_the_likelihood_is_lladas_given_its_masks():
     group_BT = torch.where(torch.arange(LENGTH) >= PROMPT, 0, -1)[None]
     time_BM = (hidden_BMT.sum(2) - 0.5) / size * views - torch.arange(views)  # undoes the strata
     draw: Any = Injected(hidden_BMT, time_BM)
-    plan = exact_count_views(group_BT, draw, views=views)
+    plan = exact_count_views(group_BT, draw, num_views=views)
     assert torch.equal(plan.hidden_BMT, hidden_BMT)
     bound = (plan.weight_BMT * scored(IDS_BT[:1], HEAD_DK, plan)).sum()
     assert bound.item() == pytest.approx(record["loss"], rel=1e-6)

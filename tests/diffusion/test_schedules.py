@@ -58,7 +58,7 @@ def test_other_weightings_are_what_they_are_called(schedule, weighting, expected
     for timesteps in (None, 50):
         noise = Noise(get_schedule(schedule), 0.25, 0.75, timesteps, weighting)
         torch.testing.assert_close(noise.weight(times), expected(times))
-        plan = random_views(GROUPS, Draw(0, torch.arange(5)), noise, views=3)
+        plan = random_views(GROUPS, Draw(0, torch.arange(5)), noise, num_views=3)
         weight = plan.weight_BMT[plan.hidden_BMT] * 3
         assert (weight >= 1 - 1e-6).all() and (weight <= (1 + 1e-6 if weighting == "uniform" else 4)).all()
     torch.testing.assert_close(Noise(get_schedule("linear"), weighting="1/t").weight(times), Noise(get_schedule("linear")).weight(times))
@@ -163,5 +163,5 @@ def test_plans_of_all_kinds_leave_the_global_generator_alone():
     before = torch.get_rng_state()
     for weighting, timesteps in itertools.product(("elbo", "cart"), (None, 7)):
         noise = Noise(get_schedule("geometric"), 0.2, 0.9, timesteps, weighting)
-        random_views(GROUPS, Draw(0, torch.arange(5), order_B=torch.arange(5)), noise, views=2)
+        random_views(GROUPS, Draw(0, torch.arange(5), order_B=torch.arange(5)), noise, num_views=2)
     assert torch.equal(torch.get_rng_state(), before)

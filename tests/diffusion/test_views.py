@@ -25,7 +25,7 @@ from unmask.diffusion.views import (
     pairs_of_counts,
     random_views,
 )
-from unmask.models.attention import Layout, runs
+from unmask.models.attention import Layout, segments
 
 # Rows of groups: one, several of different sizes, ones that are not in one piece, single tokens, nothing at all.
 GROUPS = torch.tensor(
@@ -41,21 +41,21 @@ SIZES = torch.tensor([[(row == group).sum() if group >= 0 else 1 for group in ro
 
 
 def linear(views):
-    return lambda groups, draw: random_views(groups, draw, Noise(get_schedule("linear")), views=views)
+    return lambda groups, draw: random_views(groups, draw, Noise(get_schedule("linear")), num_views=views)
 
 
 PLANS = {
     "random": linear(1),
     "random, stratified": linear(4),
-    "random, cosine": lambda groups, draw: random_views(groups, draw, Noise(get_schedule("cosine")), views=2),
+    "random, cosine": lambda groups, draw: random_views(groups, draw, Noise(get_schedule("cosine")), num_views=2),
     "complementary": lambda groups, draw: complementary_pair(groups, draw, Noise(get_schedule("linear"))),
-    "exact count": lambda groups, draw: exact_count_views(groups, draw, views=1),
-    "exact count, stratified": lambda groups, draw: exact_count_views(groups, draw, views=4),
+    "exact count": lambda groups, draw: exact_count_views(groups, draw, num_views=1),
+    "exact count, stratified": lambda groups, draw: exact_count_views(groups, draw, num_views=4),
     "exact count, complementary": exact_count_pair,
     "pairs of counts": lambda groups, draw: pairs_of_counts(groups, draw, pairs=2),
-    "elbo, one view": lambda groups, draw: elbo_views(groups, draw, views=1),
-    "elbo, even": lambda groups, draw: elbo_views(groups, draw, views=4),
-    "elbo, odd": lambda groups, draw: elbo_views(groups, draw, views=5),
+    "elbo, one view": lambda groups, draw: elbo_views(groups, draw, num_views=1),
+    "elbo, even": lambda groups, draw: elbo_views(groups, draw, num_views=4),
+    "elbo, odd": lambda groups, draw: elbo_views(groups, draw, num_views=5),
 }
 every_plan = pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
 
@@ -123,7 +123,7 @@ def test_the_global_generator_is_left_alone(plan):
 
 @pytest.mark.parametrize("views", [1, 3, 4])
 def test_exact_count_views_hide_one_number_of_tokens_per_group_with_its_weight(views):
-    plan = exact_count_views(GROUPS, Draw(2, torch.arange(5)), views=views)
+    plan = exact_count_views(GROUPS, Draw(2, torch.arange(5)), num_views=views)
     for row, group in [(r, g) for r in range(5) for g in GROUPS[r].unique().tolist() if g >= 0]:
         member = GROUPS[row] == group
         number = plan.hidden_BMT[row][:, member].sum(-1)
@@ -134,7 +134,7 @@ def test_exact_count_views_hide_one_number_of_tokens_per_group_with_its_weight(v
 
 def test_exact_counts_are_stratified_over_the_views():
     groups, draw = many([-1, 0, 0, 0, 0, 1, 1, 1])
-    plan = exact_count_views(groups, draw, views=4)
+    plan = exact_count_views(groups, draw, num_views=4)
     assert torch.equal(counts(plan.hidden_BMT, groups, 0), torch.tensor([1, 2, 3, 4]).expand(300, 4))
     odd = counts(plan.hidden_BMT, groups, 1)
     assert (odd.diff(dim=1) >= 0).all() and (odd[:, 0] == 1).all() and (odd[:, 3] == 3).all()
@@ -144,7 +144,7 @@ def test_exact_counts_are_stratified_over_the_views():
 @pytest.mark.parametrize("views", [1, 4])
 def test_random_views_have_one_time_per_group_stratified_over_the_views(views):
     groups, draw = many([0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1])
-    plan = random_views(groups, draw, Noise(get_schedule("linear"), 0.2, 0.6), views=views)
+    plan = random_views(groups, draw, Noise(get_schedule("linear"), 0.2, 0.6), num_views=views)
     times = []
     for at in (slice(0, 6), slice(6, 12)):
         weight = plan.weight_BMT[..., at].amax(-1)  # 1 / t / views, and 0 where nothing was hidden
@@ -174,7 +174,7 @@ def test_a_complementary_pair_hides_every_token_once(name):
 
 @pytest.mark.parametrize("views", [2, 3, 4, 5, 8, 9])
 def test_elbo_views_are_all_masked_then_complementary_pairs(views):
-    hidden = elbo_views(GROUPS, Draw(0, torch.arange(5)), views=views).hidden_BMT
+    hidden = elbo_views(GROUPS, Draw(0, torch.arange(5)), num_views=views).hidden_BMT
     assert hidden.shape[1] == views and torch.equal(hidden[:, 0], GROUPS >= 0)
     pairs, several = (views - 1) // 2, (GROUPS >= 0) & (SIZES > 1)
     for pair in range(pairs):
@@ -200,7 +200,7 @@ def test_all_masked_views_score_the_completion_and_hide_a_share_of_the_prompt():
 
 
 def test_views_are_taken_apart_by_view_and_by_row():
-    plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), views=3)
+    plan = exact_count_views(GROUPS, Draw(0, torch.arange(5)), num_views=3)
     for *pieces, whole in zip(*(parts(plan.select(slice(None), slice(index, index + 1))) for index in range(3)), parts(plan), strict=True):
         assert torch.equal(torch.cat(pieces, 1), whole)
     chosen = plan.select(torch.tensor([4, 1]))
@@ -211,9 +211,9 @@ def test_views_are_taken_apart_by_view_and_by_row():
 @pytest.mark.parametrize(("pattern", "block_size"), [("bidirectional", None), ("block_causal", 3), ("causal", None)])
 def test_cart_weighs_by_the_visible_tokens_near(pattern, block_size, p):
     documents = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 2, 2, 3, 0, 0], [0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]])
-    run = runs(Layout.of(documents), pattern, block_size)
+    run = segments(Layout.of(documents), pattern, block_size)
     plan = random_views(
-        torch.where(documents > 0, run, -1), Draw(0, torch.arange(2)), Noise(get_schedule("linear"), weighting="cart"), views=3
+        torch.where(documents > 0, run, -1), Draw(0, torch.arange(2)), Noise(get_schedule("linear"), weighting="cart"), num_views=3
     )
     weights = cart_weights(plan, run, documents, p=p)
     assert torch.equal(weights.hidden_BMT, plan.hidden_BMT) and weights.weight_BMT.dtype == torch.float32
@@ -237,9 +237,9 @@ def tables(request):
 
 EXACT_PLANS = {
     "exact count": (exact_count_views, [1, 2, 3, 5, 8]),
-    "exact count, complementary": (lambda groups, draw, views: exact_count_pair(groups, draw), [2]),
+    "exact count, complementary": (lambda groups, draw, num_views: exact_count_pair(groups, draw), [2]),
     "elbo": (elbo_views, [1, 2, 3, 4, 5, 8]),
-    "pairs of counts": (lambda groups, draw, views: pairs_of_counts(groups, draw, pairs=views // 2), [2, 4]),
+    "pairs of counts": (lambda groups, draw, num_views: pairs_of_counts(groups, draw, pairs=num_views // 2), [2, 4]),
 }
 
 
@@ -247,7 +247,7 @@ EXACT_PLANS = {
 def test_plans_of_exact_counts_average_to_the_exact_bound(tables, plan, views):
     groups, by_group = tables
     draw = listed_counts(groups.shape[1])
-    total = estimates(plan(groups.expand(len(draw.time_N), -1), draw, views=views), by_group).sum(1)
+    total = estimates(plan(groups.expand(len(draw.time_N), -1), draw, num_views=views), by_group).sum(1)
     assert total.mean().item() == pytest.approx(bound_of(by_group), rel=1e-6)
     assert total.std() > 1e-3
 
@@ -274,7 +274,7 @@ EXACT_SCHEDULES = ["linear", "cosine"]  # the geometric one hides some tokens at
 
 def expected_random(groups, tables, schedule, views=1, low=0.0, high=1.0, points=30):
     draw, probability_NM = listed_subsets(groups.shape[1], RATES[schedule], views, low, high, points)
-    plan = random_views(groups.expand(len(draw.time_N), -1), draw, Noise(get_schedule(schedule), low, high), views=views)
+    plan = random_views(groups.expand(len(draw.time_N), -1), draw, Noise(get_schedule(schedule), low, high), num_views=views)
     return (probability_NM * estimates(plan, tables)).sum().item()
 
 
@@ -327,5 +327,5 @@ def test_plans_of_exact_counts_vary_far_less_than_independent_times_at_equal_cos
         return sum(estimates(plan, by_group).sum(1) for plan in plans).var().item() / len(plans) ** 2
 
     independent = variance(*[random_views(groups, Draw(0, keys, iteration), Noise(get_schedule("linear"))) for iteration in range(views)])
-    assert independent > 5 * variance(exact_count_views(groups, Draw(0, keys), views=views))
-    assert independent > 10 * variance(elbo_views(groups, Draw(0, keys), views=views))
+    assert independent > 5 * variance(exact_count_views(groups, Draw(0, keys), num_views=views))
+    assert independent > 10 * variance(elbo_views(groups, Draw(0, keys), num_views=views))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.generation.tiny_models import ALPHABET, PROMPTS, every_pattern, tiny
-from tests.models.test_ends import EOS, IM_END, A, write
+from tests.models.test_end_tokens import EOS, IM_END, A, write
 from unmask.config.run import SamplerConfig
 from unmask.generation import naive, sampler
 from unmask.generation.output import end_of, text_of

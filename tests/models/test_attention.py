@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from tests.helpers import last_tokens
 from tests.models.configurations import LAYERS, NAMES, VOCABULARY, WINDOWS_OF_LAYERS, random_ids, tiny_lm, tiny_model
 from unmask.errors import ConfigError, ModelError
 from unmask.models.attention import (
@@ -139,9 +140,9 @@ def test_windows_narrow_what_a_causal_model_sees_and_nothing_else():
     assert not reach("mistral", whole, "causal")[10, 0]
     assert reach("llama", whole, "causal")[10, 0] and reach("mistral", whole, "block_causal")[10, 0]
     allowed = unpadded_mask("block_causal", BLOCK, 11, 0, torch.device("cpu"))
-    assert torch.equal(allowed.within(2).allowed_BQK, allowed.allowed_BQK)
+    assert torch.equal(allowed.within(2).allowed_B1QK, allowed.allowed_B1QK)
     narrow = unpadded_mask("causal", None, 11, 0, torch.device("cpu"))
-    assert narrow.within(2).allowed_BQK[0, 0].sum() == 21 and narrow.within(None).allowed_BQK[0, 0].sum() == 66
+    assert narrow.within(2).allowed_B1QK[0, 0].sum() == 21 and narrow.within(None).allowed_B1QK[0, 0].sum() == 66
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.sampled_from(PATTERNS), st.booleans(), st.integers(1, 3))
@@ -153,11 +154,11 @@ def test_masks_follow_the_definition(lengths, pattern, context, copies):
     size = len(documents)
 
     def made(queries, keys):
-        return make_mask(pattern, BLOCKS[pattern], queries, keys, causal_context=context).allowed_BQK[0, 0]
+        return make_mask(pattern, BLOCKS[pattern], queries, keys, causal_context=context).allowed_B1QK[0, 0]
 
     expected = table(lambda i, j: sees(documents, pattern, i, j, context), size)
     assert torch.equal(made(layout, layout), expected)
-    assert torch.equal(made(layout.last(1), layout), expected[-1:])
+    assert torch.equal(made(last_tokens(layout, 1), layout), expected[-1:])
     several = layout.with_noised_copies(copies)
     expected = table(lambda i, j: sees_with_copies(documents, pattern, i, j, context, copies), (copies + 1) * size)
     assert torch.equal(made(several, several), expected)
@@ -190,7 +191,7 @@ def test_with_a_causal_context_only_blocks_in_work_are_read_in_both_directions(n
 def test_with_a_causal_context_clean_tokens_behind_noised_copies_are_read_from_left_to_right(name, documents):
     lm = tiny_lm(name, "block_causal", BLOCK, dtype=torch.float32, causal_context=True)
     hidden, width = torch.rand(1, 2, len(documents), generator=torch.Generator().manual_seed(0)) < 0.5, 3 * len(documents)
-    inputs = lm.noised(random_ids(1, len(documents)), hidden, torch.tensor([documents]), hidden)
+    inputs = lm.stacked_inputs(random_ids(1, len(documents)), hidden, torch.tensor([documents]), hidden)
     with torch.no_grad():
         before, after = (
             lm.forward(replace(inputs, ids_BT=ids, index_N=None)) for ids in (inputs.ids_BT.repeat(width, 1), changed_rows(inputs.ids_BT))
@@ -208,27 +209,27 @@ def test_copies_that_share_clean_tokens_are_what_each_is_alone(name, shift, cont
     clean, hidden = random_ids(2, 11), torch.rand(2, 3, 11, generator=generator) < 0.5
     together = torch.zeros(2, 3, 11, VOCABULARY + 1, dtype=torch.float64)
     with torch.no_grad():
-        together[hidden] = lm.forward(lm.noised(clean, hidden, documents, hidden))
+        together[hidden] = lm.forward(lm.stacked_inputs(clean, hidden, documents, hidden))
         for copy in range(3):
             one = hidden[:, copy : copy + 1]
-            alone = lm.forward(lm.noised(clean, one, documents, one))
+            alone = lm.forward(lm.stacked_inputs(clean, one, documents, one))
             torch.testing.assert_close(together[:, copy : copy + 1][one], alone, rtol=0, atol=5e-6)
 
 
 def test_annealing_goes_from_the_past_alone_to_the_whole_pattern():
     whole = make_mask("bidirectional", None, *[Layout.of(torch.tensor([DOCUMENTS["packed"][:11], DOCUMENTS["left padding"]]))] * 2)
-    past = whole.allowed_BQK & torch.ones(11, 11, dtype=torch.bool).tril()
-    shares = [whole.annealed(seen, 7).allowed_BQK for seen in (0.0, 0.2, 0.6, 1.0)]
-    assert torch.equal(shares[0], past) and torch.equal(shares[-1], whole.allowed_BQK)
+    past = whole.allowed_B1QK & torch.ones(11, 11, dtype=torch.bool).tril()
+    shares = [whole.annealed(seen, 7).allowed_B1QK for seen in (0.0, 0.2, 0.6, 1.0)]
+    assert torch.equal(shares[0], past) and torch.equal(shares[-1], whole.allowed_B1QK)
     for fewer, more in pairwise(shares):
         assert not (fewer & ~more).any() and fewer.sum() < more.sum()
-    assert torch.equal(whole.annealed(0.2, 7).allowed_BQK, shares[1]) and not torch.equal(whole.annealed(0.2, 8).allowed_BQK, shares[1])
-    long = unpadded_mask("bidirectional", None, 200, 0, torch.device("cpu")).annealed(0.3, 0).allowed_BQK
+    assert torch.equal(whole.annealed(0.2, 7).allowed_B1QK, shares[1]) and not torch.equal(whole.annealed(0.2, 8).allowed_B1QK, shares[1])
+    long = unpadded_mask("bidirectional", None, 200, 0, torch.device("cpu")).annealed(0.3, 0).allowed_B1QK
     assert (long.sum() - 200 * 201 / 2).item() == pytest.approx(0.3 * 200 * 199 / 2, rel=0.03)
 
 
 def test_annealing_does_not_depend_on_the_padding_of_a_batch():
-    narrow, wide = (unpadded_mask("bidirectional", None, size, 0, torch.device("cpu")).annealed(0.4, 3).allowed_BQK for size in (9, 14))
+    narrow, wide = (unpadded_mask("bidirectional", None, size, 0, torch.device("cpu")).annealed(0.4, 3).allowed_B1QK for size in (9, 14))
     assert torch.equal(wide[..., :9, :9], narrow)
 
 
@@ -259,7 +260,7 @@ def test_a_causal_model_with_a_cache_is_the_whole_pass(name):
     with torch.no_grad():
         for stop in range(1, 10):
             keys = Layout.of(documents[:, :stop])
-            query = keys.last(1)
+            query = last_tokens(keys, 1)
             pieces.append(lm.forward(ForwardInputs(ids[:, stop - 1 : stop], query, make_mask("causal", None, query, keys)), cache))
         expected = lm.logits(ids, documents)
     torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=0, atol=5e-6)
@@ -274,7 +275,7 @@ def test_block_causal_with_a_cache_of_clean_blocks_is_the_whole_pass(name):
     for start in range(0, 9, BLOCK):
         stop = start + BLOCK
         keys = Layout.of(documents[:, :stop])
-        queries = keys.last(BLOCK)
+        queries = last_tokens(keys, BLOCK)
         mask = make_mask("block_causal", BLOCK, queries, keys)
         with torch.no_grad():
             block = lm.forward(ForwardInputs(noisy[:, start:stop], queries, mask), cache)
@@ -363,7 +364,7 @@ def test_masks_are_made_once_per_pattern_and_length():
         lm.logits(random_ids(2, length))
     assert mask_cache_stats() == {"hits": 2, "misses": 2, "hit_rate": 0.5, "size": 2}
     rows = torch.ones(2, 5, dtype=torch.bool)
-    lm.forward(lm.noised(random_ids(2, 5), rows[:, None], None, rows[:, None]))  # twice the width: another mask
+    lm.forward(lm.stacked_inputs(random_ids(2, 5), rows[:, None], None, rows[:, None]))  # twice the width: another mask
     lm.as_causal().logits(random_ids(2, 5))
     assert mask_cache_stats() == {"hits": 2, "misses": 4, "hit_rate": 1 / 3, "size": 4}
     lm.logits(random_ids(2, 5), torch.tensor([[1] * 5, [0] + [1] * 4]))  # padding differs from batch to batch: not kept

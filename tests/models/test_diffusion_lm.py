@@ -88,7 +88,7 @@ def block_by_block(lm, noisy, clean, documents):
 
 def noised_logits(lm, hidden_BT, clean_BT, documents_BT, rows_BT):
     """The logits of one noised copy, computed together with the clean tokens."""
-    return lm.forward(lm.noised(clean_BT, hidden_BT[:, None], documents_BT, rows_BT[:, None]))
+    return lm.forward(lm.stacked_inputs(clean_BT, hidden_BT[:, None], documents_BT, rows_BT[:, None]))
 
 
 @pytest.mark.parametrize("padding", [0, 2], ids=["whole", "left padding"])

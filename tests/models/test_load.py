@@ -386,5 +386,5 @@ def test_a_mask_is_moved_once() -> None:
     layout = Layout.full(4, torch.device("cpu"))
     mask = make_mask("causal", None, layout, layout)
     there = mask.to("meta")
-    assert there.allowed_BQK.device.type == "meta" and there.positions[0].device.type == "meta" and mask.to("meta") is there
+    assert there.allowed_B1QK.device.type == "meta" and there.positions[0].device.type == "meta" and mask.to("meta") is there
     assert mask.to("cpu") is mask

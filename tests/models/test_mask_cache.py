@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unmask.models.mask_cache import SizedCache
+from unmask.models.mask_cache import MaskCache
 
 
 @given(st.lists(st.integers(1, 8), max_size=40), st.integers(1, 4), st.integers(1, 16))
 def test_the_most_recently_used_are_kept_within_the_bounds(keys, most, most_cells):
     """A value's size is its key."""
-    cache: SizedCache[str] = SizedCache(most, most_cells)
+    cache: MaskCache[str] = MaskCache(most, most_cells)
     recent: list[int] = []
     for key in keys:
         asked = cache.hits + cache.misses
@@ -26,7 +26,7 @@ def test_the_most_recently_used_are_kept_within_the_bounds(keys, most, most_cell
 
 
 def test_nothing_is_left_of_a_cleared_cache():
-    cache: SizedCache[int] = SizedCache(4, 4)
+    cache: MaskCache[int] = MaskCache(4, 4)
     for _ in range(2):
         cache.get("a", lambda: 1, 1)
     assert (cache.hits, cache.misses, len(cache)) == (1, 1, 1)

@@ -263,7 +263,7 @@ def test_a_model_that_a_layout_cannot_express_is_refused(tmp_path, layout, lm, w
 def test_adapters_and_foreign_weights_are_refused(tmp_path):
     lm = qwen3()
     adapted = lm.bind(peft.get_peft_model(copy.deepcopy(lm.model), peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")))
-    with pytest.raises(ModelError, match=r"PeftModelForCausalLM.*merged"):
+    with pytest.raises(ModelError, match=r"PeftModelForCausalLM.*Merge"):
         export(adapted, tmp_path / "out", "sdar")
     lm.model.time_embedding = torch.nn.Linear(2, 2)
     with pytest.raises(ModelError, match=r"the weight time_embedding.bias"):
@@ -290,4 +290,4 @@ def test_names_are_mapped_one_to_one():
         names = [name for names in family.weights.values() for name in ([names] if isinstance(names, str) else names)]
         assert len(set(names)) == len(names)
         elsewhere = {"rope_theta", "rope_scaling", "partial_rotary_factor", "head_dim"}  # in rope_parameters, or only where it is set
-        assert all(hasattr(family.stock(), name) for name in {*family.fields.values(), *family.defaults} - elsewhere)
+        assert all(hasattr(family.config_class(), name) for name in {*family.fields.values(), *family.defaults} - elsewhere)

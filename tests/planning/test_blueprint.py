@@ -49,7 +49,7 @@ def test_a_full_vocabulary_is_told(room: int, words: str, tmp_path: Path) -> Non
 
 
 def test_more_tokens_than_embeddings_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"has 17 tokens, but the embeddings 16 rows: none for .z."):
+    with pytest.raises(ModelError, match=r"has 17 tokens, but the embedding table only 16 rows \(none for .z.\)"):
         saved(tmp_path, CONFIGURATIONS["llama"], alphabet=ALPHABET + "z")
 
 

@@ -102,9 +102,9 @@ def test_losses_and_gradients_of_long_rows_are_the_same_bit_for_bit(pattern, blo
     for document_BT in (None, torch.ones_like(ids_BT)):
         lm.model.zero_grad()
         if copies:
-            inputs = lm.noised(ids_BT, hidden_BT[:, None], document_BT, hidden_BT[:, None])
+            inputs = lm.stacked_inputs(ids_BT, hidden_BT[:, None], document_BT, hidden_BT[:, None])
         else:
-            inputs = lm.single(ids_BT.masked_fill(hidden_BT, lm.mask_token_id), document_BT, hidden_BT)
+            inputs = lm.noised_inputs(ids_BT.masked_fill(hidden_BT, lm.mask_token_id), document_BT, hidden_BT)
         loss = -lm.log_probs(inputs, ids_BT[hidden_BT]).sum()
         loss.backward()
         found.append({name: weight.grad for name, weight in lm.model.named_parameters()} | {"loss": loss.detach()})

@@ -31,14 +31,14 @@ BUDGETS = (1, 2, 4, 8, 16)
 REDRAWS = 16
 LOSSES = ("sigmoid", "ipo", "hinge")
 DrawViews = Callable[..., Views]
-"""Draws views from groups, a source of randomness and the number of `views`."""
+"""Draws `num_views` views from groups and a source of randomness."""
 
 
-def one_by_one(draw_view: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, views: int) -> Views:
-    """`views` independent draws of one view each, joined."""
-    each = [draw_view(group_BT, replace(draw, iteration=draw.iteration * views + number)) for number in range(views)]
+def one_by_one(draw_view: Callable[[Tensor, Draw], Views], group_BT: Tensor, draw: Draw, num_views: int) -> Views:
+    """`num_views` independent draws of one view each, joined."""
+    each = [draw_view(group_BT, replace(draw, iteration=draw.iteration * num_views + number)) for number in range(num_views)]
     hidden_BMT, weight_BMT = (torch.cat(parts, 1) for parts in zip(*((one.hidden_BMT, one.weight_BMT) for one in each), strict=True))
-    return Views(hidden_BMT, hidden_BMT, weight_BMT / views)
+    return Views(hidden_BMT, hidden_BMT, weight_BMT / num_views)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Estimator:
 
 
 _times = partial(one_by_one, partial(random_views, noise=Noise(get_schedule("linear"))))
-_counts = partial(one_by_one, partial(exact_count_views, views=1))
+_counts = partial(one_by_one, partial(exact_count_views, num_views=1))
 INDEPENDENT = "independent times, independent masks"
 DEFAULT = "stratified exact counts, shared masks (default)"
 COMPLEMENTARY = "the same in complementary pairs (complementary: true)"
@@ -77,8 +77,8 @@ def drawn_margins(trainer: DPOTrainer, batch: Any, estimator: Estimator, views: 
         draw = Draw(trainer.args.seed, batch["sample_id"], redraw)
         other = draw if estimator.shared else replace(draw, iteration=redraw + redraws)
         with trainer.reference.model_in_use() as reference:
-            theirs_N = _bounds(trainer, reference, batch, estimator.draw_views(group_BT, other, views=views))
-        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.draw_views(group_BT, draw, views=views)) - theirs_N))
+            theirs_N = _bounds(trainer, reference, batch, estimator.draw_views(group_BT, other, num_views=views))
+        drawn.append(margins(_bounds(trainer, trainer.lm, batch, estimator.draw_views(group_BT, draw, num_views=views)) - theirs_N))
     return torch.stack(drawn)
 
 

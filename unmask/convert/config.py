@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from unmask.config.layers import read_recipe
-from unmask.config.run import RunConfig
+from unmask.config.run import AttentionName, RunConfig
 from unmask.convert.stages import STAGES, ConversionStage
 from unmask.errors import ConfigError
-from unmask.models.attention import DEFAULT_BLOCK, Pattern, check_pattern
+from unmask.models.attention import DEFAULT_BLOCK, check_pattern
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.training.config import Part
@@ -24,7 +24,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
     """Settings of `ConvertTrainer`. `ConvertConfig.for_recipe("block")` returns those of a recipe."""
 
     learning_rate: float = setting(5e-4, "The base learning rate; the default stages use 0.5, 1 and 0.3 times it")
-    attention: Pattern = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal."})
+    attention: AttentionName = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal"})
     block_size: int | None = setting(None, f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}")
     logit_shift: bool | None = setting(None, "Keep predicting token i + 1 at row i; unset: no")
     causal_context: bool = setting(
@@ -84,10 +84,10 @@ class ConvertConfig(NoisingConfig, TextConfig):
         trains = stage.train if isinstance(stage.train, str) else ", ".join(stage.train)
         return {"attention": f"{stage.attention or self.attention} {size or ''}".strip(), "trains": trains}
 
-    def patterns(self) -> list[Pattern]:
+    def patterns(self) -> list[AttentionName]:
         return [stage.attention or self.attention for stage in self.stages]
 
-    def trained_pattern(self, run: RunConfig) -> Pattern:
+    def trained_pattern(self, run: RunConfig) -> AttentionName:
         return self.attention
 
     @property

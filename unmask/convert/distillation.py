@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from unmask.diffusion.log_probs import forward_inputs
 from unmask.diffusion.views import Views
-from unmask.models.attention import Layout, runs
+from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks import head
 
@@ -63,10 +63,10 @@ def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: 
 def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
     """Where [B, M, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
     document_BT = torch.ones_like(views.hidden_BMT[:, 0], dtype=torch.long) if document_BT is None else document_BT
-    run_BMT = runs(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BMT)
+    segment_BMT = segments(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BMT)
     shown_BMT = (~views.hidden_BMT).long()
-    in_run_BMT = torch.zeros_like(shown_BMT).scatter_add_(2, run_BMT, shown_BMT)
-    return in_run_BMT.cumsum(2).gather(2, run_BMT) > shown_BMT.cumsum(2)
+    in_segment_BMT = torch.zeros_like(shown_BMT).scatter_add_(2, segment_BMT, shown_BMT)
+    return in_segment_BMT.cumsum(2).gather(2, segment_BMT) > shown_BMT.cumsum(2)
 
 
 @torch.no_grad()
@@ -80,7 +80,7 @@ def predictions(
         for first in range(0, len(ids_BT), rows_per_pass):
             chunk = slice(first, first + rows_per_pass)
             chunk_document_BT = None if document_BT is None else document_BT[chunk]
-            logits_UV = teacher.forward(teacher.single(ids_BT[chunk], chunk_document_BT, target_BT[chunk]))
+            logits_UV = teacher.forward(teacher.noised_inputs(ids_BT[chunk], chunk_document_BT, target_BT[chunk]))
             top = logits_UV.log_softmax(-1).topk(min(top_k, logits_UV.shape[1] - 1), dim=-1)  # without the mask token
             log_probs.append(top.values)
             tokens.append(top.indices)

@@ -14,10 +14,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from unmask.config.run import Config
+from unmask.config.run import AttentionName, Config
 from unmask.errors import ConfigError
 from unmask.models.adapters import has_adapters
-from unmask.models.attention import Pattern, attention_modules
+from unmask.models.attention import attention_modules
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 
@@ -40,7 +40,7 @@ class ConversionStage(Config):
     regular expressions of parameter names."""
     lm_loss: float = Field(default=0.0, ge=0)
     """The weight of an auxiliary next-token loss, which preserves the knowledge of the causal model."""
-    attention: Pattern | None = None
+    attention: AttentionName | None = None
     """Overrides the attention pattern of the conversion."""
     block_size: int | None = Field(default=None, ge=1)
     """Overrides the attention block of the conversion."""

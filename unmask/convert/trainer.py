@@ -29,7 +29,7 @@ from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.generation.sampler import generate
-from unmask.models.adapters import training_mask_row, with_adapters
+from unmask.models.adapters import with_adapters, with_trained_mask_row
 from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
@@ -87,7 +87,7 @@ class StageTrainer(DiffusionTrainer):
     def plan(self, batch: Batch, draw: Draw) -> Views:
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         views = self.args.plan(self.lm, group_BT, batch["documents"], draw, complementary=self.args.complementary)
-        return views.beside_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
+        return views.with_causal(batch["maskable"], self.stage.lm_loss) if self.stage.lm_loss else views
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
         lm = self._annealed(lm)
@@ -96,7 +96,7 @@ class StageTrainer(DiffusionTrainer):
             return self.cross_entropy(lm, batch, views)
         if not views.causal:
             return self._distillation_loss(lm, self.teacher, batch, views)
-        noised, causal = views.apart()
+        noised, causal = views.split_causal()
         return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
@@ -284,7 +284,7 @@ class ConvertTrainer:
         """Add adapters, which all stages share."""
         self.args.refuse_adapters(timed=any(lm.has_time_embedding for lm in self.lms))
         set_seed(self.args.seed)
-        adapted = with_adapters(self.lms[-1], training_mask_row(peft_config, self.lms[-1])).model
+        adapted = with_adapters(self.lms[-1], with_trained_mask_row(peft_config, self.lms[-1])).model
         self.lms = [lm.bind(adapted) for lm in self.lms]
 
     def _with_pattern(self, lm: DiffusionLM, stage: ConversionStage) -> DiffusionLM:

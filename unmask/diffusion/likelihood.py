@@ -29,7 +29,7 @@ def elbo(
     chunk: int | None = None,
 ) -> Tensor:
     """An unbiased estimate [B], in nats, of the lower bound on log p(maskable tokens | the others), from `samples` views."""
-    views = elbo_views(noise_groups(lm, maskable_BT, attention_mask_BT), draw, views=samples)
+    views = elbo_views(noise_groups(lm, maskable_BT, attention_mask_BT), draw, num_views=samples)
     return (views.weight_BMT * view_log_probs(lm, ids_BT, attention_mask_BT, views, chunk=chunk)).sum((1, 2))
 
 
@@ -67,8 +67,8 @@ def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     The sum over orders is a sum over the 2^L subsets S, each reached by its last token. It is differentiable. A group with fewer tokens
     than the widest is padded with tokens of probability 1, which changes no mean.
     """
-    length, views = group_BT.shape[1], log_prob_BMT.shape[1]
-    width, valid_BT = views.bit_length(), group_BT >= 0
+    length, num_views = group_BT.shape[1], log_prob_BMT.shape[1]
+    width, valid_BT = num_views.bit_length(), group_BT >= 0
     total_B = log_prob_BMT.new_zeros(len(group_BT))
     if not valid_BT.any():
         return total_B
@@ -76,7 +76,7 @@ def any_order(group_BT: Tensor, log_prob_BMT: Tensor) -> Tensor:
     group_G, group_N = torch.unique(row_N * length + group_BT[valid_BT], return_inverse=True)
     subset_S = torch.arange(2**width, device=group_BT.device)
     # Only tokens of the group matter; where all of them are revealed, nothing is read.
-    view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(views - 1)
+    view_NS = (subset_S & (2 ** group_sizes(group_BT)[valid_BT] - 1)[:, None]).clamp_max(num_views - 1)
     log_prob_NS = log_prob_BMT.transpose(1, 2)[valid_BT].gather(1, view_NS)
     table_GSL = log_prob_NS.new_zeros(len(group_G), 2**width, width)
     table_GSL = table_GSL.index_put((group_N[:, None], subset_S, place_in_group(group_BT)[valid_BT][:, None]), log_prob_NS)

@@ -1,6 +1,6 @@
 """Log-probabilities of the targets of views, computed only at the rows that predict them.
 
-Shapes: B batch, M views, T tokens, N target rows.
+Shapes: B batch, M views, T tokens, N target rows, R rows of a pass (B * M).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unmask.diffusion.views import Views
-from unmask.models.attention import Layout, runs
+from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM, ForwardInputs
 
 COPIES_AT_ONCE = 3
@@ -34,7 +34,7 @@ def view_log_probs(
         chunk: noised rows per forward pass; None: all at once. It changes the result only by rounding.
     """
     if views.causal and not (lm.causal_context and views.count > 1):
-        noised, causal = views.apart()
+        noised, causal = views.split_causal()
         parts = [(lm, noised)] if noised.count else []
         parts.append((lm.as_causal(), replace(causal, causal=False)))
         return torch.cat([view_log_probs(m, ids_BT, attention_mask_BT, v, temperature=temperature, chunk=chunk) for m, v in parts], 1)
@@ -43,15 +43,18 @@ def view_log_probs(
     places, log_probs = [], []
     for rows, copies in passes(lm, batch, count - views.causal, chunk):
         target_BMT, clean_BT = views.target_BMT[rows, copies], ids_BT[rows]
-        beside_BT = views.target_BMT[rows, -1] if views.causal and copies.start == 0 else None
+        causal_target_BT = views.target_BMT[rows, -1] if views.causal and copies.start == 0 else None
         # With gradients no pass is left out, even for a loss of 0: all ranks must make the same passes.
-        if not (target_BMT.any() or beside_BT is not None or torch.is_grad_enabled()):
+        if not (target_BMT.any() or causal_target_BT is not None or torch.is_grad_enabled()):
             continue
         padding_BT = None if attention_mask_BT is None else attention_mask_BT[rows]
-        inputs = forward_inputs(lm, clean_BT, padding_BT, views.hidden_BMT[rows, copies], target_BMT, beside_BT)
+        inputs = forward_inputs(lm, clean_BT, padding_BT, views.hidden_BMT[rows, copies], target_BMT, causal_target_BT)
         target_N, place_N = clean_BT[:, None].expand_as(target_BMT)[target_BMT], number_BMT[rows, copies][target_BMT]
-        if beside_BT is not None:
-            target_N, place_N = torch.cat([target_N, clean_BT[beside_BT]]), torch.cat([place_N, number_BMT[rows, -1][beside_BT]])
+        if causal_target_BT is not None:
+            target_N, place_N = (
+                torch.cat([target_N, clean_BT[causal_target_BT]]),
+                torch.cat([place_N, number_BMT[rows, -1][causal_target_BT]]),
+            )
         log_probs.append(lm.log_probs(inputs, target_N, temperature))
         places.append(place_N)
     out_BMT = torch.zeros(batch, count, length, dtype=lm.log_prob_dtype, device=ids_BT.device)
@@ -65,19 +68,19 @@ def forward_inputs(
     clean_BT: Tensor,
     attention_mask_BT: Tensor | None,
     hidden_BMT: Tensor,
-    rows_BMT: Tensor,
-    clean_rows_BT: Tensor | None = None,
+    target_BMT: Tensor,
+    causal_target_BT: Tensor | None = None,
 ) -> ForwardInputs:
-    """The inputs with which a model predicts the chosen rows from the visible tokens (and, by blocks, the clean past)."""
+    """The inputs with which a model predicts the targets from the visible tokens (and, by blocks, the clean past)."""
     copies = hidden_BMT.shape[1]
     if not (lm.autoregressive or lm.attention == "bidirectional"):
-        return lm.noised(clean_BT, hidden_BMT, attention_mask_BT, rows_BMT, clean_rows_BT)
-    hidden_RT, rows_RT = hidden_BMT.flatten(0, 1), rows_BMT.flatten(0, 1)
+        return lm.stacked_inputs(clean_BT, hidden_BMT, attention_mask_BT, target_BMT, causal_target_BT)
+    hidden_RT, target_RT = hidden_BMT.flatten(0, 1), target_BMT.flatten(0, 1)
     clean_RT = clean_BT.repeat_interleave(copies, 0)
     padding_RT = None if attention_mask_BT is None else attention_mask_BT.repeat_interleave(copies, 0)
     if lm.autoregressive:
-        return lm.single(clean_RT, padding_RT, rows_RT)
-    return lm.single(torch.where(hidden_RT, lm.mask_token_id, clean_RT), padding_RT, rows_RT, hidden_RT)
+        return lm.noised_inputs(clean_RT, padding_RT, target_RT)
+    return lm.noised_inputs(torch.where(hidden_RT, lm.mask_token_id, clean_RT), padding_RT, target_RT, hidden_RT)
 
 
 def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterator[tuple[slice, slice]]:
@@ -91,9 +94,9 @@ def passes(lm: DiffusionLM, batch: int, count: int, chunk: int | None) -> Iterat
 
 
 def noise_groups(lm: DiffusionLM, maskable_BT: Tensor, attention_mask_BT: Tensor | None) -> Tensor:
-    """The group [B, T] of tokens that are noised together: a document, or one attention block of it; -1 not maskable."""
+    """The segment [B, T] of each maskable token, -1 elsewhere: the tokens that are noised together."""
     document_BT = torch.ones_like(maskable_BT, dtype=torch.long) if attention_mask_BT is None else attention_mask_BT
-    return torch.where(maskable_BT, runs(Layout.of(document_BT), lm.attention, lm.block_size), -1)
+    return torch.where(maskable_BT, segments(Layout.of(document_BT), lm.attention, lm.block_size), -1)
 
 
 def weighted_cross_entropy(log_prob_BMT: Tensor, views: Views) -> Tensor:

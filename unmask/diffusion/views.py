@@ -41,11 +41,11 @@ class Views:
         return self.causal == other.causal and all(torch.equal(getattr(self, name), getattr(other, name)) for name in names)
 
     def select(self, rows: Tensor | slice, views: slice = slice(None)) -> Views:
-        """Some views of some sequences, without the causal one."""
+        """Some views of some sequences, all marked as noised (`causal` is False)."""
         return Views(self.hidden_BMT[rows, views], self.target_BMT[rows, views], self.weight_BMT[rows, views])
 
-    def beside_causal(self, target_BT: Tensor, weight: float) -> Views:
-        """These views and a causal one."""
+    def with_causal(self, target_BT: Tensor, weight: float) -> Views:
+        """These views, then a causal one with these targets."""
         target_B1T = target_BT[:, None]
         return Views(
             torch.cat([self.hidden_BMT, torch.zeros_like(target_B1T)], 1),
@@ -54,7 +54,7 @@ class Views:
             causal=True,
         )
 
-    def apart(self) -> tuple[Views, Views]:
+    def split_causal(self) -> tuple[Views, Views]:
         """The noised views, and the causal one."""
         every = slice(None)
         return self.select(every, slice(-1)), replace(self.select(every, slice(-1, None)), causal=True)
@@ -77,26 +77,26 @@ class Draw:
     iteration: int = 0
     order_B: Tensor | None = None
 
-    def uniform(self, position_BT: Tensor, views: int, stream: Stream) -> Tensor:
+    def uniform(self, position_BT: Tensor, num_views: int, stream: Stream) -> Tensor:
         """[B, M, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
-        view_1M1 = torch.arange(views, device=position_BT.device)[None, :, None]
+        view_1M1 = torch.arange(num_views, device=position_BT.device)[None, :, None]
         key_B11, position_B1T = self.key_B[:, None, None], position_BT[:, None, :]
         return uniform(self.seed, key_B11, step=self.iteration, position=position_B1T, stream=stream, view=view_1M1)
 
-    def per_sequence(self, views: int, stream: Stream) -> Tensor:
+    def per_sequence(self, num_views: int, stream: Stream) -> Tensor:
         """[B, M] float64 in [0, 1): a number for each view of a sequence."""
-        return self.uniform(torch.zeros_like(self.key_B[:, None]), views, stream).squeeze(2)
+        return self.uniform(torch.zeros_like(self.key_B[:, None]), num_views, stream).squeeze(2)
 
 
-def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, views: int = 1) -> Views:
+def random_views(group_BT: Tensor, draw: Draw, noise: Noise, *, num_views: int = 1) -> Views:
     """A time per group, stratified over the views; each token is hidden independently with probability 1 - alpha(t).
 
     Args:
         group_BT: the group of each maskable token, numbered below T; -1 elsewhere.
     """
-    time_BMT = noise.time(stratified(draw, group_BT, views))
-    hidden_BMT = (draw.uniform(columns(group_BT), views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
-    return _weighted(hidden_BMT, noise.weight(time_BMT) / views)
+    time_BMT = noise.time(stratified(draw, group_BT, num_views))
+    hidden_BMT = (draw.uniform(columns(group_BT), num_views, Stream.MASK) < noise.schedule.mask_rate(time_BMT)) & (group_BT >= 0)[:, None]
+    return _weighted(hidden_BMT, noise.weight(time_BMT) / num_views)
 
 
 def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
@@ -108,37 +108,36 @@ def complementary_pair(group_BT: Tensor, draw: Draw, noise: Noise) -> Views:
     noise = noise.paired()
     time_BMT = noise.time(stratified(draw, group_BT, 1))
     rate_BMT, weight_BMT = noise.schedule.mask_rate(time_BMT), noise.weight(time_BMT)
-    first_BMT = draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BMT
-    hidden_BMT = torch.cat([first_BMT, ~first_BMT], 1) & (group_BT >= 0)[:, None]
+    hidden_BMT = _with_complement(draw.uniform(columns(group_BT), 1, Stream.MASK) < rate_BMT, group_BT)
     other_BMT = weight_BMT if noise.weighting in ("uniform", "cart") else weight_BMT * rate_BMT / (1 - rate_BMT)
     return _weighted(hidden_BMT, torch.cat([weight_BMT, other_BMT], 1) / 2)
 
 
-def cart_weights(views: Views, run_BT: Tensor, document_BT: Tensor, *, p: float) -> Views:
+def cart_weights(views: Views, segment_BT: Tensor, document_BT: Tensor, *, p: float) -> Views:
     """Weights of hidden tokens that grow with the visible text nearby (CART: Dream 7B, Ye et al. 2025, eq. 7).
 
     Each weight is multiplied by half the sum over visible tokens at distance d of the geometric distribution p (1 - p)^(d - 1). Visible
-    are the shown tokens of the same run (`unmask.models.attention.runs`: block or document), and all of the document's earlier runs (the
-    clean blocks). Packed documents are numbered.
+    are the shown tokens of the same segment (`unmask.models.attention.segments`: block or document), and all of the document's earlier
+    segments (the clean blocks). Packed documents are numbered.
     """
-    hidden_BMT, length = views.hidden_BMT, run_BT.shape[1]
+    hidden_BMT, length = views.hidden_BMT, segment_BT.shape[1]
     near_BMT = torch.zeros_like(views.weight_BMT)
     reach = min(length - 1, math.ceil(math.log(CART_CUT) / math.log1p(-p)))
     for distance in range(1, reach + 1):
         weight = p / 2 * (1 - p) ** (distance - 1)
         same_BT = document_BT[:, distance:] == document_BT[:, :-distance]
-        together_BT = same_BT & (run_BT[:, distance:] == run_BT[:, :-distance])
+        together_BT = same_BT & (segment_BT[:, distance:] == segment_BT[:, :-distance])
         before_BMT, after_BMT = ~hidden_BMT[..., :-distance], ~hidden_BMT[..., distance:]
         near_BMT[..., distance:] += weight * (same_BT[:, None] & (before_BMT | ~together_BT[:, None]))
         near_BMT[..., :-distance] += weight * (together_BT[:, None] & after_BMT)
     return replace(views, weight_BMT=views.weight_BMT * near_BMT)
 
 
-def exact_count_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
+def exact_count_views(group_BT: Tensor, draw: Draw, *, num_views: int) -> Views:
     """Exactly k of the L tokens of a group hidden, k ~ U{1..L} stratified over the views; each has weight L/k."""
     size_B1T = group_sizes(group_BT)[:, None]
-    count_BMT = 1 + (stratified(draw, group_BT, views) * size_B1T).long()
-    return _weighted(hide(group_BT, draw, count_BMT), size_B1T / count_BMT / views)
+    count_BMT = 1 + (stratified(draw, group_BT, num_views) * size_B1T).long()
+    return _weighted(hide(group_BT, draw, count_BMT), size_B1T / count_BMT / num_views)
 
 
 def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
@@ -149,8 +148,7 @@ def exact_count_pair(group_BT: Tensor, draw: Draw) -> Views:
     """
     size_B1T = group_sizes(group_BT)[:, None]
     count_B1T = 1 + (stratified(draw, group_BT, 1) * size_B1T).long()
-    first_B1T = hide(group_BT, draw, count_B1T)
-    hidden_BMT = torch.cat([first_B1T, ~first_B1T], 1) & (group_BT >= 0)[:, None]
+    hidden_BMT = _with_complement(hide(group_BT, draw, count_B1T), group_BT)
     whole_B1T = count_B1T == size_B1T
     weight_B1T = torch.where(whole_B1T, 1.0, size_B1T / count_B1T / 2)
     other_B1T = size_B1T / (size_B1T - count_B1T).clamp_min(1) / 2
@@ -162,28 +160,26 @@ def pairs_of_counts(group_BT: Tensor, draw: Draw, *, pairs: int) -> Views:
     2025). The weight in a view of k tokens is (L + 1)/k, halved; the first views of all pairs come before the second ones."""
     size_B1T = group_sizes(group_BT)[:, None]
     count_BMT = (stratified(draw, group_BT, pairs) * (size_B1T + 1)).long()
-    first_BMT = hide(group_BT, draw, count_BMT)
-    hidden_BMT = torch.cat([first_BMT, ~first_BMT], 1) & (group_BT >= 0)[:, None]
+    hidden_BMT = _with_complement(hide(group_BT, draw, count_BMT), group_BT)
     return _weighted(hidden_BMT, (size_B1T + 1) / torch.cat([count_BMT, size_B1T - count_BMT], 1).clamp_min(1) / (2 * pairs))
 
 
-def elbo_views(group_BT: Tensor, draw: Draw, *, views: int) -> Views:
+def elbo_views(group_BT: Tensor, draw: Draw, *, num_views: int) -> Views:
     """The low-variance plan of the ELBO: one all-masked view, then complementary pairs of exact counts.
 
     The bound is the mean over k = 1..L of the L/k-weighted log-probability. k = L needs one view and nothing random: its weight is 1/L.
     The rest, k ~ U{1..L-1}, is estimated by complementary pairs (k, L - k). If one view is left, it is drawn unpaired. A single view is
     a plain exact-count view.
     """
-    if views == 1:
-        return exact_count_views(group_BT, draw, views=1)
+    if num_views == 1:
+        return exact_count_views(group_BT, draw, num_views=1)
     valid_B1T = (group_BT >= 0)[:, None]
     size_B1T = group_sizes(group_BT)[:, None].clamp_min(1)
-    rest = views - 1
+    rest = num_views - 1
     pairs = rest // 2
-    order_BMT = _ranks(group_BT, draw.uniform(columns(group_BT), pairs + rest % 2, Stream.MASK))
-    time_BMT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
-    count_BMT = 1 + (time_BMT * (size_B1T - 1)).long()
-    hidden_BMT = order_BMT < count_BMT
+    uniform_BMT = torch.cat([stratified(draw, group_BT, pairs), draw.uniform(group_BT.clamp_min(0), rest % 2, Stream.ORDER)], 1)
+    count_BMT = 1 + (uniform_BMT * (size_B1T - 1)).long()
+    hidden_BMT = hide(group_BT, draw, count_BMT)
     weight_BMT = (size_B1T - 1) / rest / count_BMT
     complement_BMT = (size_B1T - 1) / rest / (size_B1T - count_BMT[:, :pairs]).clamp_min(1)
     possible_B1T = valid_B1T & (size_B1T > 1)
@@ -222,21 +218,26 @@ def hide(group_BT: Tensor, draw: Draw, count_BMT: Tensor) -> Tensor:
     return (rank_BMT < count_BMT) & (group_BT >= 0)[:, None]
 
 
+def _with_complement(first_BMT: Tensor, group_BT: Tensor) -> Tensor:
+    """The maskable tokens that these views hide, then those that they show."""
+    return torch.cat([first_BMT, ~first_BMT], 1) & (group_BT >= 0)[:, None]
+
+
 def columns(like_BT: Tensor) -> Tensor:
     """The position of every token [B, T]."""
     return torch.arange(like_BT.shape[1], device=like_BT.device).expand_as(like_BT)
 
 
-def stratified(draw: Draw, group_BT: Tensor, views: int) -> Tensor:
+def stratified(draw: Draw, group_BT: Tensor, num_views: int) -> Tensor:
     """One uniform per group and view, view m in [m/M, (m+1)/M)."""
-    view_1M1 = torch.arange(views, device=group_BT.device)[None, :, None]
+    view_1M1 = torch.arange(num_views, device=group_BT.device)[None, :, None]
     if draw.order_B is None:
-        within_BMT = draw.uniform(group_BT.clamp_min(0), views, Stream.TIME)
+        within_BMT = draw.uniform(group_BT.clamp_min(0), num_views, Stream.TIME)
     else:  # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at random
         shift_1M1 = uniform(draw.seed, torch.zeros_like(view_1M1), stream=Stream.TIME, view=view_1M1)
         place_BT = draw.order_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(3)
         within_BMT = (shift_1M1 + place_BT[:, None]) % 1.0
-    return (view_1M1 + within_BMT) / max(views, 1)
+    return (view_1M1 + within_BMT) / max(num_views, 1)
 
 
 def _weighted(hidden_BMT: Tensor, weight_BMT: Tensor) -> Views:
@@ -256,9 +257,9 @@ def place_in_group(group_BT: Tensor) -> Tensor:
     return _ranks(group_BT, (columns(group_BT).double() / group_BT.shape[1])[:, None])[:, 0]
 
 
-def _ranks(group_BT: Tensor, noise_BMT: Tensor) -> Tensor:
-    """The rank of every token's noise within its group, from 0."""
-    key_BMT = group_BT[:, None] + noise_BMT
+def _ranks(group_BT: Tensor, uniform_BMT: Tensor) -> Tensor:
+    """The rank of every token's number within its group, from 0."""
+    key_BMT = group_BT[:, None] + uniform_BMT
     rank_BMT = key_BMT.argsort(-1).argsort(-1)
     sorted_BT = group_BT.sort(-1).values
     start_BT = torch.searchsorted(sorted_BT, group_BT.contiguous())

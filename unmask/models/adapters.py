@@ -44,7 +44,7 @@ def with_adapters(lm: DiffusionLM, peft_config: peft.PeftConfig) -> DiffusionLM:
         raise ConfigError(first_line(error).rstrip("."), where=where, remedy="Name modules of this model") from error
     if isinstance(adapted.get_output_embeddings(), BaseTunerLayer):
         remedy = "Leave it out of target_modules, or train all of it with modules_to_save"
-        raise ConfigError("an adapter of the output head", where="peft_config, target_modules", remedy=remedy)
+        raise ConfigError("an adapter of the output head", where="lora (peft_config), target_modules", remedy=remedy)
     return lm.bind(adapted)
 
 
@@ -57,15 +57,15 @@ def _wrapped(model: Any, peft_config: peft.PeftConfig) -> Any:
         return get_peft_model(model, peft_config)
 
 
-def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
-    """The adapters, and the full embedding row of the mask token.
+def with_trained_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.PeftConfig:
+    """The config of adapters, with the full embedding row of the mask token.
 
     Raises:
         ConfigError: PEFT cannot train rows with adapters of this kind, or the config names the embedding table.
     """
     if not hasattr(peft_config, "trainable_token_indices"):
         what = f"{type(peft_config).__name__} cannot train the embedding row of the mask token"
-        raise ConfigError(what, where="peft_config", remedy="Use LoRA")
+        raise ConfigError(what, where="lora (peft_config)", remedy="Use LoRA")
     table = "." + next(name for name, module in lm.model.named_modules() if module is lm.model.get_input_embeddings())
     for setting in ("target_modules", "modules_to_save"):
         named = getattr(peft_config, setting, None) or ()
@@ -75,7 +75,7 @@ def training_mask_row(peft_config: peft.PeftConfig, lm: DiffusionLM) -> peft.Pef
     tokens = peft_config.trainable_token_indices or []
     if isinstance(tokens, dict):
         what, remedy = "rows of the embedding table are named by module", "Give trainable_token_indices as a list of tokens"
-        raise ConfigError(what, where="peft_config, trainable_token_indices", remedy=remedy)
+        raise ConfigError(what, where="lora (peft_config), trainable_token_indices", remedy=remedy)
     return replace(peft_config, trainable_token_indices=sorted({*tokens, lm.mask_token_id}))
 
 
@@ -90,8 +90,8 @@ def _untied(lm: DiffusionLM) -> Iterator[None]:
         lm.model.config.tie_word_embeddings = tied
 
 
-def changes_nothing(lm: DiffusionLM) -> bool:
-    """Whether the model without its adapters is the model before training: LoRA that starts at zero, and no other trained weights."""
+def starts_at_base(lm: DiffusionLM) -> bool:
+    """Whether the base model under the adapters is still the model before training: LoRA that starts at zero, no other trained weights."""
     if any(getattr(config, "bias", "none") != "none" for config in lm.model.peft_config.values()):
         return False
     weights = dict(lm.model.named_parameters())

@@ -23,9 +23,8 @@ from unmask.errors import ConfigError, ModelError
 from unmask.models.kernels import cpu_tiles, flash, flex
 from unmask.models.kernels.cpu_tiles import Tiles
 from unmask.models.kernels.flash import Documents
-from unmask.models.mask_cache import SizedCache
+from unmask.models.mask_cache import MaskCache
 
-Pattern = AttentionName
 PATTERNS = get_args(AttentionName)
 DEFAULT_BLOCK = 4  # of a conversion to block-causal attention
 ATTENTION_NAME = "unmask"
@@ -40,7 +39,7 @@ class Layout:
 
     document_BT: Tensor  # number of a token's document; 0 is padding
     position_BT: Tensor  # within the document, from 0; 0 for padding. Blocks are counted from here, so left padding changes nothing.
-    copy_BT: Tensor  # 0 for clean tokens; 1, 2, ... for the noised copies before them in a row `[x_t ; ... ; x_0]`
+    copy_BT: Tensor  # 0: clean. 1, 2, ...: a noised copy in `[x_t ; ... ; x_0]`, or the current block and its drafts
 
     @classmethod
     def of(cls, document_BT: Tensor) -> Layout:
@@ -63,21 +62,17 @@ class Layout:
         document_BT, position_BT = (numbers_BT.repeat(1, count + 1) for numbers_BT in (self.document_BT, self.position_BT))
         return Layout(document_BT, position_BT, torch.cat([*copies, self.copy_BT], 1))
 
-    def last(self, count: int) -> Layout:
-        """The layout of the last `count` tokens (the queries of a pass with a key-value cache)."""
-        return Layout(self.document_BT[:, -count:], self.position_BT[:, -count:], self.copy_BT[:, -count:])
-
 
 @dataclass(frozen=True)
 class AttentionMask:
     """The keys that each query attends to."""
 
-    allowed_BQK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
+    allowed_B1QK: Tensor  # boolean [B or 1, 1, Q, K]; True is visible
     positions: tuple[Tensor, Tensor] | None  # of queries and keys, if the model's sliding windows apply (causal pattern only)
     full: bool = False  # everything is known to be visible
     documents: Documents | None = None  # for FlashAttention: those within which all tokens, or all earlier ones, are visible
     _windowed: dict[int, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
-    _added: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
+    _additive: dict[torch.dtype, Tensor] = field(default_factory=dict, repr=False, compare=False)
     _moved: dict[torch.device, AttentionMask] = field(default_factory=dict, repr=False, compare=False)
 
     def within(self, window: int | None) -> AttentionMask:
@@ -87,65 +82,67 @@ class AttentionMask:
         if window not in self._windowed:
             query_BQ, key_BK = self.positions
             near_BQK = query_BQ[:, :, None] - key_BK[:, None, :] < window
-            self._windowed[window] = AttentionMask(self.allowed_BQK & near_BQK[:, None], None)
+            self._windowed[window] = AttentionMask(self.allowed_B1QK & near_BQK[:, None], None)
         return self._windowed[window]
 
     def to(self, device: torch.device | int | str, **_: Any) -> AttentionMask:
         """The mask on another device, copied once. Accelerate calls it between layers of a model split over devices."""
         device = torch.device(device)
-        if device == self.allowed_BQK.device:
+        if device == self.allowed_B1QK.device:
             return self
         if device not in self._moved:
             positions = self.positions and (self.positions[0].to(device), self.positions[1].to(device))
-            self._moved[device] = AttentionMask(self.allowed_BQK.to(device), positions, self.full)
+            self._moved[device] = AttentionMask(self.allowed_B1QK.to(device), positions, self.full)
         return self._moved[device]
 
-    def annealed(self, seen: float, key: int) -> AttentionMask:
-        """The mask in which a random fraction of the keys after each query is visible; `key` selects them, in rows of any width."""
-        keys = self.allowed_BQK.shape[3]
+    def annealed(self, visible_fraction: float, key: int) -> AttentionMask:
+        """The mask in which each key after a query is also visible with this probability. `key` selects them, whatever the width."""
+        keys = self.allowed_B1QK.shape[3]
         later, earlier = torch.tril_indices(keys, keys, -1)  # key by key, so that wider rows only add numbers
-        seen_QK = torch.ones(keys, keys, dtype=torch.bool)
-        seen_QK[earlier, later] = torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < seen
-        return AttentionMask(self.allowed_BQK & seen_QK.to(self.allowed_BQK.device), None)
+        visible_QK = torch.ones(keys, keys, dtype=torch.bool)
+        visible_QK[earlier, later] = torch.rand(len(later), generator=torch.Generator().manual_seed(key)) < visible_fraction
+        return AttentionMask(self.allowed_B1QK & visible_QK.to(self.allowed_B1QK.device), None)
 
     @torch.inference_mode(False)  # masks are cached, and a later training step saves these numbers for its gradient
-    def added(self, dtype: torch.dtype) -> Tensor:
-        """The additive mask of SDPA, shared by all layers: each would make and keep its own from a boolean mask."""
-        if dtype not in self._added:
-            self._added[dtype] = torch.zeros_like(self.allowed_BQK, dtype=dtype).masked_fill_(~self.allowed_BQK, -torch.inf)
-        return self._added[dtype]
+    def additive(self, dtype: torch.dtype) -> Tensor:
+        """The mask as numbers to add to the attention logits. All layers share it; SDPA would otherwise convert a boolean mask in each."""
+        if dtype not in self._additive:
+            self._additive[dtype] = torch.zeros_like(self.allowed_B1QK, dtype=dtype).masked_fill_(~self.allowed_B1QK, -torch.inf)
+        return self._additive[dtype]
 
     @cached_property
     def block_mask(self) -> BlockMask:
         """The mask for FlexAttention."""
-        return flex.block_mask(self.allowed_BQK)
+        return flex.block_mask(self.allowed_B1QK)
 
     @cached_property
     def coarse_tiles(self) -> Tiles | None:
         """The tiles of the mask that SDPA on a CPU computes, if some can be skipped: later blocks, other documents."""
-        return cpu_tiles.visible(self.allowed_BQK, cpu_tiles.COARSE)
+        return cpu_tiles.visible(self.allowed_B1QK, cpu_tiles.COARSE)
 
     @cached_property
     def fine_tiles(self) -> Tiles | None:
         """The tiles for narrow heads."""
-        return cpu_tiles.visible(self.allowed_BQK, cpu_tiles.FINE)
+        return cpu_tiles.visible(self.allowed_B1QK, cpu_tiles.FINE)
 
 
-def blocks(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
+def blocks(layout: Layout, pattern: AttentionName, block_size: int | None) -> Tensor:
     """The attention block of every token [B, T]: causal is block size 1, bidirectional one block for all."""
     if pattern == "bidirectional":
         return torch.zeros_like(layout.position_BT)
     return layout.position_BT // (block_size or 1)
 
 
-def runs(layout: Layout, pattern: Pattern, block_size: int | None) -> Tensor:
-    """The number [B, T] of each token's run, from 0: consecutive tokens of one document, copy and block."""
+def segments(layout: Layout, pattern: AttentionName, block_size: int | None) -> Tensor:
+    """The number [B, T] of each token's segment, from 0: consecutive tokens of one document, copy and block."""
     keys = (layout.document_BT, layout.copy_BT, blocks(layout, pattern, block_size))
     changed_BT = torch.stack([key_BT[:, 1:] != key_BT[:, :-1] for key_BT in keys]).any(0)
     return F.pad(changed_BT.long().cumsum(1), (1, 0))
 
 
-def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False) -> AttentionMask:
+def make_mask(
+    pattern: AttentionName, block_size: int | None, queries: Layout, keys: Layout, *, causal_context: bool = False
+) -> AttentionMask:
     """The mask of any pattern over padded, packed, cached or clean-and-noised rows.
 
     Clean tokens attend to the clean tokens of the same and earlier blocks (with `causal_context` only to earlier tokens); noised tokens to
@@ -165,13 +162,13 @@ def make_mask(pattern: Pattern, block_size: int | None, queries: Layout, keys: L
     return AttentionMask(allowed_BQK[:, None], (queries.position_BT, keys.position_BT) if pattern == "causal" else None)
 
 
-_unpadded: SizedCache[AttentionMask] = SizedCache(MASKS_KEPT, CELLS_KEPT)
+_unpadded: MaskCache[AttentionMask] = MaskCache(MASKS_KEPT, CELLS_KEPT)
 
 
 def unpadded_mask(
-    pattern: Pattern, block_size: int | None, length: int, copies: int, device: torch.device, causal_context: bool = False
+    pattern: AttentionName, block_size: int | None, length: int, copies: int, device: torch.device, causal_context: bool = False
 ) -> AttentionMask:
-    """The mask of rows of one document without padding; cached, since it depends on pattern, length and device alone."""
+    """The mask of rows of one document without padding; cached, since it depends only on the arguments."""
 
     @torch.inference_mode(False)  # a later training step may save it for its gradient
     def make() -> AttentionMask:
@@ -255,8 +252,8 @@ def unmask_attention(
     else:
         key_BHKD, value_BHKD = key_BHKD.repeat_interleave(groups, 1), value_BHKD.repeat_interleave(groups, 1)
         scale = scaling if scaling is not None else query_BHQD.shape[-1] ** -0.5
-        score_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
-        weight_BHQK = score_BHQK.masked_fill(~mask.allowed_BQK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
+        logits_BHQK = softcap * torch.tanh(query_BHQD @ key_BHKD.transpose(-1, -2) * scale / softcap)
+        weight_BHQK = logits_BHQK.masked_fill(~mask.allowed_B1QK, -torch.inf).softmax(-1, dtype=torch.float32).to(query_BHQD.dtype)
         out_BHQD = F.dropout(weight_BHQK, dropout) @ value_BHKD
     return out_BHQD.transpose(1, 2).contiguous(), None
 
@@ -266,10 +263,10 @@ def _sdpa(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Attent
     if mask.full:
         return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, **options)
     if torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_BQK, **options)
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.allowed_B1QK, **options)
     tiles = mask.fine_tiles if query_BHQD.shape[-1] <= cpu_tiles.NARROW else mask.coarse_tiles
     if tiles is None:
-        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.added(query_BHQD.dtype), **options)
+        return F.scaled_dot_product_attention(query_BHQD, key_BHKD, value_BHKD, attn_mask=mask.additive(query_BHQD.dtype), **options)
     return cpu_tiles.attend(query_BHQD, key_BHKD, value_BHKD, tiles, **options)
 
 

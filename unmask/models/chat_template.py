@@ -46,10 +46,10 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     try:
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
     except TemplateSyntaxError as error:
-        raise DataError(f"the chat template is malformed: {error}", remedy="Mend the template.") from error
+        raise DataError(f"the chat template is malformed: {error}", remedy="Fix the template.") from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # templates raise anything on odd values
         what = f"the chat template refuses {messages!r:.80}: {error}"
-        raise DataError(what, remedy="Mend the messages.", reason="refused by the chat template") from error
+        raise DataError(what, remedy="Fix the messages.", reason="refused by the chat template") from error
 
 
 def turn_end(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -25,11 +25,11 @@ def split_layers(config: PretrainedConfig, dtype: torch.dtype, memory: Sequence[
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)
     parts = list(_parts(model))
     sizes = [sum(weight.nbytes for weight in part.parameters()) for _, part in parts]
-    ends = [sum(memory[: number + 1]) / sum(memory) for number in range(len(memory))]
+    cumulative = [sum(memory[: number + 1]) / sum(memory) for number in range(len(memory))]
     places, before = dict[str, str](), 0.0
     for (name, part), size in zip(parts, sizes, strict=True):
         middle = (before + size / 2) / sum(sizes)
-        places[name] = f"cuda:{next(number for number, end in enumerate(ends) if middle <= end)}"
+        places[name] = f"cuda:{next(number for number, end in enumerate(cumulative) if middle <= end)}"
         before += size
         if part is model.get_output_embeddings() and part.weight is model.get_input_embeddings().weight:
             places[name] = "cuda:0"  # with the embeddings

@@ -1,6 +1,7 @@
 """DiffusionLM: a causal language model of transformers, read as a diffusion language model.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, C of them clean, J targets of a row,
+S segments.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import AttentionMask, Layout, Pattern, check_pattern, make_mask, runs, unpadded_mask
+from unmask.models.attention import AttentionMask, Layout, check_pattern, make_mask, segments, unpadded_mask
 from unmask.models.chat_template import turn_end
-from unmask.models.ends import accept_generation_config, as_ids, eos_first, set_end_tokens
+from unmask.models.end_tokens import accept_generation_config, as_ids, eos_first, set_end_tokens
 from unmask.models.hooks import head
 from unmask.models.hooks.head import RowSelector, token_log_probs
 from unmask.models.hooks.last_layer import LastLayer
@@ -39,7 +41,7 @@ class ForwardInputs:
     layout: Layout
     mask: AttentionMask
     index_N: Tensor | None = None  # flat indices into [B * T] of the rows to compute; None: all
-    fraction_BT: Tensor | None = None  # of hidden tokens in each token's document or block, for a time embedding; None: nothing is hidden
+    fraction_BT: Tensor | None = None  # of hidden tokens in each document or block; None: nothing is hidden, or no time embedding
     # Whether the last layer computes only those rows. For sampling only: another shape changes the last bits, and in training the ratio of
     # a policy to itself must be 1.
     pruned: bool = False
@@ -71,7 +73,7 @@ class DiffusionLM:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        attention: Pattern,
+        attention: AttentionName,
         block_size: int | None,
         mask_token_id: int,
         eos_token_ids: Sequence[int],
@@ -82,7 +84,7 @@ class DiffusionLM:
         check_pattern(attention, block_size, causal_context)
         self.model: Any = model  # the model, or a wrapper of it: PEFT, DDP, FSDP
         self.tokenizer = tokenizer
-        self.attention: Pattern = attention
+        self.attention: AttentionName = attention
         self.block_size = block_size
         self.mask_token_id = mask_token_id
         self.eos_token_ids = tuple(eos_token_ids)
@@ -90,11 +92,11 @@ class DiffusionLM:
         self.causal_context = causal_context
         self.config = model.config
         self.padding_idx: int | None = model.get_input_embeddings().padding_idx
-        self._rows = RowSelector.of(model)
+        self._head = RowSelector.of(model)
         self._last = LastLayer.of(model)
         self._time = add_time_embedding(model) if time_embedding else None
         self._fraction = HiddenFraction() if self._time is None else self._time.fraction
-        self._seen: tuple[float, int] | None = None
+        self._annealing: tuple[float, int] | None = None
         self.compile_options: dict[str, Any] | None = None
 
     def __repr__(self) -> str:
@@ -187,14 +189,14 @@ class DiffusionLM:
         """The same weights as a causal model."""
         causal = copy.copy(self)
         causal.attention, causal.block_size, causal.logit_shift = "causal", None, True
-        causal.causal_context, causal._time, causal._fraction, causal._seen = False, None, HiddenFraction(), None
+        causal.causal_context, causal._time, causal._fraction, causal._annealing = False, None, HiddenFraction(), None
         return causal
 
-    def annealed(self, seen: float, key: int) -> DiffusionLM:
-        """The same model in which each token after a query is visible with this probability (DiffuLLaMA, Gong et al. 2025); `key` selects
-        them."""
+    def annealed(self, visible_fraction: float, key: int) -> DiffusionLM:
+        """The same model in which each key after a query is also visible with this probability (DiffuLLaMA, Gong et al. 2025). `key`
+        selects them."""
         annealed = copy.copy(self)
-        annealed._seen = (seen, key)
+        annealed._annealing = (visible_fraction, key)
         return annealed
 
     def frozen_copy(self) -> DiffusionLM:
@@ -226,16 +228,16 @@ class DiffusionLM:
         if hidden_BT is None and (self.causal_context or self.has_time_embedding) and (input_ids_BT == self.mask_token_id).any():
             remedy = "Give hidden_BT (all False where the mask token is part of the text)"
             raise ModelError("the model reads the current block differently from the others", where="hidden_BT", remedy=remedy)
-        inputs = self.single(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
+        inputs = self.noised_inputs(input_ids_BT, attention_mask_BT, rows_BT, hidden_BT)
         logits = self.forward(replace(inputs, pruned=not torch.is_grad_enabled()))  # a backward pass may run the layer again
         if rows_BT is None and self.logit_shift:
             return torch.cat([logits[:, :1], logits[:, :-1]], 1)
         return logits
 
-    def single(
-        self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, rows_BT: Tensor | None = None, hidden_BT: Tensor | None = None
+    def noised_inputs(
+        self, ids_BT: Tensor, attention_mask_BT: Tensor | None = None, target_BT: Tensor | None = None, hidden_BT: Tensor | None = None
     ) -> ForwardInputs:
-        """Rows with hidden tokens among the others. Arguments as for `logits`."""
+        """The inputs of one pass over rows that mix hidden and visible tokens. Arguments as for `logits`; `target_BT` is `rows_BT`."""
         layout, mask = self._layout(ids_BT, attention_mask_BT)
         fraction_BT = None
         if hidden_BT is not None and (self.causal_context or self._time is not None):
@@ -243,20 +245,21 @@ class DiffusionLM:
             if self.causal_context:  # current blocks are read in both directions
                 layout = replace(layout, copy_BT=(fraction_BT > 0).long())
                 mask = make_mask(self.attention, self.block_size, layout, layout, causal_context=True)
-        index_N = None if rows_BT is None else rows_BT.flatten().nonzero().squeeze(1)
+        index_N = None if target_BT is None else target_BT.flatten().nonzero().squeeze(1)
         if index_N is not None and self.logit_shift:
             index_N = (index_N - 1).clamp_min(0)
         return ForwardInputs(ids_BT, layout, mask, index_N, fraction_BT)
 
-    def noised(
+    def stacked_inputs(
         self,
         clean_BT: Tensor,
         hidden_BMT: Tensor,
         attention_mask_BT: Tensor | None,
-        rows_BMT: Tensor,
-        clean_rows_BT: Tensor | None = None,
+        target_BMT: Tensor,
+        causal_target_BT: Tensor | None = None,
     ) -> ForwardInputs:
-        """`[x_t ; ... ; x_0]`: M noised copies before the clean tokens. One pass serves all blocks of a block-causal model.
+        """The inputs of one pass over `[x_t ; ... ; x_0]`: M noised copies of each row, then its clean tokens. One pass predicts all blocks
+        of a block-causal model.
 
         Each block of a copy is predicted from itself and the clean blocks before it, as in cached generation. With a logit shift the last
         CLEAN row before a block predicts its first token.
@@ -264,14 +267,14 @@ class DiffusionLM:
         Args:
             clean_BT: the clean tokens; `attention_mask_BT` as for `logits`.
             hidden_BMT: True at the hidden positions of each copy.
-            rows_BMT: the rows of the copies to compute, in row-major order.
-            clean_rows_BT: with a causal context, tokens that the causal model predicts from earlier clean ones; their rows come last.
+            target_BMT: the tokens of the copies to predict, in row-major order.
+            causal_target_BT: with a causal context, tokens that the causal model predicts from earlier clean ones; their rows come last.
         """
         copies, length = hidden_BMT.shape[1:]
         noisy_BMT = torch.where(hidden_BMT, self.mask_token_id, clean_BT[:, None])
         layout, mask = self._layout(clean_BT, attention_mask_BT, copies)
         width = (copies + 1) * length
-        batch_N, copy_N, column_N = rows_BMT.nonzero(as_tuple=True)
+        batch_N, copy_N, column_N = target_BMT.nonzero(as_tuple=True)
         column_N = copy_N * length + column_N
         if self.logit_shift:
             position_N = layout.position_BT.expand(len(clean_BT), -1)[batch_N, column_N]
@@ -279,9 +282,9 @@ class DiffusionLM:
             before_N = (column_N % length - 1).clamp_min(0) + copies * length
             column_N = torch.where(first_N, before_N, (column_N - 1).clamp_min(0))
         index_N = batch_N * width + column_N
-        if clean_rows_BT is not None:
+        if causal_target_BT is not None:
             assert self.causal_context, "in other models a clean row attends to the tokens after it"
-            batch_C, column_C = clean_rows_BT.nonzero(as_tuple=True)
+            batch_C, column_C = causal_target_BT.nonzero(as_tuple=True)
             index_N = torch.cat([index_N, batch_C * width + copies * length + (column_C - 1).clamp_min(0)])
         fraction_BT = None
         if self._time is not None:
@@ -290,7 +293,8 @@ class DiffusionLM:
         return ForwardInputs(torch.cat([noisy_BMT.flatten(1), clean_BT], 1), layout, mask, index_N, fraction_BT)
 
     def forward(self, inputs: ForwardInputs, cache: Cache | None = None) -> Tensor:
-        """One forward pass, unaligned: logits [B, T, V], or [N, V] at the selected rows. Keys and values are appended to a cache."""
+        """The logits of one forward pass, before the logit shift is undone: [B, T, V], or [N, V] at the selected rows. Keys and values are
+        written to the cache, if there is one."""
         with self._passing(inputs):
             out = self._run(inputs, cache)
         count = None if inputs.index_N is None else len(inputs.index_N)
@@ -300,7 +304,7 @@ class DiffusionLM:
         return logits
 
     def log_probs(self, inputs: ForwardInputs, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, K] of K targets per row). Many
+        """log softmax(logits / temperature) [N] of the targets, in nats, at the selected rows (or [N, J] of J targets per row). Many
         logits are computed in chunks of rows, so that memory does not grow with the vocabulary."""
         assert inputs.index_N is not None
         if len(target_N) * self.config.vocab_size <= head.LOGITS_AT_ONCE:
@@ -316,11 +320,11 @@ class DiffusionLM:
     def capturing(self) -> Iterator[list[Tensor]]:
         """Inside, the hidden states [N, D] that the head reads at the selected rows are collected, one tensor per pass."""
         seen: list[Tensor] = []
-        self._rows.captured = seen
+        self._head.captured = seen
         try:
             yield seen
         finally:
-            self._rows.captured = None
+            self._head.captured = None
 
     @contextmanager
     def calling_all_modules(self) -> Iterator[None]:
@@ -334,7 +338,7 @@ class DiffusionLM:
     @contextmanager
     def _passing(self, inputs: ForwardInputs, target_N: Tensor | None = None, temperature: float = 1.0) -> Iterator[RowSelector]:
         """Set the hooks of the model for the pass."""
-        rows = self._rows
+        rows = self._head
         rows.index_N, rows.target_N, rows.temperature, rows.forbidden = inputs.index_N, target_N, temperature, self.mask_token_id
         self._last.index_N = inputs.index_N if inputs.pruned else None
         self._fraction.value_BT = inputs.fraction_BT
@@ -378,12 +382,12 @@ class DiffusionLM:
         if self.flash_attention and self.attention != "block_causal":
             document_BT = layout.document_BT.expand_as(ids_BT)
             mask = replace(mask, documents=flash.documents(document_BT, causal=self.attention == "causal"))
-        return layout, mask if self._seen is None else mask.annealed(*self._seen)
+        return layout, mask if self._annealing is None else mask.annealed(*self._annealing)
 
     def hidden_fraction(self, hidden_BT: Tensor, layout: Layout) -> Tensor:
         """The fraction [B, T] of hidden tokens in each token's block or document; 0 at padding."""
-        run_BT = runs(layout, self.attention, self.block_size).expand_as(hidden_BT)
+        segment_BT = segments(layout, self.attention, self.block_size).expand_as(hidden_BT)
         real_BT = (layout.document_BT > 0).expand_as(hidden_BT).float()
-        per_run = [torch.zeros_like(real_BT).scatter_add_(1, run_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
-        hidden_count_BT, count_BT = (count_BR.gather(1, run_BT) for count_BR in per_run)
+        counts = [torch.zeros_like(real_BT).scatter_add_(1, segment_BT, kind_BT) for kind_BT in (hidden_BT * real_BT, real_BT)]
+        hidden_count_BT, count_BT = (count_BS.gather(1, segment_BT) for count_BS in counts)
         return hidden_count_BT / count_BT.clamp_min(1)

@@ -12,34 +12,34 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.ends import accept_generation_config
+from unmask.models.end_tokens import accept_generation_config
 from unmask.models.families import FAMILIES
 from unmask.models.model_card import HISTORY_KEY, write_card
 
-STOCK_LAYOUT = "hf"
+STOCK_FORMAT = "hf"
 
 
 def export(lm: DiffusionLM, path: str | pathlib.Path, layout: str) -> None:
-    """Write a model in the layout of a released family, or a causal one as stock: config.json, weights, tokenizer, model card.
+    """Write a model in the format of a released family, or a causal model as transformers saves it: config.json, weights, tokenizer, card.
 
     Args:
         lm: the model, with adapters merged.
         path: the folder; it is created.
-        layout: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3), "fast_dllm_v2"
-            (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal GLM-4-MoE) or "hf" (a
-            causal model of any architecture, as transformers saves it).
+        layout: the format: "llada" (bidirectional Llama), "dream" (bidirectional Qwen2 with a logit shift), "sdar" (block-causal Qwen3),
+            "fast_dllm_v2" (block-causal Qwen2 with a logit shift), "llada_moe" (bidirectional Qwen3-MoE), "llada2" (block-causal
+            GLM-4-MoE) or "hf" (a causal model of any architecture, as transformers saves it).
 
     Raises:
-        ConfigError: an unknown layout.
-        ModelError: a model that the layout cannot express; nothing is written.
+        ConfigError: an unknown format.
+        ModelError: a model that the format cannot express; nothing is written.
     """
     folder = pathlib.Path(path)
-    if layout == STOCK_LAYOUT:
+    if layout == STOCK_FORMAT:
         _export_stock(lm, folder)
     elif layout in FAMILIES:
         _export_released(lm, folder, layout)
     else:
-        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_LAYOUT])}")
+        raise ConfigError(f"unknown layout {layout!r}", where="layout", remedy=f"Use one of {', '.join([*FAMILIES, STOCK_FORMAT])}")
     save_tokenizer(lm.tokenizer, folder)
     write_card(lm, folder)
 

@@ -1,7 +1,7 @@
 """The format of a released model: reading and writing its config and weights.
 
-A family is a table: the names in its config.json of a stock config's fields, further fields, and the names of its weights. Reading and
-writing both follow from it; no code of a released model is run or shipped.
+A family maps the fields of its config.json and the names of its weights to those of a model of transformers. Reading and writing both
+follow from it; no code of a released model is run or shipped.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrain
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Split, WeightConverter, revert_weight_conversion
 
+from unmask.config.run import AttentionName
 from unmask.errors import ModelError
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-OUTSIDE_LAYOUTS = {
+FIELDS_OUTSIDE_FORMATS = {
     *("architectures", "dtype", "transformers_version", "_name_or_path", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("use_sliding_window", "sliding_window", "max_window_layers", "layer_types"),
 }
@@ -38,20 +38,20 @@ class Family:
     model_type: str  # in config.json
     architecture: str  # in config.json
     aliases: tuple[str, ...] = ()  # other model types of the same config in published code
-    stock: type[PretrainedConfig]  # the config class of transformers that computes the same
-    attention: Pattern  # of the released models, as is the logit shift
+    config_class: type[PretrainedConfig]  # the config class of transformers that computes the same
+    attention: AttentionName  # of the released models, as is the logit shift
     logit_shift: bool
     block_size: int | None = None  # of the attention, if config.json lacks it; None for a family without blocks
     block_field: str = "block_size"  # its name in config.json
     mask_token_id: int  # if config.json lacks it; released code and engines assume it
     frozen_padding: bool = False  # the released model never trains the padding token's embedding (`nn.Embedding(padding_idx=...)`)
-    fields: Mapping[str, str]  # names in config.json, with the names in the stock config
+    fields: Mapping[str, str]  # config.json name: field of the stock config
     defaults: Mapping[str, Any] = field(default_factory=dict)  # values of the stock config's fields that config.json lacks
     sparse_layers: str | None = None  # the name in config.json of the list of layers with experts (1) or without (0); None: there is none
     constants: Mapping[str, Any]  # further fields of config.json; another value is another architecture
     refused: Mapping[str, Any] = field(default_factory=dict)  # values that the stock class computes differently
-    # Names in the files, with the names in the stock model, if they differ; `*` is a layer's number. Several names: one tensor in the file
-    # holds these, one after another.
+    # name in the file: name in the stock model, where they differ; `*` is a layer's number; a tuple: the file holds these weights in one
+    # tensor
     weights: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
     auto_map: Mapping[str, str] = field(default_factory=dict)  # in config.json, to Python code, which runs only with trust_remote_code
     code: Mapping[str, str] = field(default_factory=dict)  # Python files beside config.json
@@ -69,7 +69,7 @@ class Family:
         if not fused:
             yield
             return
-        name = MODEL_FOR_CAUSAL_LM_MAPPING[self.stock].__name__
+        name = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class].__name__
         converters = [
             WeightConverter(f"{_within_layer(published)}.weight", [f"{_within_layer(part)}.weight" for part in stock], [Split(dim=0)])
             for published, stock in fused.items()
@@ -97,7 +97,7 @@ class Family:
         return published | {name: torch.cat([parts[number] for number in sorted(parts)]) for name, parts in fused.items()}
 
     def _published_name(self, stock: str) -> tuple[str, int | None]:
-        """The published name of a weight of the stock model, and the number of its part of that tensor; None: it is all of it."""
+        """The published name of a stock weight, and which part of that tensor it is (None: the whole)."""
         for published, names in self.weights.items():
             for part, name in enumerate([names] if isinstance(names, str) else names):
                 if re.match(_pattern(name), stock):
@@ -128,7 +128,7 @@ class Family:
                 what = f"{self.sparse_layers} is {kinds!r}, and not a number for each of {values['num_hidden_layers']} layers"
                 raise ModelError(what, where=where, remedy=remedy)
             values["mlp_only_layers"] = [layer for layer, sparse in enumerate(kinds) if not sparse]
-        config = self.stock(**values)
+        config = self.config_class(**values)
         settings = {
             "attention": self.attention,
             "block_size": self.block_size and published.get(self.block_field, self.block_size),
@@ -156,27 +156,27 @@ class Family:
 
     def check(self, lm: DiffusionLM) -> None:
         """Raise ModelError unless this format can express the model."""
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.stock]
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[self.config_class]
         if type(lm.model) is not model_class:
-            raise self._refusal(f"a {type(lm.model).__name__}", f"It holds {model_class.__name__} models, with adapters merged in")
+            raise self._refusal(f"a {type(lm.model).__name__}", f"Merge the adapters, and use a {model_class.__name__}")
         if lm.attention != self.attention:
-            raise self._refusal(f"{lm.attention} attention", f"It holds {self.attention} models: convert to that")
+            raise self._refusal(f"{lm.attention} attention", f"Convert it to {self.attention} attention")
         if lm.logit_shift != self.logit_shift:
             word = "with" if self.logit_shift else "without"
-            raise self._refusal(f"logit_shift={lm.logit_shift}", f"It holds models {word} a logit shift: convert to that")
+            raise self._refusal(f"logit_shift={lm.logit_shift}", f"Convert it {word} a logit shift")
         if lm.causal_context:
             raise self._refusal("a causal context", "Convert with causal_context=false")
         before, after = lm.config.to_dict(), self.read_config(self.write_config(lm), self.name).to_dict()
-        lost = [name for name in self.stock().to_dict() if name not in OUTSIDE_LAYOUTS and before.get(name) != after[name]]
+        lost = [name for name in self.config_class().to_dict() if name not in FIELDS_OUTSIDE_FORMATS and before.get(name) != after[name]]
         if lost:
             raise self._refusal(f"{lost[0]}={before.get(lost[0])!r}", "Save it as it is, with lm.save")
         with torch.device("meta"):
-            shapes = {name: weight.shape for name, weight in model_class(self.stock.from_dict(after)).state_dict().items()}
+            shapes = {name: weight.shape for name, weight in model_class(self.config_class.from_dict(after)).state_dict().items()}
         if extra := sorted({name for name, weight in lm.model.state_dict().items() if shapes.get(name) != weight.shape}):
             raise self._refusal(f"the weight {extra[0]}", "Save it as it is, with lm.save")
 
     def _refusal(self, what: str, remedy: str) -> ModelError:
-        return ModelError(f"the {self.name} layout cannot express {what}", where="layout", remedy=remedy)
+        return ModelError(f"the {self.name} format cannot express {what}", where="layout", remedy=remedy)
 
 
 def _pattern(name: str) -> str:

@@ -23,21 +23,27 @@ from transformers import (
 )
 from transformers.integrations import deepspeed as zero
 
+from unmask.config.run import AttentionName
 from unmask.errors import ModelError, first_line
 from unmask.models.alignment import align_weights
-from unmask.models.attention import ATTENTION_NAME, Pattern
+from unmask.models.attention import ATTENTION_NAME
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.ends import resolve_ends
+from unmask.models.end_tokens import resolve_end_tokens
 from unmask.models.families import family_of
 from unmask.models.family import Family
 from unmask.models.hooks.time_embedding import load_time_embedding
 from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 MASK_TOKEN = "<|mask|>"
-STOCK: dict[str, Any] = {
-    **{"attention": "causal", "block_size": None, "logit_shift": None, "causal_context": False, "time_embedding": False},
-    **{"eos_token_ids": None, "padding_idx": None},
+STOCK_SETTINGS: dict[str, Any] = {
+    "attention": "causal",
+    "block_size": None,
+    "logit_shift": None,
+    "causal_context": False,
+    "time_embedding": False,
+    "eos_token_ids": None,
+    "padding_idx": None,
 }
 Quantization = Literal["4bit", "8bit"]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -45,7 +51,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 def load(
     path_or_id: str | pathlib.Path,
-    attention: Pattern | None = None,
+    attention: AttentionName | None = None,
     block_size: int | None = None,
     logit_shift: bool | None = None,
     dtype: str = "float32",
@@ -83,12 +89,12 @@ def load(
         ConfigError: an unknown pattern, or a block size that does not fit it.
     """
     where = str(path_or_id)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config, family = read_config(where, source)
-    tokenizer = read_tokenizer(where, source, config, family)
+    hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config, family = read_config(where, hub_options)
+    tokenizer = read_tokenizer(where, hub_options, config, family)
     device, weight_dtype = resolve_device(device), _dtype(dtype)
     placement = _placement(config, weight_dtype, device, quantization, device_map)
-    model = _load_model(where, config, weight_dtype, source | placement, family)
+    model = _load_model(where, config, weight_dtype, hub_options | placement, family)
     model = model if placement else model.to(device)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -117,16 +123,16 @@ def _placement(
 
 
 def pattern_settings(
-    config: PretrainedConfig, attention: Pattern | None, block_size: int | None, logit_shift: bool | None
+    config: PretrainedConfig, attention: AttentionName | None, block_size: int | None, logit_shift: bool | None
 ) -> dict[str, Any]:
     """The saved settings with this pattern, block size and shift; None: as saved, or causal for a stock model."""
-    saved = STOCK | (getattr(config, SETTINGS_KEY, None) or {})
+    saved = STOCK_SETTINGS | (getattr(config, SETTINGS_KEY, None) or {})
     same_pattern = attention is None or attention == saved["attention"]
     if same_pattern:
         block_size = saved["block_size"] if block_size is None else block_size
         logit_shift = saved["logit_shift"] if logit_shift is None else logit_shift
     chosen = {"attention": attention or saved["attention"], "block_size": block_size, "logit_shift": logit_shift}
-    return {name: saved[name] for name in STOCK} | chosen | {"causal_context": saved["causal_context"] and same_pattern}
+    return {name: saved[name] for name in STOCK_SETTINGS} | chosen | {"causal_context": saved["causal_context"] and same_pattern}
 
 
 def initialise(
@@ -136,15 +142,15 @@ def initialise(
     dtype: str = "float32",
     device: str = "cpu",
     eos_token_ids: Sequence[int] | None = None,
-    **source: Any,
+    **hub_options: Any,
 ) -> DiffusionLM:
     """A causal model with new random weights, and the architecture and tokenizer found at `path`.
 
-    Arguments as in `load`; `source`: `revision` and `trust_remote_code`. generation_config.json is not read. Raises ModelError if there is
-    no config or no tokenizer.
+    Arguments as in `load`; `hub_options`: `revision` and `trust_remote_code`. generation_config.json is not read. Raises ModelError if
+    there is no config or no tokenizer.
     """
-    config, family = read_config(str(path), source)
-    tokenizer = read_tokenizer(str(path), source, config, family)
+    config, family = read_config(str(path), hub_options)
+    tokenizer = read_tokenizer(str(path), hub_options, config, family)
     torch.manual_seed(seed)
     return make_diffusion(random_model(config, _dtype(dtype)).to(resolve_device(device)), tokenizer, eos_token_ids=eos_token_ids)
 
@@ -163,7 +169,7 @@ def make_diffusion(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    attention: Pattern = "causal",
+    attention: AttentionName = "causal",
     block_size: int | None = None,
     logit_shift: bool | None = None,
     eos_token_ids: Sequence[int] | None = None,
@@ -198,7 +204,7 @@ def make_diffusion(
         attention=attention,
         block_size=block_size,
         mask_token_id=tokenizer.mask_token_id,
-        eos_token_ids=resolve_ends(model, tokenizer, eos_token_ids),
+        eos_token_ids=resolve_end_tokens(model, tokenizer, eos_token_ids),
         logit_shift=attention == "causal" if logit_shift is None else logit_shift,
         causal_context=causal_context,
         time_embedding=time_embedding,
@@ -221,7 +227,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, rows: int, where: str) 
     if len(tokenizer) <= rows:
         return
     if without := [token for token, number in tokenizer.get_vocab().items() if number >= rows and number != tokenizer.mask_token_id]:
-        what = f"the tokenizer has {len(tokenizer):,} tokens, but the embeddings {rows:,} rows: none for {without[0]!r}"
+        what = f"the tokenizer has {len(tokenizer):,} tokens, but the embedding table only {rows:,} rows (none for {without[0]!r})"
         raise ModelError(what, where=where, remedy="Use the tokenizer that belongs to the model, or resize its embeddings and train them")
 
 
@@ -243,7 +249,7 @@ def as_diffusion_lm(
 
 def with_pattern(
     lm: DiffusionLM,
-    attention: Pattern,
+    attention: AttentionName,
     block_size: int | None = None,
     logit_shift: bool | None = None,
     *,
@@ -283,33 +289,34 @@ def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
 
 
-def read_config(where: str, source: dict) -> tuple[PretrainedConfig, Family | None]:
-    """The stock config of a folder or hub id, and the family of its published format; `source`: `revision` and `trust_remote_code`."""
+def read_config(where: str, hub_options: dict) -> tuple[PretrainedConfig, Family | None]:
+    """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
     folder = pathlib.Path(where)
     if not folder.exists() and where.startswith(("/", ".", "~")):
         raise ModelError("no such folder", where=where, remedy="Check the path")
     if [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
-        remedy = "Load what save_model wrote, in which adapters are merged, or resume the run that wrote the checkpoint"
+        remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
         raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
     try:
-        published, _ = PretrainedConfig.get_config_dict(where, **source)
+        published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
         if not isinstance(published, dict):
-            raise ValueError("config.json holds no object")
+            raise ValueError("config.json is not a JSON object")
         family = family_of(published)
         if family is None:
-            return AutoConfig.from_pretrained(where, **source), None
+            return AutoConfig.from_pretrained(where, **hub_options), None
     except (OSError, ValueError) as error:
         remedy = "Give a model folder or a hub id"
         raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy=remedy) from error
     return family.read_config(published, where), family
 
 
-def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, source: dict, family: Family | None) -> PreTrainedModel:
-    remedy, names = "Give a causal language model with safetensors weights", family.key_mapping if family else None
+def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, options: dict, family: Family | None) -> PreTrainedModel:
+    remedy = "Give a causal language model with safetensors weights"
+    key_mapping = family.key_mapping if family else None
     try:
         with _loading_unsharded(), family.splitting() if family else contextlib.nullcontext():
             model, info = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, key_mapping=names, **source
+                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, key_mapping=key_mapping, **options
             )
     except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
@@ -335,11 +342,11 @@ def _loading_unsharded() -> Iterator[None]:
         zero._hf_deepspeed_config_weak_ref = reference
 
 
-def read_tokenizer(where: str, source: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. `source` is that of `read_config`; `config` and `family` are what it returned."""
+def read_tokenizer(where: str, hub_options: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it returned."""
     remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, source) if family else source))
+        tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"no usable tokenizer ({first_line(error)})", where=where, remedy=remedy) from error
     if len(tokenizer) <= len(tokenizer.all_special_tokens):

@@ -7,17 +7,17 @@ from collections.abc import Callable, Hashable
 from threading import Lock
 from typing import Generic, TypeVar
 
-Value = TypeVar("Value")
+Mask = TypeVar("Mask")
 
 
-class SizedCache(Generic[Value]):
-    """At most `most` values of at most `most_cells` together, by key: the most recently used. The newest is always kept.
+class MaskCache(Generic[Mask]):
+    """At most `max_masks` masks of at most `max_cells` elements together, by key: the most recently used. The newest is always kept.
 
-    `hits` counts the look-ups of a cached value, `misses` those that had to compute it.
+    `hits` counts the look-ups of a cached mask, `misses` those that had to compute it.
     """
 
-    def __init__(self, most: int, most_cells: int):
-        self.most, self.most_cells = most, most_cells
+    def __init__(self, max_masks: int, max_cells: int):
+        self.max_masks, self.max_cells = max_masks, max_cells
         self._lock = Lock()
         self.clear()
 
@@ -26,25 +26,25 @@ class SizedCache(Generic[Value]):
 
     @property
     def cells(self) -> int:
-        """The total size of the cached values."""
+        """The elements of all cached masks."""
         return sum(cells for _, cells in self._kept.values())
 
-    def get(self, key: Hashable, compute: Callable[[], Value], cells: int) -> Value:
-        """The value of a key, which says everything that it depends on; of size `cells`, and computed if it is not cached."""
+    def get(self, key: Hashable, compute: Callable[[], Mask], cells: int) -> Mask:
+        """The mask of a key, which says everything that it depends on; of `cells` elements, and computed if it is not cached."""
         with self._lock:
             if key in self._kept:
                 self.hits += 1
                 self._kept.move_to_end(key)
                 return self._kept[key][0]
             self.misses += 1
-            while self._kept and (len(self._kept) >= self.most or self.cells + cells > self.most_cells):
+            while self._kept and (len(self._kept) >= self.max_masks or self.cells + cells > self.max_cells):
                 self._kept.popitem(last=False)  # before the new one is computed, so that they are not in memory together
-            value = compute()
-            self._kept[key] = value, cells
-            return value
+            mask = compute()
+            self._kept[key] = mask, cells
+            return mask
 
     def clear(self) -> None:
-        """Clear values and counts."""
+        """Clear masks and counts."""
         with self._lock:
-            self._kept: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()
+            self._kept: OrderedDict[Hashable, tuple[Mask, int]] = OrderedDict()
             self.hits = self.misses = 0

@@ -15,7 +15,7 @@ from huggingface_hub.repocard import metadata_load
 from transformers import PreTrainedTokenizerBase
 
 from unmask.artifacts import write_atomic
-from unmask.models.attention import Pattern
+from unmask.config.run import AttentionName
 
 HISTORY_KEY = "unmask_history"
 MARKER = "<!-- Written by Unmask at every save. Remove this line to keep what you change. -->"
@@ -31,7 +31,7 @@ class DescribedModel(Protocol):
     model: Any
     config: Any
     tokenizer: PreTrainedTokenizerBase
-    attention: Pattern
+    attention: AttentionName
     block_size: int | None
     mask_token_id: int
     eos_token_ids: tuple[int, ...]
@@ -54,36 +54,36 @@ def write_card(lm: DescribedModel, folder: str | pathlib.Path) -> None:
 
 
 def history(lm: DescribedModel) -> list[Entry]:
-    """The training stages of a model, oldest first."""
+    """The training runs of a model, oldest first."""
     return list(getattr(lm.config, HISTORY_KEY, []))
 
 
 def render_card(lm: DescribedModel) -> str:
     """The card's text."""
-    stages = history(lm)
+    runs = history(lm)
     diffusion = "" if lm.autoregressive else "diffusion "
     sections = [
-        f"---\n{_metadata(lm, stages).to_yaml()}\n---",
+        f"---\n{_metadata(lm, runs).to_yaml()}\n---",
         MARKER,
         f"# A {lm.attention.replace('_', '-')} {diffusion}language model",
         _table(("", ""), _facts(lm)),
         "## How to load it",
         _snippet(lm),
     ]
-    if stages:
-        names = _stage_names(stages)
-        losses = [stage["metrics"] for stage in stages]
-        columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in stage for stage in stages)]
-        sections += ["## How it was made", _stage_table(names, columns, stages), "\n".join(map(_settings, names, stages))]
-        sections += ["## Losses", "The last values that each stage logged.", _stage_table(names, dict.fromkeys(chain(*losses)), losses)]
+    if runs:
+        names = _run_names(runs)
+        losses = [run["metrics"] for run in runs]
+        columns = [column for column in ("data", "rows", "steps", "tokens", "seed") if any(column in run for run in runs)]
+        sections += ["## How it was made", _run_table(names, columns, runs), "\n".join(map(_settings, names, runs))]
+        sections += ["## Losses", "The last values that each run logged.", _run_table(names, dict.fromkeys(chain(*losses)), losses)]
     return "\n\n".join(sections) + "\n"
 
 
-def _metadata(lm: DescribedModel, stages: Sequence[Entry]) -> ModelCardData:
+def _metadata(lm: DescribedModel, runs: Sequence[Entry]) -> ModelCardData:
     """Front matter. Licence and languages are those of the model that this one was loaded from."""
     source = str(lm.config._name_or_path)
     known = _source_metadata(source)
-    data_sets = dict.fromkeys(stage["data"] for stage in stages if _on_hub(stage.get("data", "")))
+    data_sets = dict.fromkeys(run["data"] for run in runs if _on_hub(run.get("data", "")))
     return ModelCardData(
         library_name="unmask",
         pipeline_tag="text-generation",
@@ -137,20 +137,20 @@ print(out.texts[0])
 ```"""
 
 
-def _stage_names(stages: Sequence[Entry]) -> list[str]:
+def _run_names(runs: Sequence[Entry]) -> list[str]:
     """Verbs that occur more than once are numbered."""
-    verbs = [stage["verb"] for stage in stages]
+    verbs = [run["verb"] for run in runs]
     return [f"{verb} {verbs[: i + 1].count(verb)}" if verbs.count(verb) > 1 else verb for i, verb in enumerate(verbs)]
 
 
-def _stage_table(names: Sequence[str], columns: Iterable[str], values: Sequence[Mapping[str, Any]]) -> str:
-    head = ("stage", *columns)
+def _run_table(names: Sequence[str], columns: Iterable[str], values: Sequence[Mapping[str, Any]]) -> str:
+    head = ("run", *columns)
     return _table(head, [[name, *(_cell(row.get(column)) for column in head[1:])] for name, row in zip(names, values, strict=True)])
 
 
-def _settings(name: str, stage: Entry) -> str:
-    settings = ", ".join(f"`{key}={value}`" for key, value in stage["settings"].items())
-    versions = ", ".join(f"{package} {version}" for package, version in stage["versions"].items())
+def _settings(name: str, run: Entry) -> str:
+    settings = ", ".join(f"`{key}={value}`" for key, value in run["settings"].items())
+    versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     return f"- {name}: {settings}" + (f" ({versions})" if versions else "")
 
 

@@ -14,12 +14,12 @@ LOCAL_TOKENIZERS = {"DreamTokenizer": "qwen2"}
 """Tokenizer classes of remote code, and the model types whose classes in transformers are equivalent."""
 
 
-def tokenizer_choice(where: str, source: Mapping[str, Any]) -> dict[str, Any]:
+def tokenizer_choice(where: str, hub_options: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `AutoTokenizer.from_pretrained` that load a released tokenizer without remote code."""
-    named = get_tokenizer_config(where, revision=source.get("revision")).get("tokenizer_class")
+    named = get_tokenizer_config(where, revision=hub_options.get("revision")).get("tokenizer_class")
     # Without a config AutoTokenizer would read config.json, and ask about the remote code that it names.
     choice = {"tokenizer_type": LOCAL_TOKENIZERS[named]} if named in LOCAL_TOKENIZERS else {"config": PretrainedConfig()}
-    return {**source, "trust_remote_code": False, **choice}
+    return {**hub_options, "trust_remote_code": False, **choice}
 
 
 def name_mask_token(tokenizer: PreTrainedTokenizerBase, mask_token_id: int, where: str) -> None:

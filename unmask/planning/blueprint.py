@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedToken
 from transformers.integrations.moe import ExpertsInterface
 from transformers.pytorch_utils import Conv1D
 
-from unmask.config.run import ModelConfig
+from unmask.config.run import AttentionName, ModelConfig
 from unmask.errors import ConfigError, ModelError, first_line
-from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, Pattern, attention_modules, make_mask
+from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_modules, make_mask
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings, read_config, read_tokenizer
 from unmask.planning.cost_model import Network, Workload
@@ -99,7 +99,7 @@ class Blueprint:
 
     def workload(
         self,
-        attention: Pattern | None,
+        attention: AttentionName | None,
         sequence_length: int | None,
         copies: int,
         lora_rank: int | None,
@@ -118,10 +118,10 @@ class Blueprint:
         if self.context is not None and sequence_length > self.context:
             what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
             raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {self.context}")
-        chosen: Pattern = attention or ("bidirectional" if self.stock else self.settings["attention"])
+        chosen: AttentionName = attention or ("bidirectional" if self.stock else self.settings["attention"])
         return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
 
-    def pattern(self, attention: Pattern) -> dict[str, Any]:
+    def pattern(self, attention: AttentionName) -> dict[str, Any]:
         """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to `attention`."""
         if attention == self.settings["attention"]:
             return self.settings

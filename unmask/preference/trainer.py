@@ -26,7 +26,7 @@ from unmask.diffusion.likelihood import any_order
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.views import Draw, Views, all_masked_views, elbo_views, exact_count_views, exact_views
 from unmask.errors import ConfigError
-from unmask.models.adapters import changes_nothing
+from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
 from unmask.preference.config import DPOConfig
@@ -148,7 +148,7 @@ class DPOTrainer(DiffusionTrainer):
         group_BT = noise_groups(self.lm, batch["maskable"], batch["documents"])
         if self.exact:
             return exact_views(group_BT, self.lm.block_size or 1)
-        return (elbo_views if self.args.complementary else exact_count_views)(group_BT, draw, views=self.args.samples)
+        return (elbo_views if self.args.complementary else exact_count_views)(group_BT, draw, num_views=self.args.samples)
 
     def draw(self, batch: Batch) -> Draw:
         draw = super().draw(batch)
@@ -309,7 +309,7 @@ class DPOTrainer(DiffusionTrainer):
         args = self.args
         if args.reference == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
             raise ConfigError("the policy has no adapters", where="reference", remedy="Set lora (peft_config), or use stored or frozen")
-        if args.reference == "adapter" and not changes_nothing(self.lm):
+        if args.reference == "adapter" and not starts_at_base(self.lm):
             remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
             raise ConfigError("the adapters already change the policy, so that its base is another model", where="reference", remedy=remedy)
         # `frozen` copies the model even if it has adapters.

@@ -6,12 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from unmask.config.run import RunConfig
+from unmask.config.run import AttentionName, RunConfig
 from unmask.data.rows import Row
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.views import Draw, Views, all_masked_views
 from unmask.errors import ModelError
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.text_config import TextConfig, corpus_rows
 from unmask.training.trainer import Batch, DiffusionTrainer
@@ -25,7 +24,7 @@ class PretrainConfig(TextConfig):
 
     from_scratch = True
 
-    def trained_pattern(self, run: RunConfig) -> Pattern:
+    def trained_pattern(self, run: RunConfig) -> AttentionName:
         return "causal"
 
 

@@ -13,9 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from transformers import TrainingArguments
 
-from unmask.config.run import DataConfig, RunConfig
+from unmask.config.run import AttentionName, DataConfig, RunConfig
 from unmask.errors import ConfigError
-from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
@@ -144,7 +143,7 @@ class TrainingConfig(TrainingArguments):
         """The parts of a run, one after another."""
         return [Part()]
 
-    def patterns(self) -> list[Pattern] | None:
+    def patterns(self) -> list[AttentionName] | None:
         """The attention patterns that the parts train; None: the model's own."""
         return None
 
@@ -168,7 +167,7 @@ class TrainingConfig(TrainingArguments):
         work = blueprint.workload(self.trained_pattern(run), length, self.noised_copies, rank, quantization=run.model.quantization)
         return replace(work, batch=self.per_device_train_batch_size)
 
-    def trained_pattern(self, run: RunConfig) -> Pattern | None:
+    def trained_pattern(self, run: RunConfig) -> AttentionName | None:
         """The attention pattern of the trained model; None: as it was saved."""
         return run.model.attention
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from unmask.diffusion.schedules import Noise, Weighting, get_schedule
 from unmask.diffusion.views import Draw, Views, cart_weights, complementary_pair, exact_count_pair, exact_count_views, random_views
 from unmask.errors import ConfigError
-from unmask.models.attention import Layout, runs
+from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import TrainingConfig
 
@@ -54,9 +54,9 @@ class NoisingConfig(TrainingConfig):
         """`views` random views of each row, or a complementary pair."""
         noise = self.noise
         if self.exact_count:
-            return exact_count_pair(group_BT, draw) if complementary else exact_count_views(group_BT, draw, views=views)
-        plan = complementary_pair(group_BT, draw, noise) if complementary else random_views(group_BT, draw, noise, views=views)
+            return exact_count_pair(group_BT, draw) if complementary else exact_count_views(group_BT, draw, num_views=views)
+        plan = complementary_pair(group_BT, draw, noise) if complementary else random_views(group_BT, draw, noise, num_views=views)
         if self.weighting != "cart":
             return plan
-        run_BT = runs(Layout.of(document_BT), lm.attention, lm.block_size)
-        return cart_weights(plan, run_BT, document_BT, p=self.cart_p)
+        segment_BT = segments(Layout.of(document_BT), lm.attention, lm.block_size)
+        return cart_weights(plan, segment_BT, document_BT, p=self.cart_p)

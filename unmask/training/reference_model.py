@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from unmask.errors import ConfigError
-from unmask.models.adapters import changes_nothing
+from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import load, read_config
 
@@ -39,7 +39,7 @@ class Reference:
 
     def __init__(self, lm: DiffusionLM, *, device: torch.device, copy: bool = False, path: str | None = None):
         self.policy = lm
-        self.is_base = hasattr(lm.model, "disable_adapter") and not copy and path is None and changes_nothing(lm)
+        self.is_base = hasattr(lm.model, "disable_adapter") and not copy and path is None and starts_at_base(lm)
         source = lm if path is None else load_beside(lm, path)
         if any(hasattr(weight, "ds_id") for weight in source.model.parameters()):  # DeepSpeed's mark
             what = "no reference can be made from weights that ZeRO 3 has sharded"

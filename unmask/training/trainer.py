@@ -25,7 +25,7 @@ from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError, first_line
 from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.ends import accept_generation_config
+from unmask.models.end_tokens import accept_generation_config
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done

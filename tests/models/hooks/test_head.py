@@ -38,7 +38,7 @@ def asked(lm, targets=1, seed=1):
     """Noised rows, and target tokens: one or several per row."""
     clean, generator = random_ids(2, 9), torch.Generator().manual_seed(seed)
     hidden = torch.rand(2, 9, generator=generator) < 0.7
-    inputs = lm.single(torch.where(hidden, lm.mask_token_id, clean), None, hidden, hidden)
+    inputs = lm.noised_inputs(torch.where(hidden, lm.mask_token_id, clean), None, hidden, hidden)
     shape = (len(inputs.index_N),) if targets == 1 else (len(inputs.index_N), targets)
     return inputs, torch.randint(VOCABULARY, shape, generator=generator)
 
@@ -149,7 +149,7 @@ def test_what_a_model_does_after_its_head_must_be_known(monkeypatch):
 
     monkeypatch.setattr(lm.model, "forward", scaled)
     for _ in range(2):  # not only the first time
-        with pytest.raises(ModelError, match=r"output head: the model changes the logits.*training\.score_chunk"):
+        with pytest.raises(ModelError, match=r"output head: the model changes the logits.*score_chunk"):
             lm.log_probs(*asked(lm))
     assert nothing_left(lm)
     monkeypatch.setattr(head, "LOGITS_AT_ONCE", 10**9)
@@ -172,7 +172,7 @@ def test_the_mask_token_has_no_probability(name, in_chunks, monkeypatch):
 
 
 def nothing_left(lm: DiffusionLM) -> bool:
-    rows = lm._rows
+    rows = lm._head
     return rows.captured is None and all(
         getattr(rows, name) is None for name in ("index_N", "target_N", "log_prob_N", "hidden_ND", "_first_V")
     )

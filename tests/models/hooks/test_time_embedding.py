@@ -82,7 +82,7 @@ def test_the_share_is_that_of_the_document_or_block_and_of_the_copy(attention, b
     lm.logits(torch.where(hidden[:, 0], lm.mask_token_id, ids), DOCUMENTS, hidden_BT=hidden[:, 0])
     torch.testing.assert_close(shares.pop(), torch.tensor([expected(row, hidden[row, 0]) for row in range(2)]))
     if attention == "block_causal":
-        lm.forward(lm.noised(ids, hidden, DOCUMENTS, hidden))
+        lm.forward(lm.stacked_inputs(ids, hidden, DOCUMENTS, hidden))
         copies = [[share for copy in range(3) for share in expected(row, hidden[row, copy])] + [0.0] * 10 for row in range(2)]
         torch.testing.assert_close(shares.pop(), torch.tensor(copies))
 
@@ -97,7 +97,7 @@ def test_the_noised_layout_is_inference_block_by_block(name):
             ids = torch.cat([clean[:, :start], noisy[:, start : start + 3]], 1)
             seen = torch.cat([torch.zeros_like(hidden[:, :start]), hidden[:, start : start + 3]], 1)
             expected[:, start : start + 3] = lm.logits(ids, hidden_BT=seen)[:, start:]
-        logits = lm.forward(lm.noised(clean, hidden[:, None], None, hidden[:, None]))
+        logits = lm.forward(lm.stacked_inputs(clean, hidden[:, None], None, hidden[:, None]))
         torch.testing.assert_close(logits, expected[hidden], **CLOSE)
 
 
@@ -226,7 +226,7 @@ def test_blocks_of_one_with_a_shift_are_the_causal_model_before_training(name, c
     rows[:, 0] = False
     expected = lm.as_causal().logits(ids)
     assert torch.equal(lm.logits(ids), expected)
-    noised = lm.forward(lm.noised(ids, rows[:, None], None, rows[:, None]))
+    noised = lm.forward(lm.stacked_inputs(ids, rows[:, None], None, rows[:, None]))
     torch.testing.assert_close(noised, expected[rows], **CLOSE)
 
 
@@ -237,9 +237,9 @@ def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, c
     ids, passes = torch.stack([toy.random_row(8, seed) for seed in range(3)]), []
     documents = torch.tensor([[1] * 5 + [2] * 3, [1] * 8, [1] * 6 + [0] * 2])
     maskable = (documents > 0) & (torch.arange(8) > 0)
-    views = exact_count_views(torch.where(maskable, 0, -1), Draw(0, torch.arange(3)), views=2)
+    views = exact_count_views(torch.where(maskable, 0, -1), Draw(0, torch.arange(3)), num_views=2)
     lm.model.register_forward_hook(lambda *_: passes.append(1))
-    scores = view_log_probs(lm, ids, documents, views.beside_causal(maskable, 0.1), chunk=chunk)
+    scores = view_log_probs(lm, ids, documents, views.with_causal(maskable, 0.1), chunk=chunk)
     assert len(passes) == {None: 1, 1: 6, 3: 3}[chunk]
     noised = view_log_probs(lm, ids, documents, views)
     nothing = torch.zeros_like(maskable)[:, None]
@@ -247,6 +247,6 @@ def test_with_a_causal_context_the_causal_view_takes_no_pass_of_its_own(shift, c
     torch.testing.assert_close(scores, torch.cat([noised, causal], 1), rtol=0, atol=1e-12)
     assert (causal[maskable[:, None]] < 0).all()
     other = toy.toy(attention=("block_causal", 3, shift))  # without the context it is the same in two passes
-    two = view_log_probs(other, ids, documents, views.beside_causal(maskable, 0.1))
+    two = view_log_probs(other, ids, documents, views.with_causal(maskable, 0.1))
     torch.testing.assert_close(two[:, 2:], causal, rtol=0, atol=1e-12)
     assert (two[:, :2] - noised).abs().max() > 1e-3

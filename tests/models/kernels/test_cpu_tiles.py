@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tests.helpers import last_tokens
 from tests.models.configurations import LAYERS, random_ids, tiny_lm
 from unmask.models.attention import PATTERNS, Layout, make_mask, unmask_attention
 from unmask.models.kernels import cpu_tiles
@@ -43,7 +44,7 @@ def area(allowed_QK, tile):
 
 def assert_equals_the_whole(mask, heads, scaling, side=None):
     """Check outputs and gradients; the number of computed pairs."""
-    expected = F.scaled_dot_product_attention(*heads, attn_mask=mask.allowed_BQK, enable_gqa=True, scale=scaling).transpose(1, 2)
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=mask.allowed_B1QK, enable_gqa=True, scale=scaling).transpose(1, 2)
     with tiles_of(side) as computed:
         out, _ = unmask_attention(None, *heads, None, unmask_mask=mask, scaling=scaling)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
@@ -79,9 +80,9 @@ def test_attention_by_tiles_is_attention_under_the_whole_mask(
     size, keys = block_size if pattern == "block_causal" else None, layout.copy_BT.shape[1]
     queries = max(1, keys - cached) if copies == 0 else keys
     context = context and pattern == "block_causal"
-    mask = make_mask(pattern, size, layout.last(queries), layout, causal_context=context).within(window)
+    mask = make_mask(pattern, size, last_tokens(layout, queries), layout, causal_context=context).within(window)
     computed = assert_equals_the_whole(mask, random_heads(queries, keys, *widths), scaling, side=4)
-    needed = sum(area(allowed_QK, 4) for allowed_QK in mask.allowed_BQK[:, 0])
+    needed = sum(area(allowed_QK, 4) for allowed_QK in mask.allowed_B1QK[:, 0])
     whole = queries <= 4 or needed > WORTH * rows * queries * keys
     assert computed == (2 * queries * keys if whole else 2 // rows * needed)
 
@@ -94,7 +95,7 @@ def test_the_tiles_in_use(width, packed):
     mask = make_mask("block_causal", 4, layout, layout)
     side = 32 if width == 8 else 64
     computed = assert_equals_the_whole(mask, random_heads(700, 700, width, width), None)
-    assert computed == 2 / len(documents) * sum(area(allowed_QK, side) for allowed_QK in mask.allowed_BQK[:, 0]) < 2 * 700**2
+    assert computed == 2 / len(documents) * sum(area(allowed_QK, side) for allowed_QK in mask.allowed_B1QK[:, 0]) < 2 * 700**2
 
 
 def test_a_mask_first_used_in_inference_mode_serves_training_too():

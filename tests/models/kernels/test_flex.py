@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
+from tests.helpers import last_tokens
 from unmask.models.attention import Layout, make_mask, unmask_attention
 from unmask.models.kernels import flex
 
@@ -34,11 +35,11 @@ def tensors(rows: Layout) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("pattern", "block_size", "window"), PATTERNS)
 def test_the_rule_and_the_tensor_are_one_mask(pattern, block_size, window, rows, noised_copies):
     keys = layout(rows, noised_copies)
-    for queries in (keys, keys.last(7)):
+    for queries in (keys, last_tokens(keys, 7)):
         mask = make_mask(pattern, block_size, queries, keys).within(window)
         batch, count = queries.document_BT.shape
         made = create_mask(mask.block_mask.mask_mod, batch, None, count, keys.document_BT.shape[1], "cpu")
-        assert torch.equal(made, mask.allowed_BQK)
+        assert torch.equal(made, mask.allowed_B1QK)
 
 
 def test_tiles_that_nobody_sees_are_skipped():

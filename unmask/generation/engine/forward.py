@@ -85,7 +85,7 @@ def full_pass(
     width = max(entry.length for entry in entries)
     padded = any(entry.length < width for entry in entries)
     real_BT = (torch.arange(width, device=member_N.device) < length_B[:, None]).long() if padded else None
-    inputs = lm.single(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
+    inputs = lm.noised_inputs(slots.ids_SC[slot_B, :width], real_BT, None, slots.hidden_SC[slot_B, :width])
     index_N = (member_N * width + position_N - int(lm.logit_shift)).clamp_min(0)
     return lm.forward(replace(inputs, index_N=index_N, pruned=True))
 

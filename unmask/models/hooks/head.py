@@ -1,6 +1,6 @@
 """The output head at selected rows: only needed logits are computed, and a loss holds at most a chunk of them.
 
-Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows.
+Shapes: B batch, T tokens, V vocabulary, D hidden width, N selected rows, J targets of a row.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from unmask.errors import ModelError
+from unmask.models.hooks.last_layer import hook_owner
 
 LOGITS_AT_ONCE = 2**24
 """Logits that a loss holds at once. More rows are divided into chunks, whose logits are recomputed for the gradient."""
@@ -27,7 +28,7 @@ class RowSelector:
 
     Attributes:
         index_N: the rows, flat indices into [B * T]; None: all.
-        target_N: targets [N] or [N, K], whose log-probabilities are computed chunk by chunk; the head then returns the first row's logits.
+        target_N: targets [N] or [N, J], whose log-probabilities are computed chunk by chunk; the head then returns the first row's logits.
         log_prob_N: the result, of the shape of the targets.
         hidden_ND: the head's input at the rows.
         captured: a list that collects the hidden states at the rows of every pass; None: not collected.
@@ -53,12 +54,12 @@ class RowSelector:
         self.index_N = self.target_N = self.log_prob_N = self.hidden_ND = self._first_V = None
 
     def check(self, first_V: Tensor) -> None:
-        """Check once that the model's logits of the first row equal those of the chunks. Raises ModelError if they differ."""
+        """Check once, on the first row, that `AfterHead` reproduces what the model does to its head's logits. Raises ModelError if not."""
         if not self._checked and self._first_V is not None:
             expected_V = self._first_V.to(first_V.device)
             if not torch.allclose(expected_V.float(), first_V.float(), atol=1e-3):
                 what = "the model changes the logits of its head in an unknown way"
-                raise ModelError(what, where="output head", remedy="Score fewer rows at once (training.score_chunk)")
+                raise ModelError(what, where="output head", remedy="Use fewer rows per pass (in training: score_chunk)")
         self._checked = True
 
     @classmethod
@@ -67,9 +68,8 @@ class RowSelector:
         head = model.get_output_embeddings()
         if head is None:
             raise ModelError("the model has no output head", where=type(model).__name__, remedy="Load a causal language model")
-        for hook in head._forward_pre_hooks.values():
-            if isinstance(getattr(hook, "__self__", None), cls):
-                return hook.__self__
+        if (existing := hook_owner(head, cls)) is not None:
+            return existing
         selector = cls(model.config)
         head.register_forward_pre_hook(selector.select)
         head.register_forward_hook(selector.compute_log_probs)
@@ -122,25 +122,25 @@ class AfterHead:
 
 
 def token_log_probs(logits_NV: Tensor, target_N: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) at the target ids: [N], or [N, K] at K ids per row."""
+    """log softmax(logits / temperature) at the target ids: [N], or [N, J] at J ids per row."""
     if temperature != 1.0:
         logits_NV = logits_NV / temperature
-    target_NK = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
-    return _LogSoftmaxAt.apply(logits_NV, target_NK).view_as(target_N)
+    target_NJ = target_N.unsqueeze(-1) if target_N.dim() == 1 else target_N
+    return _LogSoftmaxAt.apply(logits_NV, target_NJ).view_as(target_N)
 
 
 class _LogSoftmaxAt(torch.autograd.Function):
     """Cross-entropy whose gradient is computed in place, in one copy of the logits: autograd needs three."""
 
     @staticmethod
-    def forward(ctx: Any, logits_NV: Tensor, target_NK: Tensor) -> Tensor:
+    def forward(ctx: Any, logits_NV: Tensor, target_NJ: Tensor) -> Tensor:
         norm_N1 = logits_NV.logsumexp(1, keepdim=True)
-        ctx.save_for_backward(logits_NV, target_NK, norm_N1)
-        return logits_NV.gather(1, target_NK) - norm_N1
+        ctx.save_for_backward(logits_NV, target_NJ, norm_N1)
+        return logits_NV.gather(1, target_NJ) - norm_N1
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_NK: Tensor) -> tuple[Tensor, None]:
-        logits_NV, target_NK, norm_N1 = ctx.saved_tensors
+    def backward(ctx: Any, grad_NJ: Tensor) -> tuple[Tensor, None]:
+        logits_NV, target_NJ, norm_N1 = ctx.saved_tensors
         probability_NV = (logits_NV - norm_N1).exp_()
-        return probability_NV.mul_(-grad_NK.sum(1, keepdim=True)).scatter_add_(1, target_NK, grad_NK), None
+        return probability_NV.mul_(-grad_NJ.sum(1, keepdim=True)).scatter_add_(1, target_NJ, grad_NJ), None

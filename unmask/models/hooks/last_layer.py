@@ -5,7 +5,7 @@ Shapes: B batch, T tokens, D width of a module's input or output, N selected row
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,14 @@ from unmask.models.attention import attention_modules
 
 QUERIES = ("q_proj",)
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+
+Owner = TypeVar("Owner")
+
+
+def hook_owner(module: nn.Module, kind: type[Owner]) -> Owner | None:
+    """The object of this class whose method is a hook of the module; None: there is none."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, kind)), None)
 
 
 class LastLayer:
@@ -33,20 +41,18 @@ class LastLayer:
     @classmethod
     def of(cls, model: nn.Module) -> LastLayer:
         """The hooks of this model; created on first use."""
-        rows = cls()
+        hooks = cls()
         attention = attention_modules(model)
         if not attention:
-            return rows
+            return hooks
         layer = next(module for module in model.modules() if attention[-1] in module.children())
         parts = [part for name, part in attention[-1].named_children() if name in QUERIES + OUTPUTS]
         for part in parts + [child for child in layer.children() if type(child).__name__.endswith("MLP")]:
-            for hook in part._forward_pre_hooks.values():
-                owner = getattr(hook, "__self__", None)
-                if isinstance(owner, cls):
-                    return owner
-            part.register_forward_pre_hook(rows.select)
-            part.register_forward_hook(rows.restore)
-        return rows
+            if (existing := hook_owner(part, cls)) is not None:
+                return existing
+            part.register_forward_pre_hook(hooks.select)
+            part.register_forward_hook(hooks.restore)
+        return hooks
 
     def select(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Before the module."""

@@ -1,7 +1,7 @@
 """An embedding of the noise level, added to the token embeddings (the time conditioning of DiT, Peebles and Xie 2023).
 
 The noise level is the fraction of hidden tokens in a token's document or attention block: the time t of training, which is known in
-generation too. Nothing is added to groups without hidden tokens, so that the model reads clean text as the causal model does.
+generation too. Nothing is added to segments without hidden tokens, so that the model reads clean text as the causal model does.
 
 Shapes: B batch, T tokens, D hidden width, F frequencies.
 """

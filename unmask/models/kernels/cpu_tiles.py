@@ -38,7 +38,7 @@ class Group:
 
     query_G: Tensor
     key_GN: Tensor
-    allowed_GQK: Tensor
+    allowed_G1QK: Tensor
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,14 @@ class Tiles:
 
 
 @torch.inference_mode(False)  # masks are cached, and a later training step saves these indices for its gradient
-def visible(allowed_RQK: Tensor, grain: Grain) -> Tiles | None:
+def visible(allowed_R1QK: Tensor, grain: Grain) -> Tiles | None:
     """The tiles of a boolean mask [R, 1, Q, K]; None where it is nearly full, short, or on a GPU (which has kernels for sparse masks)."""
-    rows, _, queries, keys = allowed_RQK.shape
-    if allowed_RQK.device.type != "cpu" or type(allowed_RQK) is not Tensor or queries < LEAST_QUERIES:
+    rows, _, queries, keys = allowed_R1QK.shape
+    if allowed_R1QK.device.type != "cpu" or type(allowed_R1QK) is not Tensor or queries < LEAST_QUERIES:
         return None
     size = grain.side
     at_Q = torch.arange(queries + -queries % size).clamp_max(queries - 1)  # padding has the mask of the last query
-    tile_RIJSS = F.pad(allowed_RQK[:, 0, at_Q], (0, -keys % size)).unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
+    tile_RIJSS = F.pad(allowed_R1QK[:, 0, at_Q], (0, -keys % size)).unflatten(2, (-1, size)).unflatten(1, (-1, size)).transpose(2, 3)
     seen_RIJ = tile_RIJSS.any(4).any(3)
     if seen_RIJ.sum() * size**2 > grain.densest * rows * queries * keys:
         return None
@@ -86,8 +86,8 @@ def attend(query_BHQD: Tensor, key_BHKD: Tensor, value_BHKD: Tensor, mask: Tiles
         query_GHSD = query_OISHD.index_select(1, group.query_G).flatten(0, 1).transpose(1, 2)
         seen = (x_OJSHD.index_select(1, group.key_GN.flatten()) for x_OJSHD in (key_OJSHD, value_OJSHD))
         key_GHKD, value_GHKD = (x_OJSHD.reshape(len(query_GHSD), -1, *x_OJSHD.shape[3:]).transpose(1, 2) for x_OJSHD in seen)
-        allowed_GQK = group.allowed_GQK.repeat(outer, 1, 1, 1)
-        out_GHSD = F.scaled_dot_product_attention(query_GHSD, key_GHKD, value_GHKD, attn_mask=allowed_GQK, scale=scale, **options)
+        allowed_G1QK = group.allowed_G1QK.repeat(outer, 1, 1, 1)
+        out_GHSD = F.scaled_dot_product_attention(query_GHSD, key_GHKD, value_GHKD, attn_mask=allowed_G1QK, scale=scale, **options)
         parts.append(out_GHSD.transpose(1, 2).unflatten(0, (outer, -1)))
     out_OISHD = torch.cat(parts, 1).index_select(1, mask.place_I)
     out_BTHD = out_OISHD.reshape(rows, -1, *out_OISHD.shape[3:])

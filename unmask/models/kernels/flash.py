@@ -2,7 +2,7 @@
 
 Padding is removed and documents are concatenated, so that nothing masked is computed.
 
-Shapes: B batch, T tokens, N tokens without padding, S documents, H heads, D head width.
+Shapes: B batch, T tokens, N tokens without padding, S documents, P = S + 1 bounds of documents, H heads, D head width.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Documents(NamedTuple):
     """The positions of a batch's documents."""
 
     index_N: Tensor  # flat indices into [B * T] of the tokens without padding
-    bounds_S1: Tensor  # the start of each document among these, and the end of the last
+    bounds_P: Tensor  # the start of each document among these, and the end of the last
     longest: int  # tokens of the longest document
     causal: bool  # whether tokens attend only to earlier ones
 
@@ -29,8 +29,8 @@ def documents(document_BT: Tensor, *, causal: bool) -> Documents:
     index_N = document_BT.flatten().nonzero().squeeze(1)
     key_2N = torch.stack([row_BT.flatten(), document_BT.flatten()])[:, index_N]
     starts_S = (key_2N[:, 1:] != key_2N[:, :-1]).any(0).nonzero().squeeze(1) + 1
-    bounds_S1 = torch.cat([starts_S.new_zeros(1), starts_S, starts_S.new_full((1,), len(index_N))])
-    return Documents(index_N, bounds_S1.int(), int(bounds_S1.diff().max()), causal)
+    bounds_P = torch.cat([starts_S.new_zeros(1), starts_S, starts_S.new_full((1,), len(index_N))])
+    return Documents(index_N, bounds_P.int(), int(bounds_P.diff().max()), causal)
 
 
 def usable(query_BHTD: Tensor) -> bool:
@@ -45,15 +45,15 @@ def _dtype(query_BHTD: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query_BHTD.dtype
 
 
-def attend(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, where: Documents, *, scaling: float | None) -> Tensor:
+def attend(query_BHTD: Tensor, key_BHTD: Tensor, value_BHTD: Tensor, documents: Documents, *, scaling: float | None) -> Tensor:
     """Scaled dot-product attention within the documents, [B, T, H, D], 0 at padding; fewer key heads serve groups of query heads."""
     batch, heads, length, width = query_BHTD.shape
     dtype, parts = _dtype(query_BHTD), (query_BHTD, key_BHTD, value_BHTD)
-    query_NHD, key_NHD, value_NHD = (part.to(dtype).transpose(1, 2).flatten(0, 1)[where.index_N] for part in parts)
+    query_NHD, key_NHD, value_NHD = (part.to(dtype).transpose(1, 2).flatten(0, 1)[documents.index_N] for part in parts)
     out_NHD: Any = varlen_attn(
-        *(query_NHD, key_NHD, value_NHD, where.bounds_S1, where.bounds_S1, where.longest, where.longest),
+        *(query_NHD, key_NHD, value_NHD, documents.bounds_P, documents.bounds_P, documents.longest, documents.longest),
         scale=scaling,
-        window_size=(-1, 0 if where.causal else -1),
+        window_size=(-1, 0 if documents.causal else -1),
         enable_gqa=heads != key_BHTD.shape[1],
     )
-    return out_NHD.new_zeros(batch * length, heads, width).index_copy(0, where.index_N, out_NHD).unflatten(0, (batch, length))
+    return out_NHD.new_zeros(batch * length, heads, width).index_copy(0, documents.index_N, out_NHD).unflatten(0, (batch, length))

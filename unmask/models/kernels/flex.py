@@ -22,14 +22,14 @@ def usable(query_BHQD: Tensor) -> bool:
     return query_BHQD.is_cuda and queries >= LEAST_QUERIES and width >= 16 and width & (width - 1) == 0
 
 
-def block_mask(allowed_BQK: Tensor) -> BlockMask:
+def block_mask(allowed_B1QK: Tensor) -> BlockMask:
     """A boolean mask [B or 1, 1, Q, K], and its non-empty tiles of 128 x 128."""
-    rows, _, queries, keys = allowed_BQK.shape
+    rows, _, queries, keys = allowed_B1QK.shape
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return allowed_BQK[batch if rows > 1 else 0, 0, query, key]
+        return allowed_B1QK[batch if rows > 1 else 0, 0, query, key]
 
-    return create_block_mask(visible, rows if rows > 1 else None, None, queries, keys, device=str(allowed_BQK.device))
+    return create_block_mask(visible, rows if rows > 1 else None, None, queries, keys, device=str(allowed_B1QK.device))
 
 
 def attend(

@@ -94,7 +94,7 @@ class Diffusion(MaskingStrategy):
     """
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=config.samples)
+        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=config.samples)
         return weighed(rollout, views.target_BMT, config)
 
 

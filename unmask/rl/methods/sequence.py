@@ -126,7 +126,7 @@ class BGPO(Method):
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
         """Views of k ~ U{1..L} hidden tokens, stratified, with weight L/k over their number."""
-        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, views=self.samples)
+        views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
     def loss(self, inputs: LossInputs) -> Loss:

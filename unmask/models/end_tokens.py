@@ -11,7 +11,9 @@ from unmask.errors import ModelError
 from unmask.models.chat_template import turn_end
 
 
-def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] | None) -> tuple[int, ...]:
+def resolve_end_tokens(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int] | None
+) -> tuple[int, ...]:
     """The end tokens of a model: the tokenizer's EOS first, the others in order. Also sets them in its generation config.
 
     `eos_token_ids` are those besides the tokenizer's EOS; None: those of generation config, config and chat template. Raises ModelError if
@@ -24,12 +26,12 @@ def resolve_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, eos
         if token == tokenizer.mask_token_id or not 0 <= token < rows:
             what = f"{token} is {'the mask token' if token == tokenizer.mask_token_id else f'outside the vocabulary of {rows}'}"
             raise ModelError(what, where="eos_token_ids", remedy="Give ids of tokens that end a text, or leave it out")
-    ends = eos_first(tokenizer, _declared_ends(model, tokenizer) if eos_token_ids is None else as_ids(eos_token_ids))
+    ends = eos_first(tokenizer, _declared_end_tokens(model, tokenizer) if eos_token_ids is None else as_ids(eos_token_ids))
     set_end_tokens(model, ends)
     return ends
 
 
-def _declared_ends(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _declared_end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
     """The end tokens that the chat template and the configs name. Those of configs count only among the tokens added to the vocabulary:
     the default of a config class (2 in Llama's) is a word in many vocabularies."""
     configs = [model.config, model.config.get_text_config(), getattr(model, "generation_config", None)]
@@ -43,7 +45,7 @@ def eos_first(tokenizer: PreTrainedTokenizerBase, eos_token_ids: Collection[int]
 
 
 def as_ids(value: int | Collection[int] | None) -> Collection[int]:
-    """An `eos_token_id` may be one, several or none."""
+    """The ids of an `eos_token_id`, which may be one, several or None."""
     return [] if value is None else value if isinstance(value, Collection) else [value]
 
 
