@@ -43,7 +43,7 @@ def train(lm: DiffusionLM) -> None:
 def test_a_frozen_copy_is_the_model_as_it_was(moves):
     lm = tiny()
     before = scores(lm)
-    reference = Reference(lm, device=CPU, moves=moves)
+    reference = Reference(lm, device=CPU, copy=moves)
     train(lm)
     with reference.model_in_use() as scored:
         assert torch.equal(scores(scored), before) and not torch.equal(scores(lm), before)
@@ -75,7 +75,7 @@ def test_adapters_that_change_the_base_at_once_or_train_it_have_a_copy(more, tmp
 
 def test_a_moving_reference_goes_a_share_of_the_way():
     for lm in (tiny(), adapted()):
-        reference = Reference(lm, device=CPU, moves=True)
+        reference = Reference(lm, device=CPU, copy=True)
         start = weights(reference.lm)
         train(lm)
         reference.move(0.25)
@@ -90,11 +90,11 @@ def test_a_moving_reference_goes_a_share_of_the_way():
 
 def test_a_moved_reference_is_read_back(tmp_path):
     lm = adapted()
-    reference = Reference(lm, device=CPU, moves=True)
+    reference = Reference(lm, device=CPU, copy=True)
     train(lm)
     reference.move(0.5)
     reference.save(tmp_path)
-    again = Reference(adapted(), device=CPU, moves=True)
+    again = Reference(adapted(), device=CPU, copy=True)
     assert not torch.equal(scores(again.lm), scores(reference.lm))
     again.load(tmp_path)
     assert torch.equal(scores(again.lm), scores(reference.lm))
