@@ -28,7 +28,7 @@ from unmask.data.characters import character_tokenizer
 from unmask.models.attention import Pattern
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.planning.hardware import Preset
+from unmask.planning.hardware import HardwareRecipe
 
 
 def random_model(options: argparse.Namespace, device: str, attention: Pattern, block_size: int | None = None) -> DiffusionLM:
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--compile", help="a mode of torch.compile, such as reduce-overhead (CUDA graphs)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3])
     options = parser.parse_args()
-    preset = Preset.read(options.hardware)
+    preset = HardwareRecipe.read(options.hardware)
     if preset.device is None:
         parser.error(f"this machine has no {preset.name}")
     machine = preset.hardware.devices[0]

@@ -31,11 +31,11 @@ class TextConfig(TrainingConfig):
 
 
 def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """The token rows of a text data set: from the token cache if it is set, else in memory, or for a stream made during training.
+    """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream made during training.
 
     Args:
         dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a `datasets.IterableDataset`.
-        where: the name of the data set in errors.
+        where: the name of the dataset in errors.
 
     Raises:
         DataError: no text, a row without it, a corrupted cache, or held-out rows that are a stream.
