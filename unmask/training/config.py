@@ -73,8 +73,7 @@ class TrainingConfig(TrainingArguments):
     score_chunk: int | None = field(
         default=None,
         metadata={
-            "help": "Noised rows per forward pass. Unset: all views of a micro-batch at once (dpo, grpo: as many as the micro-batch has "
-            "rows)."
+            "help": "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows)."
         },
     )
     data_source: str | None = field(default=None, metadata={"help": "The name of the training data in the model card."})

@@ -163,12 +163,11 @@ class DiffusionTrainer(Trainer):
         """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none. A
         path may also be a run's folder. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced."""
         self._throughput = Throughput()
-        folder = self.args.output_folder
         if not resume_from_checkpoint:
-            refuse_earlier(folder, started=self.state.global_step > 0)
+            refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
             return super().train(None, **rest)
         in_shards, adapters = self.uses_fsdp_or_deepspeed, has_adapters(self.lm)
-        checkpoint = checked_checkpoint(folder, resume_from_checkpoint, in_shards=in_shards, adapters=adapters)
+        checkpoint = checked_checkpoint(self.args.output_folder, resume_from_checkpoint, in_shards=in_shards, adapters=adapters)
         if self.is_world_process_zero():
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
@@ -330,9 +329,7 @@ class DiffusionTrainer(Trainer):
     def measuring(self, prefix: str) -> Iterator[None]:
         """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
         if prefix == "train":
-            raise ConfigError(
-                "train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, such as train_rows"
-            )
+            raise ConfigError("train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, as train_rows")
         outside = self.means, self.evaluating
         self.means, self.evaluating = Means(f"{prefix}_"), True
         try:
@@ -374,8 +371,7 @@ class DiffusionTrainer(Trainer):
             logs |= self._throughput.take(self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen)
         memory = memory_metrics(self.args.device)
         self._run_callback.memory_gb = memory["memory_gb"]
-        if self.args.log_memory_usage:
-            logs |= memory
+        logs |= memory if self.args.log_memory_usage else {}
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
