@@ -39,20 +39,20 @@ def test_wilson_refuses_impossible_counts(successes, total):
         wilson_interval(successes, total)
 
 
-def clustered_rows(rng: np.random.Generator, clusters: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows with mean 0 in clusters of different sizes; the effect common to a cluster is as large as the noise."""
-    sizes = rng.integers(1, 8, clusters)
-    groups = np.repeat(np.arange(clusters), sizes)
-    return rng.normal(size=clusters)[groups] + rng.normal(size=len(groups)), groups
+def grouped_rows(rng: np.random.Generator, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows with mean 0 in groups of different sizes; the effect common to a group is as large as the noise."""
+    sizes = rng.integers(1, 8, num_groups)
+    groups = np.repeat(np.arange(num_groups), sizes)
+    return rng.normal(size=num_groups)[groups] + rng.normal(size=len(groups)), groups
 
 
 def test_coverage_is_near_nominal_and_rows_alone_would_cover_too_little():
-    rng, trials, by_cluster, by_row = np.random.default_rng(1), 300, 0, 0
+    rng, trials, by_group, by_row = np.random.default_rng(1), 300, 0, 0
     for _ in range(trials):
-        values, groups = clustered_rows(rng, clusters=60)
-        by_cluster += not group_bootstrap_mean(values, groups, samples=400).excludes(0.0)
+        values, groups = grouped_rows(rng, num_groups=60)
+        by_group += not group_bootstrap_mean(values, groups, samples=400).excludes(0.0)
         by_row += not group_bootstrap_mean(values, np.arange(len(values)), samples=400).excludes(0.0)
-    assert 0.90 <= by_cluster / trials <= 0.98
+    assert 0.90 <= by_group / trials <= 0.98
     assert by_row / trials < 0.85
 
 
@@ -64,7 +64,7 @@ def test_order_of_rows_does_not_matter(seed):
     assert group_bootstrap_mean(solved, groups, samples=50) == group_bootstrap_mean(solved[order], groups[order], samples=50)
 
 
-def test_clusters_of_one_row_are_the_ordinary_bootstrap():
+def test_groups_of_one_row_are_the_ordinary_bootstrap():
     values = np.random.default_rng(2).normal(size=200)
     interval = group_bootstrap_mean(values, [f"row {i}" for i in range(200)], samples=20_000)
     ordinary = np.random.default_rng(3).choice(values, size=(20_000, 200)).mean(axis=1)
@@ -72,7 +72,7 @@ def test_clusters_of_one_row_are_the_ordinary_bootstrap():
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * values.std() / math.sqrt(200), rel=0.05)
 
 
-def test_copies_of_a_row_within_its_cluster_add_no_certainty():
+def test_copies_of_a_row_within_its_group_add_no_certainty():
     values = np.random.default_rng(4).normal(size=50)
     once = group_bootstrap_mean(values, np.arange(50))
     copied = group_bootstrap_mean(np.repeat(values, 5), np.repeat(np.arange(50), 5))
@@ -80,14 +80,14 @@ def test_copies_of_a_row_within_its_cluster_add_no_certainty():
 
 
 def test_memory_bound_does_not_change_the_result(monkeypatch):
-    values, groups = clustered_rows(np.random.default_rng(5), clusters=20)
+    values, groups = grouped_rows(np.random.default_rng(5), num_groups=20)
     whole = group_bootstrap_mean(values, groups, samples=100)
     monkeypatch.setattr(statistics, "RESAMPLED_AT_ONCE", 60)
     assert group_bootstrap_mean(values, groups, samples=100) == whole
 
 
 def test_a_higher_confidence_is_wider_and_a_seed_repeats():
-    values, groups = clustered_rows(np.random.default_rng(6), clusters=30)
+    values, groups = grouped_rows(np.random.default_rng(6), num_groups=30)
     at = {c: group_bootstrap_mean(values, groups, confidence=c, seed=7) for c in (0.8, 0.95, 0.99)}
     assert at[0.99].low < at[0.95].low < at[0.8].low < at[0.8].high < at[0.95].high < at[0.99].high
     assert at[0.95] == group_bootstrap_mean(values, groups, seed=7) != group_bootstrap_mean(values, groups, seed=8)
@@ -105,7 +105,7 @@ def test_pairing_finds_a_gain_that_two_intervals_would_miss():
     assert group_bootstrap_mean(before, np.arange(200)).high > group_bootstrap_mean(after, np.arange(200)).low
 
 
-def test_a_single_cluster_excludes_nothing():
+def test_a_single_group_excludes_nothing():
     interval = group_bootstrap_mean([1.0, 1.0, 0.0], ["a", "a", "a"])
     assert interval.mean == pytest.approx(2 / 3) and not interval.excludes(0.0) and not interval.excludes(1e9)
 

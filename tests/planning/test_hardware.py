@@ -82,16 +82,16 @@ CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb"
 
 def cell(estimator: StepEstimator, card: str) -> str:
     """The smallest change with which a model of this size trains on a card, and the rows that then fit."""
-    preset = HardwareRecipe.read(CARDS[card])
-    limit = device_limit(preset.hardware.devices[0], preset.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
-    work = replace(preset.workload(estimator.work), checkpointing=True, optimizer="adamw_8bit")
+    recipe = HardwareRecipe.read(CARDS[card])
+    limit = device_limit(recipe.hardware.devices[0], recipe.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
+    work = replace(recipe.workload(estimator.work), checkpointing=True, optimizer="adamw_8bit")
     found: tuple[str, Workload] | None = ("8-bit AdamW", work)
     if card.startswith("2 x"):  # two cards give no more rows, and bitsandbytes does not support shards
         work = replace(work, optimizer="adamw", shards=2)
         fits = largest_batch(estimator.network("mixed"), work, limit)
         found = ("FSDP", work) if fits else ("FSDP, cpu_offload", replace(work, offload=True))
     elif not largest_batch(estimator.network("mixed"), work, limit):
-        found = first_change_that_fits(estimator.network, work, preset.hardware, limit)
+        found = first_change_that_fits(estimator.network, work, recipe.hardware, limit)
     assert found is not None
     name, fitting = found
     rows = largest_batch(estimator.network(fitting.precision), fitting, limit)
@@ -155,10 +155,10 @@ def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
     ],
 )
 def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict) -> None:
-    preset = HardwareRecipe.read("a40-48gb-x3")
-    base = {name: value for name, value in preset.training.items() if not name.startswith("fsdp")} | {"gradient_accumulation_steps": 1}
-    plain = dataclasses.replace(preset, training=base).workload(Workload(sequence_length=8))
-    changed = dataclasses.replace(preset, training=base | training).workload(Workload(sequence_length=8))
+    recipe = HardwareRecipe.read("a40-48gb-x3")
+    base = {name: value for name, value in recipe.training.items() if not name.startswith("fsdp")} | {"gradient_accumulation_steps": 1}
+    plain = dataclasses.replace(recipe, training=base).workload(Workload(sequence_length=8))
+    changed = dataclasses.replace(recipe, training=base | training).workload(Workload(sequence_length=8))
     assert changed == dataclasses.replace(plain, **expected)
 
 

@@ -1,4 +1,4 @@
-"""Statistics of the rows of a dataset: numbers, lengths, and which were skipped or truncated and why."""
+"""Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or truncated and why."""
 
 from __future__ import annotations
 

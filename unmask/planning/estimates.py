@@ -23,7 +23,7 @@ class StepEstimate:
     limit: float  # bytes that may be used on each device
     seconds: float | None  # of a step for the batches of all devices; None if the throughput of a device is unknown
     devices: int  # data-parallel ones; 1 for a split model
-    host: float = 0.0  # bytes of the optimizer in host memory
+    host: float = 0.0  # bytes in host memory, with `Workload.host_optimizer`
     advice: str = ""  # the change that would make it fit; empty if it fits
 
     @property

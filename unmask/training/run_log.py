@@ -108,7 +108,7 @@ class Throughput:
         self._since = time.perf_counter()
 
     def take(self, tokens: int, before: int) -> dict[str, float]:
-        """The rates over all processes, from their training tokens so far and those of them `before` a resume. A collective."""
+        """The rates over all processes. `tokens`: of all training so far; `before`: those of them before a resume. A collective."""
         now, new = time.perf_counter(), tokens - (before if self._tokens is None else self._tokens)
         seconds, samples = now - self._since, sum(gather_object([self.samples]))
         self._since, self._tokens, self.samples = now, tokens, 0

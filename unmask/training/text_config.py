@@ -60,5 +60,5 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
 
 
 def rows_from_step(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:
-    """The rows of a stage that begins at this optimizer step of a run: a stream continues at its position."""
+    """The rows of a conversion stage that begins at this optimizer step of the run. A stream continues where the stage before ended."""
     return rows.skip(step * rows_per_step(args)) if isinstance(rows, StreamedRows) else rows

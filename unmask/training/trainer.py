@@ -200,7 +200,7 @@ class DiffusionTrainer(Trainer):
 
     @property
     def uses_fsdp_or_deepspeed(self) -> bool:
-        """Whether FSDP or DeepSpeed writes the checkpoints, in files of its own format."""
+        """Whether FSDP or DeepSpeed writes the checkpoints, in files of their own formats."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     @property
