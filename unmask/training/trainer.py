@@ -244,7 +244,7 @@ class DiffusionTrainer(Trainer):
             what, remedy = f"an evaluation has no {self.args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
             raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
 
-    def prediction_step(self, model: nn.Module, inputs: Batch, *_: Any, **__: Any) -> tuple[Tensor, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: Batch, *rest: Any, **named: Any) -> tuple[Tensor, None, None]:
         rows, loss = without_repeats(inputs, self.accelerator), torch.zeros((), dtype=self.lm.log_prob_dtype, device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             if len(rows["sample_id"]) > 0:
