@@ -44,15 +44,15 @@ class Causal:
 
     def __init__(self, ids_BT: Tensor):
         self.model, self.ids_BT = llama(), ids_BT
-        self.optimiser = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
 
     def loss(self) -> Tensor:
         return self.model(input_ids=self.ids_BT, labels=self.ids_BT).loss
 
     def __call__(self) -> None:
         self.loss().backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class Diffusion:
@@ -60,7 +60,7 @@ class Diffusion:
 
     def __init__(self, lm: DiffusionLM, batch: dict[str, Tensor], *, pair: bool = False, lm_loss: float = 0.0):
         self.lm, self.batch, self.pair, self.lm_loss = lm, batch, pair, lm_loss
-        self.optimiser = torch.optim.AdamW(lm.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(lm.model.parameters(), lr=1e-4, fused=True)
         self.steps = 0
 
     def views(self) -> Views:
@@ -78,8 +78,8 @@ class Diffusion:
 
     def __call__(self) -> None:
         self.loss().backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.steps += 1
 
 

@@ -189,7 +189,7 @@ def compare_memory() -> None:
 
 def most_scored(trainer: GRPOTrainer, update: Update) -> int:
     """The number of tokens scored in the largest pass of an update."""
-    return max(int(update.views.target_BMT[piece].sum()) for piece in trainer.per_view.passes_of(update))
+    return max(int(update.views.target_BMT[piece].sum()) for piece in trainer.per_view.chunks_with_targets(update))
 
 
 def compare_views() -> None:

@@ -27,7 +27,7 @@ from unmask.config.run import AttentionName, DeviceConfig
 from unmask.data.characters import character_tokenizer
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import make_diffusion
-from unmask.planning.hardware import Preset
+from unmask.planning.hardware import HardwareRecipe
 
 
 def random_model(options: argparse.Namespace, device: str, attention: AttentionName, block_size: int | None = None) -> DiffusionLM:
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--compile", help="a mode of torch.compile, such as reduce-overhead (CUDA graphs)")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 1, 2, 3])
     options = parser.parse_args()
-    preset = Preset.read(options.hardware)
+    preset = HardwareRecipe.read(options.hardware)
     if preset.device is None:
         parser.error(f"this machine has no {preset.name}")
     machine = preset.hardware.devices[0]

@@ -70,7 +70,7 @@ class Step:
         with torch.device(options.device):
             model = LlamaForCausalLM(config).train()
         self.lm: DiffusionLM = with_pattern(make_diffusion(model, character_tokenizer("ab")), **PATTERNS[pattern])
-        self.optimiser = torch.optim.AdamW(self.lm.model.parameters(), lr=1e-4, fused=True)
+        self.optimizer = torch.optim.AdamW(self.lm.model.parameters(), lr=1e-4, fused=True)
         self.device, self.batches, self.kept, self.bf16, self.steps = options.device, batches, kept, bf16, 0
 
     def views(self, batch: dict[str, Any]) -> Views:
@@ -93,8 +93,8 @@ class Step:
 
     def __call__(self) -> None:
         self.loss().backward()
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         self.steps += 1
         if self.device == "cuda":
             torch.cuda.synchronize()

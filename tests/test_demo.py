@@ -20,10 +20,10 @@ def test_all_stages_run_and_leave_what_they_made(task, tmp_path):
     output = tmp_path / "demo"
     report = run_demo(task=task, output=output, seed=3, settings=TINY)
     names = list(DESCRIPTIONS)
-    assert [stage.name for stage in report.stages] == names
-    assert all(stage.curves and stage.seconds > 0 for stage in report.stages)
-    assert all(stage.curves["loss"] for stage in report.stages[:4])
-    assert "reward" in report.stages[-1].curves and len(report.comparisons) == 4
+    assert [verb.name for verb in report.verbs] == names
+    assert all(verb.curves and verb.seconds > 0 for verb in report.verbs)
+    assert all(verb.curves["loss"] for verb in report.verbs[:4])
+    assert "reward" in report.verbs[-1].curves and len(report.comparisons) == 4
 
     page = (output / "report.html").read_text()
     assert all(f">{name}<" in page for name in names) and "<svg" in page

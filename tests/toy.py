@@ -127,7 +127,7 @@ class Listed:
     """A Draw whose numbers are given: one time for all groups and views, and one row of noise."""
 
     def __init__(self, time_N: Tensor, noise_NT: Tensor):
-        self.time_N, self.noise_NT, self.order_B = time_N, noise_NT, None
+        self.time_N, self.noise_NT, self.rows_before_B = time_N, noise_NT, None
 
     def per_sequence(self, views: int, stream: Stream) -> Tensor:
         return self.time_N[:, None].expand(-1, views)

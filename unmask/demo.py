@@ -23,7 +23,7 @@ from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
 from unmask.data.characters import character_tokenizer
-from unmask.evaluation.report import Denoising, Report, StageResult, write_report
+from unmask.evaluation.report import Denoising, Report, VerbResult, write_report
 from unmask.evaluation.tasks import TaskResult, evaluate_task
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
@@ -78,7 +78,7 @@ class Demo:
         self.text = answered(task, self.train, settings.text_mistakes, seed)
         self.demonstrations = answered(task, self.train, settings.mistakes, seed + 2)
         self.lm = small_model(task, settings, seed)
-        self.stages: list[StageResult] = []
+        self.verbs: list[VerbResult] = []
         self.results: dict[str, TaskResult] = {}
 
     def arguments(self, name: str, steps: int, **more: Any) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class Demo:
         write_atomic(self.output / name / "evaluation.json", result.to_json())
         self.results[name] = result
         seconds = time.monotonic() - started
-        self.stages.append(StageResult(name=name, description=description, metrics=result.metrics, seconds=seconds, curves=curves(history)))
+        self.verbs.append(VerbResult(name=name, description=description, metrics=result.metrics, seconds=seconds, curves=curves(history)))
 
     def pretrain(self, phase: Phase) -> Any:
         rows = [{"text": row["prompt"] + row["completion"]} for row in self.text]
@@ -201,7 +201,7 @@ def make_report(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     return Report(
         title=f"Unmask: the whole way on {demo.task.name}",
         subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
-        stages=demo.stages,
+        verbs=demo.verbs,
         comparisons=comparisons,
         denoising=demo.denoising(),
         notes=[

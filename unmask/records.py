@@ -167,5 +167,5 @@ def _decode(text: str, path: str, first_line: int) -> Any:
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         what = f"a row is an object of named columns, not {type(value).__name__}"
-        raise DataError(what, where=where, remedy='Write {"column": value}.', reason="of another type")
+        raise DataError(what, where=where, remedy='Write {"column": value}.', reason="wrong type")
     return value

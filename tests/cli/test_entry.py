@@ -405,7 +405,7 @@ def test_inspect_plans_quantised_weights_under_adapters(folder: str) -> None:
             ],
             "--device-map and --quantization: quantised weights are not spread over devices. Leave one of the two out",
         ),
-        (["--quantization", "4bit"], "--quantization: quantised weights take no gradients. Set --lora-rank to train adapters"),
+        (["--quantization", "4bit"], "quantization: quantised weights take no gradients. Train adapters (LoRA), or leave it out"),
         (
             ["--hardware", "cpu", "--sequence-length", "8", "--lora-rank", "4", "--quantization", "8bit", "--measure"],
             "steps on quantised weights are not measured. Leave one of the two out",

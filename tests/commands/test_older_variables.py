@@ -121,4 +121,6 @@ def test_the_command_line_reads_them_above_files_and_names_them_in_errors(tmp_pa
     monkeypatch.setenv("GRPO_NUM_GENERATIONS", "1")
     refused = unmask(*run)
     assert refused.exit_code == 2
-    assert "error: training.num_generations (environment variable GRPO_NUM_GENERATIONS): 1 is refused. Use at least 2" in refused.stderr
+    assert (
+        "error: training.num_generations (environment variable GRPO_NUM_GENERATIONS): 1 is out of range. Use at least 2" in refused.stderr
+    )

@@ -199,7 +199,7 @@ def test_lines_that_are_no_json_are_counted_where_they_may_be_left_out(model, tm
     assert report["train"] == report["eval"]
     assert report["train"]["dropped"] == {
         "malformed JSON": {"count": 2, "rows": [1, 6]},
-        "of another type": {"count": 1, "rows": [3]},
+        "wrong type": {"count": 1, "rows": [3]},
         "a column is missing": {"count": 1, "rows": [4]},
     }
     assert parse_yaml((tmp_path / "out" / "config.yaml").read_text(), "config.yaml")["training"]["bad_rows"] == "skip"

@@ -276,7 +276,7 @@ def test_an_answer_with_any_end_token_inside_is_refused(answer):
     ):
         with pytest.raises(DataError, match="has the end token") as caught:
             render_it()
-        assert caught.value.reason == "with an end of sequence in it"
+        assert caught.value.reason == "end token inside the text"
     with pytest.raises(DataError, match="only an end token"):
         encode_pair(tokenizer, "a", "<|im_end|>", ends)
 
@@ -285,13 +285,13 @@ def test_an_answer_with_any_end_token_inside_is_refused(answer):
     ("turns", "message", "reason"),
     [
         ([_turn("user", "a")], "there is no turn of the assistant", "without an answer"),
-        ([_turn("assistant", "a")], "message 0 is the assistant's, but follows no message to answer", "answers that follow nothing"),
+        ([_turn("assistant", "a")], "message 0 is the assistant's, but follows no message to answer", "answer without a question"),
         (
             [_turn("user", "a"), _turn("assistant", "b"), _turn("assistant", "c")],
             "message 2 .* follows no message",
-            "answers that follow nothing",
+            "answer without a question",
         ),
-        ("abc", "not a list of messages", "of another type"),
+        ("abc", "not a list of messages", "wrong type"),
     ],
 )
 @pytest.mark.parametrize("learn", ["all", "last"])
@@ -414,7 +414,7 @@ def test_an_answer_with_an_end_token_inside_is_refused(answer):
     ):
         with pytest.raises(DataError, match="has the end token") as caught:
             render_it()
-        assert caught.value.reason == "with an end of sequence in it"
+        assert caught.value.reason == "end token inside the text"
     with pytest.raises(DataError, match="only an end token") as caught:
         encode_pair(CHAT, "a", CHAT.eos_token)
     assert caught.value.reason == "empty"
@@ -474,11 +474,11 @@ def test_an_implicit_prompt_of_messages(prompt, a, b):
 @pytest.mark.parametrize(
     ("prompt", "completion", "reason"),
     [
-        (ASKED + OTHER, ANSWER, "answers that follow nothing"),
-        (ASKED, OTHER + ANSWER, "answers that follow nothing"),
-        (ASKED, OTHER + ASKED + ANSWER, "with others' turns in the answer"),
-        (ASKED, ANSWER + ASKED, "with others' turns in the answer"),
-        (ASKED, ASKED, "with others' turns in the answer"),
+        (ASKED + OTHER, ANSWER, "answer without a question"),
+        (ASKED, OTHER + ANSWER, "answer without a question"),
+        (ASKED, OTHER + ASKED + ANSWER, "other roles in the answer"),
+        (ASKED, ANSWER + ASKED, "other roles in the answer"),
+        (ASKED, ASKED, "other roles in the answer"),
     ],
 )
 @pytest.mark.parametrize("tokenizer", [CHAT, PLAIN_CHAT, SIMPLE], ids=["chatml", "plain", "simple"])
@@ -494,7 +494,7 @@ def test_a_completion_is_a_single_answer(tokenizer, prompt, completion, reason):
 def test_preferences_that_differ_before_the_last_answer_are_refused():
     with pytest.raises(DataError, match="a turn of the user") as caught:
         encode_preference(CHAT, {"chosen": ASKED + ANSWER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + ANSWER})
-    assert caught.value.reason == "with others' turns in the answer"
+    assert caught.value.reason == "other roles in the answer"
     alike = {"chosen": ASKED + OTHER + ASKED + ANSWER, "rejected": ASKED + OTHER + ASKED + OTHER}
     assert encode_preference(CHAT, alike)[0] == encode_prompt(CHAT, ASKED + OTHER + ASKED)
 

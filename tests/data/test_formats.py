@@ -83,8 +83,8 @@ def test_a_trace_is_a_question_with_instructions_and_an_answer_behind_the_though
     prompt = [{"role": "user", "content": f"{TRACE_INSTRUCTIONS}\n\n1+1?"}]
     assert read([row]) == [{"prompt": prompt, "completion": [{"role": "assistant", "content": answer}]}]
     for thoughts, message, reason in [
-        ("one", "'one' is not a list of strings", "of another type"),
-        ([1], r"\[1\] is not a list of strings", "of another type"),
+        ("one", "'one' is not a list of strings", "wrong type"),
+        ([1], r"\[1\] is not a list of strings", "wrong type"),
         ([], "there is no trace", "empty"),
         ([" "], "there is no trace", "empty"),
     ]:
@@ -157,7 +157,7 @@ def test_the_first_row_sets_the_format(formats, first, other, message):
         reader.read(one)
         with pytest.raises(DataError, match="Keep one format in a file") as caught:
             reader.read(two)
-        assert caught.value.reason == "of another layout"
+        assert caught.value.reason == "another format"
         assert reader.read(one)
     with pytest.raises(DataError, match=message):
         read([first, other], formats)
@@ -220,17 +220,17 @@ def test_a_later_row_is_told_what_the_first_has():
         ({"messages": []}, "messages: is empty", "empty"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}, "messages: is empty", "empty"),
         ({"prompt": [{"role": "user", "content": ""}], "completion": CHAT[1:]}, "prompt: is empty", "empty"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content: a message cannot be", "of another type"),
-        ({"conversations": [{"from": "human", "content": "a"}]}, "content: a message cannot be", "of another type"),
-        ({"conversations": [{"from": "bard", "value": "a"}]}, "from: unknown speaker 'bard'.*human", "of another type"),
-        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"from: unknown speaker \['human'\]", "of another type"),
-        ({"prompt": [1, 2], "completion": "a"}, r"prompt: neither a text nor messages: \[1, 2\]", "of another type"),
-        ({"prompt": [True], "completion": "a"}, r"prompt: neither a text nor messages: \[True\]", "of another type"),
-        ({"messages": [CHAT]}, r"messages: neither a text nor messages", "of another type"),
-        ({"text": 3}, "text: neither a text nor messages: 3", "of another type"),
-        ({"question": "a", "thinking_trajectories": ["b"], "attempt": 3}, "attempt: neither a text nor messages", "of another type"),
-        ({"messages": [{"role": 5, "content": "a"}]}, "role: a role cannot be 5", "of another type"),
-        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "system: a system prompt cannot be 5", "of another type"),
+        ({"messages": [{"role": "user", "content": 3}]}, "content: a message cannot be", "wrong type"),
+        ({"conversations": [{"from": "human", "content": "a"}]}, "content: a message cannot be", "wrong type"),
+        ({"conversations": [{"from": "bard", "value": "a"}]}, "from: unknown speaker 'bard'.*human", "wrong type"),
+        ({"conversations": [{"from": ["human"], "value": "a"}]}, r"from: unknown speaker \['human'\]", "wrong type"),
+        ({"prompt": [1, 2], "completion": "a"}, r"prompt: neither a text nor messages: \[1, 2\]", "wrong type"),
+        ({"prompt": [True], "completion": "a"}, r"prompt: neither a text nor messages: \[True\]", "wrong type"),
+        ({"messages": [CHAT]}, r"messages: neither a text nor messages", "wrong type"),
+        ({"text": 3}, "text: neither a text nor messages: 3", "wrong type"),
+        ({"question": "a", "thinking_trajectories": ["b"], "attempt": 3}, "attempt: neither a text nor messages", "wrong type"),
+        ({"messages": [{"role": 5, "content": "a"}]}, "role: a role cannot be 5", "wrong type"),
+        ({"conversations": [{"from": "human", "value": "a"}], "system": 5}, "system: a system prompt cannot be 5", "wrong type"),
     ],
 )
 def test_blank_texts_and_what_is_no_message_are_refused(row, message, reason):
@@ -250,7 +250,7 @@ def test_parts_of_text_are_joined(texts):
 def test_parts_that_are_no_text_are_refused(part):
     with pytest.raises(DataError, match="content: a part of a message cannot be") as caught:
         read([{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}, CHAT[1]]}])
-    assert caught.value.reason == "of another type"
+    assert caught.value.reason == "wrong type"
 
 
 def test_a_blank_system_prompt_is_no_fault():
@@ -270,8 +270,8 @@ def test_a_line_that_could_not_be_read_is_its_own_error():
 @pytest.mark.parametrize(
     ("row", "message", "reason"),
     [
-        ("text", "a row cannot be 'text'", "of another type"),
-        (None, "a row cannot be None", "of another type"),
+        ("text", "a row cannot be 'text'", "wrong type"),
+        (None, "a row cannot be None", "wrong type"),
         ({"messages": CHAT, "tools": [{"name": "add"}]}, "tools: the column tools is not supported", "with tools"),
         ({"conversations": CHAT, "history": [["a", "b"]]}, "history: the column history is not supported", "with history"),
         ({"prompt": "a", "completion": "b", "system": "c"}, "system: the column system is not supported", "with system"),

@@ -146,9 +146,9 @@ BAD = {
     "without a value": ({"prompt": "a", "completion": None}, r"no value in column 'completion'.*filled: 'prompt'"),
     "empty": ({"prompt": "a", "completion": " \n"}, r"completion: is empty\. Fill it in"),
     "too long": ({"prompt": "a" * 20, "completion": "b" * 19}, r"41 tokens, but a row holds 40\. Raise max_length"),
-    "with the mask token in it": ({"prompt": "a", "completion": "<|mask|>"}, r"the text holds the mask token '<\|mask\|>'"),
-    "of another layout": ({"text": "a"}, r"a row of text \(text\) after rows of prompt, completion \(text\)"),
-    "of another type": ({"prompt": "a", "completion": 3}, r"completion: neither a text nor messages: 3"),
+    "mask token in the text": ({"prompt": "a", "completion": "<|mask|>"}, r"the text holds the mask token '<\|mask\|>'"),
+    "another format": ({"text": "a"}, r"a row of text \(text\) after rows of prompt, completion \(text\)"),
+    "wrong type": ({"prompt": "a", "completion": 3}, r"completion: neither a text nor messages: 3"),
     "not valid Unicode": ({"prompt": "a", "completion": "\udc80"}, r"text: '\\udc80' is not valid Unicode"),
     "malformed JSON": (DataError("malformed JSON", where="line 2", reason="malformed JSON"), r"line 2: malformed JSON"),
 }
@@ -163,7 +163,7 @@ def test_a_bad_row_is_an_error_or_is_skipped_and_counted(reason):
     rows = pair_rows(MASKED, [GOOD, bad, GOOD, bad], RowLimits(40), report)
     assert rows == made([GOOD, GOOD], tokenizer=MASKED) and rows.report is report
     assert (report.read, report.kept, report.dropped) == (4, 2, {reason: [1, 3]})
-    if reason not in ("of another layout", "a column is missing", "malformed JSON"):
+    if reason not in ("another format", "a column is missing", "malformed JSON"):
         with pytest.raises(DataError, match=rf"train_dataset: no row is left \(1 {reason}\)"):
             made([bad], skip=True, tokenizer=MASKED)
 
@@ -277,20 +277,20 @@ def test_both_responses_keep_the_same_end_of_a_truncated_prompt(prompt, chosen, 
         ("empty", {"prompt": "a", "chosen": "", "rejected": "b"}, "chosen: is empty"),
         ("empty", {"prompt": " ", "chosen": "a", "rejected": "b"}, "prompt: is empty"),
         ("too long", {"prompt": "a", "chosen": "b" * 38, "rejected": "b"}, "41 tokens, but a row holds 40"),
-        ("with the mask token in it", {"prompt": "a", "chosen": "b", "rejected": "<|mask|>"}, "the mask token"),
+        ("mask token in the text", {"prompt": "a", "chosen": "b", "rejected": "<|mask|>"}, "the mask token"),
         ("without a value", {"prompt": "a", "chosen": "b", "rejected": None}, "no value in column 'rejected'"),
         (
-            "of another layout",
+            "another format",
             {"chosen": "b", "rejected": "c"},
             r"a row of chosen, rejected \(text\) after rows of prompt, chosen, rejected",
         ),
-        ("of another type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "chosen: neither a text nor messages: 4"),
+        ("wrong type", {"prompt": "a", "chosen": 4, "rejected": "c"}, "chosen: neither a text nor messages: 4"),
     ],
 )
 def test_a_bad_preference_is_an_error_or_is_skipped_and_counted(reason, bad, message):
     with pytest.raises(DataError, match=f"train_dataset, row 1.*{message}"):
         preferred([PREFERRED, bad], tokenizer=MASKED)
-    rows = preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED) if reason != "of another layout" else None
+    rows = preferred([bad] * 2 + [PREFERRED], skip=True, tokenizer=MASKED) if reason != "another format" else None
     rows = rows or preferred([PREFERRED, bad, bad], skip=True, tokenizer=MASKED)
     assert rows == preferred([PREFERRED], tokenizer=MASKED)
     [(found, where)] = rows.report.dropped.items()
@@ -342,4 +342,4 @@ def test_a_label_is_a_boolean(label):
     with pytest.raises(DataError, match=rf"row 1, label: {label!r} is neither true nor false"):
         made(examples, formats=UNPAIRED)
     rows = made(examples, formats=UNPAIRED, skip=True)
-    assert rows.report.dropped == {"of another type": [1]}
+    assert rows.report.dropped == {"wrong type": [1]}

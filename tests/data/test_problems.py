@@ -22,7 +22,7 @@ def written(kind: str, folder: Path) -> str:
     rows = Dataset.from_list(PROBLEMS)
     if kind == "saved":
         rows.save_to_disk(str(path))
-    elif kind == "hub":  # as a hub data set lies on disk: a folder of files by split
+    elif kind == "hub":  # as a hub dataset lies on disk: a folder of files by split
         path.mkdir()
         rows.to_parquet(path / "test.parquet")
     else:

@@ -38,7 +38,7 @@ def test_rows_are_read_unchanged(tmp_path, suffix):
         path.write_text("\n".join(map(json.dumps, ROWS)))
     elif suffix == "jsonl.gz":
         path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
-    elif suffix == "files":  # as a data set of the hub that was downloaded
+    elif suffix == "files":  # as a dataset of the hub that was downloaded
         path.mkdir()
         dataset.to_parquet(path / "train.parquet")
     elif suffix == "parquet":
@@ -80,7 +80,7 @@ def test_a_malformed_line_is_an_error_or_replaces_its_row(tmp_path):
     first, malformed, other, second, cut = load_examples(path, keep_malformed=True)
     assert (first, second) == ({"a": 1}, {"a": 2})
     assert [error.where for error in (malformed, other, cut)] == [f"{path}, line {number}" for number in (3, 4, 6)]
-    assert [error.reason for error in (malformed, other, cut)] == ["malformed JSON", "of another type", "malformed JSON"]
+    assert [error.reason for error in (malformed, other, cut)] == ["malformed JSON", "wrong type", "malformed JSON"]
     path.write_bytes(b'\xef\xbb\xbf{"a": 1}\n{"a": "\xff"}\n{"a": 2}\n')
     with pytest.raises(DataError, match=r"rows\.jsonl, line 2: byte 7 is not UTF-8"):
         load_examples(path)

@@ -27,7 +27,7 @@ NOISE = Noise(get_schedule("linear"))
 class Injected:
     """A Draw with which a plan hides the tokens that the published code hid, at the same times."""
 
-    order_B = None
+    rows_before_B = None
 
     def __init__(self, hidden_BMT: Tensor, time_BM: Tensor):
         self.hidden_BMT, self.time_BM = hidden_BMT, time_BM

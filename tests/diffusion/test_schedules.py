@@ -163,5 +163,5 @@ def test_plans_of_all_kinds_leave_the_global_generator_alone():
     before = torch.get_rng_state()
     for weighting, timesteps in itertools.product(("elbo", "cart"), (None, 7)):
         noise = Noise(get_schedule("geometric"), 0.2, 0.9, timesteps, weighting)
-        random_views(GROUPS, Draw(0, torch.arange(5), order_B=torch.arange(5)), noise, num_views=2)
+        random_views(GROUPS, Draw(0, torch.arange(5), rows_before_B=torch.arange(5)), noise, num_views=2)
     assert torch.equal(torch.get_rng_state(), before)

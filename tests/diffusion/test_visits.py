@@ -17,7 +17,7 @@ SUCCESSIVE = 64
 def visited(start, count, groups=1, seed=0, views=1):
     """The times [N, V] of successive sequences and their groups, recovered from masks whose random numbers are all equal."""
     group = torch.arange(groups).expand(count, -1)
-    draw = Draw(seed, torch.zeros(count, dtype=torch.long), order_B=torch.arange(start, start + count))
+    draw = Draw(seed, torch.zeros(count, dtype=torch.long), rows_before_B=torch.arange(start, start + count))
     noise = Noise(replace(get_schedule("linear"), mask_rate=torch.ones_like, weight=lambda t: t), low=0.0)
     return random_views(group, draw, noise, num_views=views).weight_BMT.double().transpose(1, 2).flatten(0, 1) * views
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unmask.evaluation import report as module
-from unmask.evaluation.report import Denoising, Report, StageResult, Table, write_report
+from unmask.evaluation.report import Denoising, Report, Table, VerbResult, write_report
 from unmask.evaluation.statistics import Interval
 
 VOID = {"meta", "link", "input", "br", "hr", "img", "line", "polyline"}
@@ -72,15 +72,15 @@ def example() -> Report:
     return Report(
         title="The demo",
         subtitle="on two cores",
-        stages=[
-            StageResult(
+        verbs=[
+            VerbResult(
                 name="pretrain",
                 description="a causal model",
                 metrics={"solved": Interval(0.684, 0.642, 0.723), "nll": 1.25},
                 seconds=75.0,
                 curves={"loss": [(step, 60 * 0.9**step + 1) for step in range(100)]},
             ),
-            StageResult(
+            VerbResult(
                 name="grpo",
                 metrics={"solved": Interval(0.978, 0.961, 0.988)},
                 seconds=3600.0,
@@ -160,12 +160,12 @@ def test_the_page_makes_no_network_requests(render):
 
 def test_text_never_becomes_markup(render):
     solved, curve = Interval(0.5, 0.4, 0.6), [(0, 1.0), (1, 2.0)]
-    stage = StageResult(name=HOSTILE, description=HOSTILE, metrics={HOSTILE: solved}, seconds=1.0, curves={HOSTILE: curve})
+    verb = VerbResult(name=HOSTILE, description=HOSTILE, metrics={HOSTILE: solved}, seconds=1.0, curves={HOSTILE: curve})
     denoising = Denoising(prompt=HOSTILE, frames=[[""], [HOSTILE]], revealed=[{}, {0: 0.5}])
     hostile = Report(
         title=HOSTILE,
         subtitle=HOSTILE,
-        stages=[stage],
+        verbs=[verb],
         comparisons=[(HOSTILE, Interval(0.1, 0.0, 0.2))],
         denoising=denoising,
         notes=[HOSTILE],
@@ -211,7 +211,7 @@ def test_text_has_enough_contrast_in_light_and_dark_mode():
 
 @given(st.lists(st.tuples(st.integers(0, 10**6), st.floats(-1e9, 1e9)), min_size=1, max_size=40).map(sorted))
 def test_curves_and_their_ticks_stay_within_the_plot(points):
-    (chart,) = module.draw_charts([StageResult(name="s", seconds=1, curves={"loss": points})])["loss"]
+    (chart,) = module.draw_charts([VerbResult(name="s", seconds=1, curves={"loss": points})])["loss"]
     for line in (chart.line, chart.trend):
         drawn = [tuple(map(float, pair.split(","))) for pair in line.split()]
         assert len(drawn) == len(points)
@@ -223,7 +223,7 @@ def test_curves_and_their_ticks_stay_within_the_plot(points):
 
 def test_long_curves_are_thinned_and_wide_ones_logarithmic():
     points = [(step, 1000.0 * 0.999**step) for step in range(10_000)]
-    (chart,) = module.draw_charts([StageResult(name="s", seconds=1, curves={"loss": points})])["loss"]
+    (chart,) = module.draw_charts([VerbResult(name="s", seconds=1, curves={"loss": points})])["loss"]
     assert len(chart.line.split()) == module.POINTS_DRAWN
     assert chart.log_scale and [label for _, label in chart.y_ticks] == ["0.1", "1", "10", "100"]
     assert [label for _, label in chart.x_ticks] == ["0", "9999"]
@@ -232,13 +232,13 @@ def test_long_curves_are_thinned_and_wide_ones_logarithmic():
 
 
 def test_a_curve_without_a_finite_value_is_left_out():
-    assert module.draw_charts([StageResult(name="s", seconds=1, curves={"loss": [(0, math.nan)], "reward": []})]) == {}
+    assert module.draw_charts([VerbResult(name="s", seconds=1, curves={"loss": [(0, math.nan)], "reward": []})]) == {}
 
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=5))
 def test_the_scale_of_a_column_holds_all_its_intervals(bounds):
-    stages = [StageResult(name="s", seconds=1, metrics={"solved": Interval(min(b), min(b), max(b)), "nll": 3.0}) for b in bounds]
-    scales = module.interval_scales(stages)
+    verbs = [VerbResult(name="s", seconds=1, metrics={"solved": Interval(min(b), min(b), max(b)), "nll": 3.0}) for b in bounds]
+    scales = module.interval_scales(verbs)
     low, high = scales["solved"]
     assert 0 <= low <= min(map(min, bounds)) and max(map(max, bounds)) <= high <= 1 and high - low >= 0.0999
     assert scales["nll"] is None
@@ -246,15 +246,15 @@ def test_the_scale_of_a_column_holds_all_its_intervals(bounds):
 
 def test_an_interval_without_bounds_stays_on_its_bar(render):
     unbounded = Interval(0.5, -math.inf, math.inf)
-    stage = StageResult(name="one puzzle", seconds=1, metrics={"solved": unbounded})
-    _, page = render(Report(title="t", stages=[stage], comparisons=[("change", unbounded)]))
+    verb = VerbResult(name="one puzzle", seconds=1, metrics={"solved": unbounded})
+    _, page = render(Report(title="t", verbs=[verb], comparisons=[("change", unbounded)]))
     styles = [attrs["style"] for tag, attrs in page.elements if tag in ("i", "b")]
     assert styles[:2] == ["left: 0.00%; right: 0.00%", "left: 50.00%"] and all(re.fullmatch(r"[\w:;% .]+", style) for style in styles)
     assert "includes 0" in page.text
 
 
 def test_a_bare_report_has_no_empty_sections(render):
-    _, page = render(Report(title="Bare", stages=[StageResult(name="sft", seconds=1.0)]))
+    _, page = render(Report(title="Bare", verbs=[VerbResult(name="sft", seconds=1.0)]))
     assert len(page.all("section")) == 1 and not page.all("script") and not page.all("details")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from unmask.errors import DataError
 from unmask.evaluation import statistics
-from unmask.evaluation.statistics import Interval, cluster_bootstrap_mean, paired_difference, wilson_interval
+from unmask.evaluation.statistics import Interval, group_bootstrap_mean, paired_difference, wilson_interval
 
 
 @pytest.mark.parametrize(
@@ -39,20 +39,20 @@ def test_wilson_refuses_impossible_counts(successes, total):
         wilson_interval(successes, total)
 
 
-def clustered_rows(rng: np.random.Generator, clusters: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows with mean 0 in clusters of different sizes; the effect common to a cluster is as large as the noise."""
-    sizes = rng.integers(1, 8, clusters)
-    groups = np.repeat(np.arange(clusters), sizes)
-    return rng.normal(size=clusters)[groups] + rng.normal(size=len(groups)), groups
+def grouped_rows(rng: np.random.Generator, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rows with mean 0 in groups of different sizes; the effect common to a group is as large as the noise."""
+    sizes = rng.integers(1, 8, num_groups)
+    groups = np.repeat(np.arange(num_groups), sizes)
+    return rng.normal(size=num_groups)[groups] + rng.normal(size=len(groups)), groups
 
 
 def test_coverage_is_near_nominal_and_rows_alone_would_cover_too_little():
-    rng, trials, by_cluster, by_row = np.random.default_rng(1), 300, 0, 0
+    rng, trials, by_group, by_row = np.random.default_rng(1), 300, 0, 0
     for _ in range(trials):
-        values, groups = clustered_rows(rng, clusters=60)
-        by_cluster += not cluster_bootstrap_mean(values, groups, samples=400).excludes(0.0)
-        by_row += not cluster_bootstrap_mean(values, np.arange(len(values)), samples=400).excludes(0.0)
-    assert 0.90 <= by_cluster / trials <= 0.98
+        values, groups = grouped_rows(rng, num_groups=60)
+        by_group += not group_bootstrap_mean(values, groups, samples=400).excludes(0.0)
+        by_row += not group_bootstrap_mean(values, np.arange(len(values)), samples=400).excludes(0.0)
+    assert 0.90 <= by_group / trials <= 0.98
     assert by_row / trials < 0.85
 
 
@@ -61,36 +61,36 @@ def test_order_of_rows_does_not_matter(seed):
     rng = np.random.default_rng(seed)
     solved, groups = rng.integers(0, 2, 40), rng.integers(0, 12, 40)
     order = rng.permutation(40)
-    assert cluster_bootstrap_mean(solved, groups, samples=50) == cluster_bootstrap_mean(solved[order], groups[order], samples=50)
+    assert group_bootstrap_mean(solved, groups, samples=50) == group_bootstrap_mean(solved[order], groups[order], samples=50)
 
 
-def test_clusters_of_one_row_are_the_ordinary_bootstrap():
+def test_groups_of_one_row_are_the_ordinary_bootstrap():
     values = np.random.default_rng(2).normal(size=200)
-    interval = cluster_bootstrap_mean(values, [f"row {i}" for i in range(200)], samples=20_000)
+    interval = group_bootstrap_mean(values, [f"row {i}" for i in range(200)], samples=20_000)
     ordinary = np.random.default_rng(3).choice(values, size=(20_000, 200)).mean(axis=1)
     assert (interval.low, interval.high) == pytest.approx(np.quantile(ordinary, [0.025, 0.975]), abs=0.01)
     assert interval.high - interval.low == pytest.approx(2 * 1.96 * values.std() / math.sqrt(200), rel=0.05)
 
 
-def test_copies_of_a_row_within_its_cluster_add_no_certainty():
+def test_copies_of_a_row_within_its_group_add_no_certainty():
     values = np.random.default_rng(4).normal(size=50)
-    once = cluster_bootstrap_mean(values, np.arange(50))
-    copied = cluster_bootstrap_mean(np.repeat(values, 5), np.repeat(np.arange(50), 5))
+    once = group_bootstrap_mean(values, np.arange(50))
+    copied = group_bootstrap_mean(np.repeat(values, 5), np.repeat(np.arange(50), 5))
     assert (copied.mean, copied.low, copied.high) == pytest.approx((once.mean, once.low, once.high))
 
 
 def test_memory_bound_does_not_change_the_result(monkeypatch):
-    values, groups = clustered_rows(np.random.default_rng(5), clusters=20)
-    whole = cluster_bootstrap_mean(values, groups, samples=100)
+    values, groups = grouped_rows(np.random.default_rng(5), num_groups=20)
+    whole = group_bootstrap_mean(values, groups, samples=100)
     monkeypatch.setattr(statistics, "RESAMPLED_AT_ONCE", 60)
-    assert cluster_bootstrap_mean(values, groups, samples=100) == whole
+    assert group_bootstrap_mean(values, groups, samples=100) == whole
 
 
 def test_a_higher_confidence_is_wider_and_a_seed_repeats():
-    values, groups = clustered_rows(np.random.default_rng(6), clusters=30)
-    at = {c: cluster_bootstrap_mean(values, groups, confidence=c, seed=7) for c in (0.8, 0.95, 0.99)}
+    values, groups = grouped_rows(np.random.default_rng(6), num_groups=30)
+    at = {c: group_bootstrap_mean(values, groups, confidence=c, seed=7) for c in (0.8, 0.95, 0.99)}
     assert at[0.99].low < at[0.95].low < at[0.8].low < at[0.8].high < at[0.95].high < at[0.99].high
-    assert at[0.95] == cluster_bootstrap_mean(values, groups, seed=7) != cluster_bootstrap_mean(values, groups, seed=8)
+    assert at[0.95] == group_bootstrap_mean(values, groups, seed=7) != group_bootstrap_mean(values, groups, seed=8)
 
 
 def test_pairing_finds_a_gain_that_two_intervals_would_miss():
@@ -102,11 +102,11 @@ def test_pairing_finds_a_gain_that_two_intervals_would_miss():
     assert not paired_difference(before, before, np.arange(200)).excludes(0.0)
     lost = paired_difference(after, before, np.arange(200))
     assert (lost.low, lost.high) == pytest.approx((-gain.high, -gain.low))
-    assert cluster_bootstrap_mean(before, np.arange(200)).high > cluster_bootstrap_mean(after, np.arange(200)).low
+    assert group_bootstrap_mean(before, np.arange(200)).high > group_bootstrap_mean(after, np.arange(200)).low
 
 
-def test_a_single_cluster_excludes_nothing():
-    interval = cluster_bootstrap_mean([1.0, 1.0, 0.0], ["a", "a", "a"])
+def test_a_single_group_excludes_nothing():
+    interval = group_bootstrap_mean([1.0, 1.0, 0.0], ["a", "a", "a"])
     assert interval.mean == pytest.approx(2 / 3) and not interval.excludes(0.0) and not interval.excludes(1e9)
 
 
@@ -121,7 +121,7 @@ def test_a_single_cluster_excludes_nothing():
 )
 def test_errors_name_values_that_cannot_be_averaged(values, groups, named):
     with pytest.raises(DataError, match=named):
-        cluster_bootstrap_mean(values, groups)
+        group_bootstrap_mean(values, groups)
 
 
 def test_different_shapes_are_refused():

@@ -39,11 +39,11 @@ workloads = st.builds(
     copies=st.integers(1, 2),
     precision=st.sampled_from(["float32", "mixed", "bfloat16"]),
     checkpointing=st.booleans(),
-    optimiser=st.sampled_from(["adamw", "adamw_8bit"]),
+    optimizer=st.sampled_from(["adamw", "adamw_8bit"]),
     lora_rank=st.none() | st.integers(1, 64),
     shards=st.integers(1, 8),
     offload=st.booleans(),
-    host_optimiser=st.booleans(),
+    host_optimizer=st.booleans(),
     accumulate=st.booleans(),
 )
 
@@ -81,7 +81,7 @@ def test_memory_and_time_grow_with_the_length(work: Workload) -> None:
 @given(workloads)
 def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
     peak = peak_memory(NETWORK, work).total
-    savings = [{"optimiser": "adamw_8bit"}, {"shards": work.shards * 8}, {"offload": True}, {"host_optimiser": True}]
+    savings = [{"optimizer": "adamw_8bit"}, {"shards": work.shards * 8}, {"offload": True}, {"host_optimizer": True}]
     if work.batch > 8 and work.sequence_length > 64:
         # The memory of a row is given for one length here, so only large batches gain from keeping less.
         roomy = dataclasses.replace(NETWORK, saved_per_row=1_000_000 * work.row_length)
@@ -92,11 +92,11 @@ def test_each_switch_that_saves_memory_saves_memory(work: Workload) -> None:
         assert peak_memory(NETWORK, dataclasses.replace(work, **change)).total <= peak + gathered
 
 
-def test_an_optimiser_in_host_memory_takes_16_bytes_a_parameter_there_and_time() -> None:
-    work = Workload(sequence_length=512, precision="bfloat16", host_optimiser=True, checkpointing=True)
-    there, here = estimate(work, machine(), batch=1), estimate(dataclasses.replace(work, host_optimiser=False), machine(), batch=1)
+def test_an_optimizer_in_host_memory_takes_16_bytes_a_parameter_there_and_time() -> None:
+    work = Workload(sequence_length=512, precision="bfloat16", host_optimizer=True, checkpointing=True)
+    there, here = estimate(work, machine(), batch=1), estimate(dataclasses.replace(work, host_optimizer=False), machine(), batch=1)
     assert (there.host, here.host) == (16 * NETWORK.parameters, 0)
-    assert (there.memory.optimiser, here.memory.optimiser) == (0, 4 * NETWORK.parameters)
+    assert (there.memory.optimizer, here.memory.optimizer) == (0, 4 * NETWORK.parameters)
     assert there.seconds > here.seconds and "9.6 GB in host memory" in there.describe("machine")["with"]
 
 
@@ -138,14 +138,14 @@ def test_a_token_meets_some_of_the_experts() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_states_and_gradients_are_those_of_the_real_optimiser(precision: str) -> None:
+def test_states_and_gradients_are_those_of_the_real_optimizer(precision: str) -> None:
     real = tiny_lm("llama", dtype=getattr(torch, precision)).model
-    optimiser = torch.optim.AdamW(real.parameters(), fused=True)
+    optimizer = torch.optim.AdamW(real.parameters(), fused=True)
     for weight in real.parameters():
         weight.grad = torch.zeros_like(weight)
-    optimiser.step()
-    states = [value for state in optimiser.state.values() for name, value in state.items() if name != "step"]
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
     work = Workload(sequence_length=1, precision=precision, accumulate=True)
     memory = peak_memory(blueprint("llama").network(work), work)
     assert memory.parameters == memory.gradients == sum(weight.nbytes for weight in real.parameters())
-    assert memory.optimiser == sum(state.nbytes for state in states)
+    assert memory.optimizer == sum(state.nbytes for state in states)

@@ -45,7 +45,7 @@ def test_advice_is_the_least_change_that_fits() -> None:
 
 
 def test_what_is_on_already_is_no_advice() -> None:
-    on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimiser="adamw_8bit", lora_rank=8)
+    on = Workload(sequence_length=512, precision="mixed", checkpointing=True, optimizer="adamw_8bit", lora_rank=8)
     advice = {gb: estimate_step(lambda precision: NETWORK, on, machine(max_memory_gb=gb)).advice for gb in (4, 3, 2.5, 2, 1)}
     quantised = estimate_step(lambda precision: NETWORK, dataclasses.replace(on, quantization="4bit"), machine(max_memory_gb=1)).advice
     assert "QLoRA of rank 8" in advice.values() and not any("LoRA of rank 16" in words for words in advice.values())

@@ -21,7 +21,7 @@ from unmask.planning import hardware
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import MARGIN, RUNTIME_BYTES, Workload
 from unmask.planning.estimates import device_limit, estimate_step, first_change_that_fits, largest_batch
-from unmask.planning.hardware import Preset, StepEstimator, preset_names
+from unmask.planning.hardware import HardwareRecipe, StepEstimator, hardware_recipe_names
 
 NAMES = [
     *["cpu", "a100-40gb", "a40-48gb-x3", "a40-48gb-x3-ddp", "a6000-48gb", "a6000-48gb-a4500-20gb"],
@@ -53,19 +53,19 @@ def three_billion() -> StepEstimator:
 
 
 def test_three_billion_parameters_are_trained_whole_on_48_gb_as_the_recipe_says(three_billion: StepEstimator) -> None:
-    estimate = three_billion.estimate(Preset.read("a6000-48gb"))
+    estimate = three_billion.estimate(HardwareRecipe.read("a6000-48gb"))
     assert (
-        estimate.fits and estimate.workload.batch >= 4 and estimate.workload.checkpointing and estimate.workload.optimiser == "adamw_8bit"
+        estimate.fits and estimate.workload.batch >= 4 and estimate.workload.checkpointing and estimate.workload.optimizer == "adamw_8bit"
     )
 
 
 def test_three_billion_parameters_are_trained_whole_on_24_gb_with_bfloat16_weights(three_billion: StepEstimator) -> None:
-    estimate = three_billion.estimate(Preset.read("rtx3090-24gb"))
+    estimate = three_billion.estimate(HardwareRecipe.read("rtx3090-24gb"))
     assert not estimate.fits and estimate.advice.startswith("the recipe bfloat16")
     recipe = read_recipe("bfloat16")
-    estimate = three_billion.estimate(Preset.read("rtx3090-24gb", dtype=recipe["model"]["dtype"]))
+    estimate = three_billion.estimate(HardwareRecipe.read("rtx3090-24gb", dtype=recipe["model"]["dtype"]))
     assert estimate.fits and estimate.workload.precision == "bfloat16"
-    assert estimate.memory.parameters + estimate.memory.optimiser == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
+    assert estimate.memory.parameters + estimate.memory.optimizer == pytest.approx(2.78e9 * (2 + 2.03), rel=0.01)
 
 
 LLAMA = {"vocab_size": 32_000, "max_position_embeddings": 2048}
@@ -82,16 +82,16 @@ CARDS = {"16 GB": "rtx4080-16gb", "24 GB": "rtx3090-24gb", "48 GB": "a6000-48gb"
 
 def cell(estimator: StepEstimator, card: str) -> str:
     """The smallest change with which a model of this size trains on a card, and the rows that then fit."""
-    preset = Preset.read(CARDS[card])
-    limit = device_limit(preset.hardware.devices[0], preset.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
-    work = replace(preset.workload(estimator.work), checkpointing=True, optimiser="adamw_8bit")
+    recipe = HardwareRecipe.read(CARDS[card])
+    limit = device_limit(recipe.hardware.devices[0], recipe.hardware.max_memory_gb) - RUNTIME_BYTES["gpu"]
+    work = replace(recipe.workload(estimator.work), checkpointing=True, optimizer="adamw_8bit")
     found: tuple[str, Workload] | None = ("8-bit AdamW", work)
     if card.startswith("2 x"):  # two cards give no more rows, and bitsandbytes does not support shards
-        work = replace(work, optimiser="adamw", shards=2)
+        work = replace(work, optimizer="adamw", shards=2)
         fits = largest_batch(estimator.network("mixed"), work, limit)
         found = ("FSDP", work) if fits else ("FSDP, cpu_offload", replace(work, offload=True))
     elif not largest_batch(estimator.network("mixed"), work, limit):
-        found = first_change_that_fits(estimator.network, work, preset.hardware, limit)
+        found = first_change_that_fits(estimator.network, work, recipe.hardware, limit)
     assert found is not None
     name, fitting = found
     rows = largest_batch(estimator.network(fitting.precision), fitting, limit)
@@ -111,23 +111,23 @@ def test_the_table_of_sizes_in_the_docs_is_the_planners() -> None:
 
 def test_the_recipe_bfloat16_is_planned_as_it_trains() -> None:
     layers = read_layers(recipes=["rtx3090-24gb", "bfloat16"], overrides=["model.path=m", "output_dir=out"])
-    work = Preset.of(resolve(layers)).workload(Workload(sequence_length=8))
-    assert (work.precision, work.optimiser, work.checkpointing) == ("bfloat16", "adamw_8bit", True)
+    work = HardwareRecipe.of(resolve(layers)).workload(Workload(sequence_length=8))
+    assert (work.precision, work.optimizer, work.checkpointing) == ("bfloat16", "adamw_8bit", True)
 
 
 def test_float64_is_not_planned() -> None:
     with pytest.raises(ConfigError, match="float64 weights cannot be estimated"):
-        Preset.read("cpu", dtype="float64")
+        HardwareRecipe.read("cpu", dtype="float64")
 
 
 def test_all_presets_are_there() -> None:
-    assert preset_names() == NAMES
+    assert hardware_recipe_names() == NAMES
 
 
 def test_the_recipe_offload_is_planned_as_it_trains() -> None:
     layers = read_layers(recipes=["rtx3090-24gb", "offload"], overrides=["model.path=m", "output_dir=out"])
-    work = Preset.of(resolve(layers)).workload(Workload(sequence_length=8))
-    assert (work.precision, work.optimiser, work.host_optimiser) == ("bfloat16", "adamw", True)
+    work = HardwareRecipe.of(resolve(layers)).workload(Workload(sequence_length=8))
+    assert (work.precision, work.optimizer, work.host_optimizer) == ("bfloat16", "adamw", True)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -137,9 +137,9 @@ def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "bf16 was asked for")  # on a GPU without bfloat16
         args = training_arguments(verb, config)
-    work = Preset.read(name).workload(Workload(sequence_length=8))
+    work = HardwareRecipe.read(name).workload(Workload(sequence_length=8))
     recompute = bool(args.activation_checkpointing or (args.fsdp_config or {}).get("activation_checkpointing"))
-    assert (work.checkpointing, work.optimiser == "adamw_8bit", work.shards > 1) == (recompute, "8bit" in args.optim, bool(args.fsdp))
+    assert (work.checkpointing, work.optimizer == "adamw_8bit", work.shards > 1) == (recompute, "8bit" in args.optim, bool(args.fsdp))
     assert config.hardware is not None and (
         name == "cpu" or all(device.tflops and device.bandwidth_gb_s for device in config.hardware.devices)
     )
@@ -155,21 +155,21 @@ def test_a_preset_is_valid_for_every_verb(name: str, verb: str) -> None:
     ],
 )
 def test_the_switches_of_training_reach_the_plan(training: dict, expected: dict) -> None:
-    preset = Preset.read("a40-48gb-x3")
-    base = {name: value for name, value in preset.training.items() if not name.startswith("fsdp")} | {"gradient_accumulation_steps": 1}
-    plain = dataclasses.replace(preset, training=base).workload(Workload(sequence_length=8))
-    changed = dataclasses.replace(preset, training=base | training).workload(Workload(sequence_length=8))
+    recipe = HardwareRecipe.read("a40-48gb-x3")
+    base = {name: value for name, value in recipe.training.items() if not name.startswith("fsdp")} | {"gradient_accumulation_steps": 1}
+    plain = dataclasses.replace(recipe, training=base).workload(Workload(sequence_length=8))
+    changed = dataclasses.replace(recipe, training=base | training).workload(Workload(sequence_length=8))
     assert changed == dataclasses.replace(plain, **expected)
 
 
 def test_the_smaller_of_an_unequal_pair_sets_the_plan() -> None:
-    estimate = estimator().estimate(Preset.read("a6000-48gb-a4500-20gb"))
+    estimate = estimator().estimate(HardwareRecipe.read("a6000-48gb-a4500-20gb"))
     assert (estimate.limit, estimate.devices, estimate.workload.shards) == (20 * MARGIN * 1e9, 2, 1)
 
 
 def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: StepEstimator) -> None:
     name = "a6000-48gb-a4500-20gb"
-    apart, split = (three_billion.estimate(Preset.read(name, device_map=how)) for how in (None, "balanced"))
+    apart, split = (three_billion.estimate(HardwareRecipe.read(name, device_map=how)) for how in (None, "balanced"))
     assert not apart.fits and split.fits
     assert split.limit == pytest.approx((48 + 20) * MARGIN * 1e9) and split.runtime == 2 * RUNTIME_BYTES["gpu"]
     assert (split.devices, split.workload.split) == (1, 2) and "split over 2" in split.describe(name)["with"]
@@ -180,21 +180,21 @@ def test_a_model_that_is_split_has_the_memory_of_both_cards(three_billion: StepE
 
 def alone(name: str) -> list[HardwareConfig]:
     """The devices of a machine, each in one of its own."""
-    hardware = Preset.read(name).hardware
+    hardware = HardwareRecipe.read(name).hardware
     return [hardware.model_copy(update={"devices": [device]}) for device in hardware.devices]
 
 
 def test_the_cpu_is_this_computer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware, "host_memory_gb", lambda: 7.0)
     monkeypatch.setattr(hardware, "calibrate", lambda blueprint, network, work: 12.5)
-    estimate = estimator().estimate(Preset.read("cpu"))
+    estimate = estimator().estimate(HardwareRecipe.read("cpu"))
     assert (estimate.limit, estimate.seconds) == (7 * MARGIN * 1e9, 12.5)
-    assert estimator().estimate(Preset.read("cpu", max_memory_gb=0.1)).advice
+    assert estimator().estimate(HardwareRecipe.read("cpu", max_memory_gb=0.1)).advice
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'h200-141gb'"):
-        Preset.read("h200-141")
+        HardwareRecipe.read("h200-141")
 
 
 @pytest.mark.parametrize(
@@ -208,4 +208,4 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 )
 def test_a_run_is_planned_in_the_precision_that_it_would_choose(name: str, overrides: list[str], precision: str) -> None:
     config = resolve(read_layers(recipes=[name], overrides=["model.path=m", "output_dir=out", "model.dtype=float32", *overrides]))
-    assert Preset.of(config).workload(Workload(sequence_length=8)).precision == precision
+    assert HardwareRecipe.of(config).workload(Workload(sequence_length=8)).precision == precision

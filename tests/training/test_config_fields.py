@@ -26,9 +26,9 @@ class Config:
     ("given", "message"),
     [
         ({"kind": "d"}, r"kind: unknown kind 'd'\. Use one of a, b, c"),
-        ({"share": 1.5}, r"share: 1.5 is refused\. Use at least 0 and at most 1"),
-        ({"share": float("nan")}, "share: nan is refused"),
-        ({"rates": [0.5, -1.0]}, r"rates: -1.0 is refused\. Use at least 0"),
+        ({"share": 1.5}, r"share: 1.5 is out of range\. Use at least 0 and at most 1"),
+        ({"share": float("nan")}, "share: nan is out of range"),
+        ({"rates": [0.5, -1.0]}, r"rates: -1.0 is out of range\. Use at least 0"),
         ({"of_either": 4}, r"of_either: needs kind=b or c\. Leave it out, or set kind=b or c"),
         ({"of_switch": "x"}, "of_switch: needs on"),
     ],

@@ -17,8 +17,8 @@ from unmask.training.noise_config import NoisingConfig
     [
         ({"schedule": "quadratic"}, "schedule: unknown schedule"),
         ({"weighting": "2/t"}, "weighting: unknown weighting"),
-        ({"min_time": 0.0}, "min_time, cart_p"),
-        ({"cart_p": 1.0}, "min_time, cart_p"),
+        ({"min_time": 0.0}, "min_time: 0.0 is not above 0"),
+        ({"cart_p": 1.0}, "cart_p: 1.0 is not between 0 and 1"),
         ({"exact_count": True, "min_time": 0.4}, "exact_count"),
         ({"min_time": 0.9, "max_time": 0.1}, "min_time, max_time: times from 0.9 to 0.1"),
         ({"num_timesteps": 3, "min_time": 0.4, "max_time": 0.5}, "num_timesteps: no multiple of 1/3"),

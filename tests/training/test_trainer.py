@@ -308,7 +308,7 @@ def test_functions_that_would_never_be_called_are_refused(tmp_path):
 
 
 def test_several_data_sets_and_predictions_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"eval_dataset: are several data sets: a, b\. Give one"):
+    with pytest.raises(DataError, match=r"eval_dataset: are several datasets: a, b\. Give one"):
         make("sft", tmp_path, eval_dataset={"a": PAIRS, "b": PAIRS})
     with pytest.raises(TrainingError, match="predict: whole rows have no predictions"):
         make("sft", tmp_path).predict(PAIRS)
@@ -405,9 +405,9 @@ def test_a_row_without_a_column_is_named_with_it(verb, good, columns, tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_an_empty_data_set_is_refused(verb, tmp_path):
-    with pytest.raises(DataError, match="eval_dataset: the data set is empty"):
+    with pytest.raises(DataError, match="eval_dataset: the dataset is empty"):
         make(verb, tmp_path, eval_dataset=[])
-    with pytest.raises(DataError, match="train_dataset: the data set is empty"):
+    with pytest.raises(DataError, match="train_dataset: the dataset is empty"):
         SFTTrainer(tiny(), SFTConfig(**settings(tmp_path)), [])
 
 
@@ -526,9 +526,9 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
 @pytest.mark.parametrize(
     ("refused", "words"),
     [
-        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0 is refused"),
-        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is refused"),
-        ({"score_chunk": -1}, "score_chunk: -1 is refused"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0 is below 1"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is below 1"),
+        ({"score_chunk": -1}, "score_chunk: -1 is below 1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"eval_strategy": "steps"}, "eval_strategy: there is nothing to evaluate on"),
     ],

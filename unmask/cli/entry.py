@@ -214,20 +214,20 @@ def inspect(
 ) -> None:
     """Show what a model is, what conversion would change, and what a training step takes on which hardware. Reads no weights."""
     from unmask.planning.blueprint import Blueprint
-    from unmask.planning.hardware import MEASURED_ROWS, Preset, StepEstimator, preset_names
+    from unmask.planning.hardware import MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
 
     dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
-    presets = [Preset.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or preset_names()]
+    recipes = [HardwareRecipe.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or hardware_recipe_names()]
     blueprint = Blueprint.read(model)
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
     estimator = StepEstimator(blueprint, work)
     facts, changes = blueprint.facts(), blueprint.changes()
-    estimates = {preset.name: estimator.estimate(preset, batch_size) for preset in presets}
+    estimates = {recipe.name: estimator.estimate(recipe, batch_size) for recipe in recipes}
     measured = {}
-    for preset in presets if measure else ():
-        if preset.device or hardware:  # without names only the presets of this machine; every named one must be
-            rows = batch_size or min(estimates[preset.name].workload.batch, MEASURED_ROWS)
-            measured[preset.name] = estimator.compare(preset, rows)
+    for recipe in recipes if measure else ():
+        if recipe.device or hardware:  # without names only the recipes of this machine; every named one must be
+            rows = batch_size or min(estimates[recipe.name].workload.batch, MEASURED_ROWS)
+            measured[recipe.name] = estimator.compare(recipe, rows)
     if as_json:
         plain = {name: estimate.to_dict() for name, estimate in estimates.items()}
         typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))

@@ -17,7 +17,7 @@ from unmask.console import Progress
 from unmask.errors import ConfigError
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.estimates import StepEstimate
-from unmask.planning.hardware import Preset, StepEstimator
+from unmask.planning.hardware import HardwareRecipe, StepEstimator
 from unmask.training.config import Part, TrainingConfig
 from unmask.training.memory import memory_metrics
 
@@ -35,7 +35,7 @@ def estimate_run(config: RunConfig, args: TrainingConfig) -> StepEstimate | None
     work = args.workload(blueprint, config)
     if work is None:
         return None
-    estimate = StepEstimator(blueprint, work).estimate(Preset.of(config), work.batch)
+    estimate = StepEstimator(blueprint, work).estimate(HardwareRecipe.of(config), work.batch)
     if config.hardware is not None and not estimate.fits:
         rows = args.per_device_train_batch_size
         what = f"a step of {rows} rows needs {estimate.peak / 1e9:.3g} GB, but only {estimate.limit / 1e9:.3g} may be used"
@@ -56,7 +56,7 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
     estimate, timer = estimate_run(config, args), StepTimes()
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
     with display, display.phase(verb) as phase, short_trainer(verb, config, args, STEPS, callbacks=[timer], progress=phase) as trainer:
-        steps, setup_seconds = trainer.planned_steps(args), trainer.planned_seconds(args)
+        steps, setup_seconds = trainer.planned_steps(args), trainer.setup_seconds(args)
         trainer.train()
     measured = timer.seconds[STEPS - 1 :: STEPS]
     return [_row(part, args, estimate, seconds, steps, setup_seconds) for part, seconds in zip(args.parts(), measured, strict=True)]
@@ -92,11 +92,11 @@ def _row(
     predicted = estimate.seconds * micro_batches if estimate and estimate.seconds else None
     return {
         **part.described,
-        "steps": f"{part.share * steps:,.0f}",
+        "steps": f"{part.fraction * steps:,.0f}",
         "rate": f"{args.learning_rate * part.rate:.3g}",
         "predicted seconds a step": "-" if predicted is None else f"{predicted:.3g}",
         "seconds a step": f"{seconds:.3g}",
-        "hours in all": f"{(setup_seconds + seconds * part.share * steps) / 3600:.3g}",
+        "hours in all": f"{(setup_seconds + seconds * part.fraction * steps) / 3600:.3g}",
         "predicted peak GB": "-" if estimate is None else f"{estimate.peak / 1e9:.3g}",
         "peak GB so far": f"{memory_metrics(args.device)['memory_gb']:.3g}",
     }

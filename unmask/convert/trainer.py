@@ -37,7 +37,7 @@ from unmask.models.model_card import HISTORY_KEY
 from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.hardware_checks import is_split
-from unmask.training.run_log import Progress, RunLog
+from unmask.training.run_log import ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
@@ -73,7 +73,7 @@ class StageTrainer(DiffusionTrainer):
         """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
         if self.uses_fsdp_or_deepspeed or self.args.load_best_model_at_end:
             return False  # only `train`, which then makes no step, can load their checkpoints
-        checkpoint = Path(str(self.args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
+        checkpoint = self.args.output_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.args.max_steps}"
         logged = self.metrics.read()
         if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
             return False
@@ -91,7 +91,7 @@ class StageTrainer(DiffusionTrainer):
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> torch.Tensor:
         lm = self._annealed(lm)
-        views = self.plan(batch, self.visit(batch))
+        views = self.plan(batch, self.training_draw(batch))
         if self.teacher is None:
             return self.cross_entropy(lm, batch, views)
         if not views.causal:
@@ -101,7 +101,7 @@ class StageTrainer(DiffusionTrainer):
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
         step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
-        if self.means.evaluating or step >= end or lm.attention != "bidirectional":
+        if self.evaluating or step >= end or lm.attention != "bidirectional":
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
 
@@ -176,7 +176,7 @@ class ConvertTrainer:
         train_dataset: Iterable[Mapping[str, Any]],
         eval_dataset: Sequence[Mapping[str, Any]] | None = None,
         *,
-        progress: Progress | None = None,
+        progress: ProgressTarget | None = None,
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: peft.PeftConfig | None = None,
         **rest: Any,
@@ -212,7 +212,7 @@ class ConvertTrainer:
         """
         start, resume = 1, resume_from_checkpoint or False
         if not isinstance(resume, bool):
-            if Path(resume).resolve() == Path(str(self.args.output_dir)).resolve():
+            if Path(resume).resolve() == self.args.output_folder.resolve():
                 resume = True
             else:
                 start, resume = self._checkpoint_to_resume(Path(resume))
@@ -230,7 +230,7 @@ class ConvertTrainer:
         """As in `DiffusionTrainer`; refuses stages without steps."""
         return stage_ends(args.stages, total_steps(args, self.train_rows))[-1]
 
-    def planned_seconds(self, args: ConvertConfig) -> float:
+    def setup_seconds(self, args: ConvertConfig) -> float:
         """As in `DiffusionTrainer`."""
         return 0.0
 
@@ -257,7 +257,7 @@ class ConvertTrainer:
         return number, str(checkpoint)
 
     def _stage_folder(self, number: int) -> Path:
-        return Path(str(self.args.output_dir)) / f"stage-{number}"
+        return self.args.output_folder / f"stage-{number}"
 
     def save_model(self, output_dir: str | Path | None = None) -> None:
         """Write the converted model. Every process has to call it, because sharded weights are gathered from all."""
@@ -269,7 +269,7 @@ class ConvertTrainer:
 
     def _gather(self, trainer: StageTrainer) -> None:
         """Save the whole weights to a folder and reload them for the next stage: FSDP and DeepSpeed leave a model changed."""
-        folder = Path(str(trainer.args.output_dir)) / "whole"
+        folder = trainer.args.output_folder / "whole"
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
         remote_code = any(base.__module__.startswith("transformers_modules") for base in type(self.lm.model).__mro__)
@@ -307,7 +307,7 @@ class ConvertTrainer:
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
         rows, done = rows_from_step(self.train_rows, args, first), (first, steps)
-        log = RunLog(folder=Path(str(self.args.output_dir)), first_step=first, stage=number)
+        log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)
         if not (resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
@@ -319,7 +319,7 @@ class ConvertTrainer:
 
 
 def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """The token rows of a data set of prompts and completions, of messages, or of text, which may be a stream."""
+    """The token rows of a dataset of prompts and completions, of messages, or of text, which may be a stream."""
     if not {"completion", "messages"}.isdisjoint(next(iter(dataset), ())):
         if not isinstance(dataset, Sized):
             raise DataError("is a stream of prompts and completions", where=where, remedy="Give a list of rows or a datasets.Dataset")
@@ -332,7 +332,7 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
 class ProgressPart:
     """A fraction of a progress display, from `start` to `stop`."""
 
-    whole: Progress
+    whole: ProgressTarget
     start: float
     stop: float
 

@@ -54,7 +54,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
     if _is_ids(prompt):
         return list(prompt)
     remedy = "Give a string, messages, or a list of token ids."
-    raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="of another type")
+    raise DataError(f"a prompt cannot be {prompt!r:.80}", where="prompt", remedy=remedy, reason="wrong type")
 
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
@@ -80,7 +80,7 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
     if not (_is_messages(prompt) and _is_messages(completion)):
         what = f"prompt and completion are of different types: {prompt!r:.40} and {completion!r:.40}"
         remedy = "Give two strings, or two lists of messages."
-        raise DataError(what, where="prompt, completion", remedy=remedy, reason="of another type")
+        raise DataError(what, where="prompt, completion", remedy=remedy, reason="wrong type")
     _require_answer(prompt, completion)
     completion = [_without_end(tokenizer, message, ends) for message in completion]
     start = _prompt_text(tokenizer, prompt)
@@ -95,7 +95,7 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any
     if "text" in example:
         text = example["text"]
         if not isinstance(text, str):
-            raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="of another type")
+            raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="wrong type")
         return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text), ends)
     if "messages" in example:
         _require_messages(example["messages"])
@@ -124,7 +124,7 @@ def encode_turns(
     for turn in answers:
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             what = f"message {turn} is the assistant's, but follows no message to answer"
-            raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answers that follow nothing")
+            raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answer without a question")
     messages = [_without_end(tokenizer, message, ends) for message in messages]
     last = answers.pop()
     prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
@@ -207,17 +207,17 @@ def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
 def _require_messages(value: Any) -> None:
     if not _is_messages(value):
         remedy = 'Write [{"role": "user", "content": "..."}, ...].'
-        raise DataError(f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="of another type")
+        raise DataError(f"not a list of messages: {value!r:.80}", where="messages", remedy=remedy, reason="wrong type")
 
 
 def _require_answer(prompt: Sequence[Message], completion: Sequence[Message]) -> None:
     """Raise a DataError if a completion is not a single answer of the assistant that follows another role."""
     if others := [message["role"] for message in completion if message["role"] != "assistant"]:
         what, remedy = f"a completion has a turn of the {others[0]}", "Move all but the last answer to the prompt, or remove the row."
-        raise DataError(what, where="completion", remedy=remedy, reason="with others' turns in the answer")
+        raise DataError(what, where="completion", remedy=remedy, reason="other roles in the answer")
     if len(completion) > 1 or prompt[-1]["role"] == "assistant":
         what = "a turn of the assistant follows another"
-        raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answers that follow nothing")
+        raise DataError(what, where="prompt, completion", remedy="Join the turns.", reason="answer without a question")
 
 
 def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: Ends) -> Message:
@@ -242,7 +242,7 @@ def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> t
         raise DataError("an answer is only an end token", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
     if inside := next((text for text in texts if text in answer), None):
         what = f"the answer has the end token {inside!r} before its end"
-        raise DataError(what, where="completion", remedy="Remove it, or write it differently.", reason="with an end of sequence in it")
+        raise DataError(what, where="completion", remedy="Remove it, or write it differently.", reason="end token inside the text")
     return answer, first
 
 
@@ -251,7 +251,7 @@ def _require_prefix(start: str, whole: str, messages: Any) -> None:
     if not whole.startswith(start):
         what = "the chat template renders the prompt differently if a completion follows"
         remedy = "Use a template that only appends, or give both as strings."
-        raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered otherwise once more follows")
+        raise DataError(what, where=f"prompt {messages!r:.80}", remedy=remedy, reason="rendered differently when more turns follow")
 
 
 def _require_end(text: str, message: Message) -> None:

@@ -41,7 +41,7 @@ def conversation(row: Example) -> Any:
     """The messages of a ShareGPT row, with its `system` column as the first."""
     messages, system = row["conversations"], row.get("system")
     if not isinstance(system, str | None):
-        raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="of another type")
+        raise DataError(f"a system prompt cannot be {system!r:.40}", where="system", remedy="Give a string.", reason="wrong type")
     if not system or not _is_chat(messages):
         return messages
     if messages[0]["role"] != "system":
@@ -57,7 +57,7 @@ def trace(row: Example) -> Example:
     thoughts = row["thinking_trajectories"]
     if not isinstance(thoughts, Sequence) or isinstance(thoughts, str) or not all(isinstance(text, str) for text in thoughts):
         what, remedy = f"{thoughts!r:.40} is not a list of strings", "Give a list of strings."
-        raise DataError(what, where="thinking_trajectories", remedy=remedy, reason="of another type")
+        raise DataError(what, where="thinking_trajectories", remedy=remedy, reason="wrong type")
     if not (thoughts and thoughts[0].strip()):
         raise DataError("there is no trace", where="thinking_trajectories", remedy="Remove the row.", reason="empty")
     answer = f"<reasoning>\n{thoughts[0].strip()}\n</reasoning>\n<answer>\n{row['attempt']}\n</answer>"
@@ -81,7 +81,7 @@ def unpaired(row: Example) -> Example:
     """A completion with a boolean label."""
     if not isinstance(row["label"], bool):
         what = f"{row['label']!r:.40} is neither true nor false"
-        raise DataError(what, where="label", remedy="Write true for a good completion, false for a bad one.", reason="of another type")
+        raise DataError(what, where="label", remedy="Write true for a good completion, false for a bad one.", reason="wrong type")
     return {name: row[name] for name in ("prompt", "completion", "label")}
 
 
@@ -106,7 +106,7 @@ class RecordFormat:
                 raise DataError("is empty", where=name, remedy="Fill it in, or remove the row.", reason="empty")
             if not (isinstance(value, str) or _is_chat(value)):
                 remedy = 'Give a text, or [{"role": "user", "content": "..."}, ...].'
-                raise DataError(f"neither a text nor messages: {value!r:.80}", where=name, remedy=remedy, reason="of another type")
+                raise DataError(f"neither a text nor messages: {value!r:.80}", where=name, remedy=remedy, reason="wrong type")
         row = row | texts
         return self.convert(row) if self.convert else {name: row[name] for name in self.columns}
 
@@ -160,7 +160,7 @@ class Reader:
             raise row
         if not isinstance(row, Mapping):
             remedy = 'Give objects with columns, as {"prompt": ..., "completion": ...}.'
-            raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="of another type")
+            raise DataError(f"a row cannot be {row!r:.80}", remedy=remedy, reason="wrong type")
         filled = {name: value for name, value in row.items() if value is not None}
         format_ = next((known for known in self.formats if filled.keys() >= {*known.columns}), None)
         if format_ is None:
@@ -177,7 +177,7 @@ class Reader:
             self.format, self.described, self.first = format_, described, self.count - 1
         if described != self.described:
             what = f"a row of {described} after rows of {self.described} (such as row {self.first})"
-            raise DataError(what, remedy="Keep one format in a file.", reason="of another layout")
+            raise DataError(what, remedy="Keep one format in a file.", reason="another format")
         return example
 
     def _nearest(self, row: Mapping[str, Any], filled: Example) -> RecordFormat:
@@ -212,14 +212,14 @@ def _message(message: Mapping[str, Any]) -> Example:
         role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
         if role is None:
             remedy = f"Use one of {', '.join(SPEAKERS)}."
-            raise DataError(f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="of another type")
+            raise DataError(f"unknown speaker {speaker!r:.40}", where="from", remedy=remedy, reason="wrong type")
     if not isinstance(role, str):
-        raise DataError(f"a role cannot be {role!r:.40}", where="role", remedy="Give a string.", reason="of another type")
+        raise DataError(f"a role cannot be {role!r:.40}", where="role", remedy="Give a string.", reason="wrong type")
     if isinstance(content, list):
         content = "".join(map(_part, content))
     if not isinstance(content, str) and not message.get("tool_calls"):
         remedy = 'Write {"role": "user", "content": "..."}.'
-        raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="of another type")
+        raise DataError(f"a message cannot be {message!r:.80}", where="content", remedy=remedy, reason="wrong type")
     rest = {name: value for name, value in message.items() if value is not None and name not in ("from", "value")}
     return rest | {"role": role, "content": content}
 
@@ -229,7 +229,7 @@ def _part(part: Any) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     remedy = 'Write {"type": "text", "text": "..."}.'
-    raise DataError(f"a part of a message cannot be {part!r:.80}", where="content", remedy=remedy, reason="of another type")
+    raise DataError(f"a part of a message cannot be {part!r:.80}", where="content", remedy=remedy, reason="wrong type")
 
 
 def _is_blank(value: Any) -> bool:

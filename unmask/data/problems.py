@@ -27,7 +27,7 @@ def read_problems(
     Args:
         source: a file, a folder or a hub id; None: the task generates problems, of this `split` and `seed`.
         count: at most this many; None: all of the source.
-        hub_split: of a hub data set; None: `split`.
+        hub_split: of a hub dataset; None: `split`.
 
     Raises:
         DataError: the source is missing or malformed.

@@ -1,4 +1,4 @@
-"""Statistics of the rows of a data set: numbers, lengths, and which were skipped or truncated and why."""
+"""Statistics of the rows of a dataset: how many there are, how long they are, and which were skipped or truncated and why."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def print_report(rows: Any, wanted: bool) -> Any:
 
 
 class DataReport:
-    """Counts the rows of a data set (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
+    """Counts the rows of a dataset (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
     counted."""
 
     def __init__(self, where: str, *, skip: bool = False):

@@ -51,13 +51,13 @@ class Column:
 
 
 def check_dataset(dataset: Any, where: str, *, streams: bool) -> None:
-    """Raise DataError for several data sets, an empty one, and, unless `streams` are accepted, a stream."""
+    """Raise DataError for several datasets, an empty one, and, unless `streams` are accepted, a stream."""
     if isinstance(dataset, Mapping):
-        raise DataError(f"are several data sets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
+        raise DataError(f"are several datasets: {', '.join(map(str, dataset))}", where=where, remedy="Give one of them")
     if not isinstance(dataset, Sized) and not streams:
         raise DataError("is a stream, or has no length", where=where, remedy="Give a list of rows or a datasets.Dataset")
     if isinstance(dataset, Sized) and len(dataset) == 0:
-        raise DataError("the data set is empty", where=where, remedy="Give at least one row")
+        raise DataError("the dataset is empty", where=where, remedy="Give at least one row")
 
 
 def require_values(row: Mapping[str, Any], names: Iterable[str], where: str) -> None:
@@ -128,7 +128,7 @@ def refuse_mask(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> None:
     """Raise a DataError if the mask token is in the text: it is never predicted, so that its loss would be infinite."""
     if tokenizer.mask_token_id in ids:
         what = f"the text holds the mask token {tokenizer.mask_token!r}"
-        raise DataError(what, remedy="Remove it, or write it differently", reason="with the mask token in it")
+        raise DataError(what, remedy="Remove it, or write it differently", reason="mask token in the text")
 
 
 def make_row(ids: Sequence[int], documents: Sequence[int], maskable: Sequence[bool], sample_id: int) -> Row:

@@ -68,14 +68,14 @@ class Draw:
         seed: of the run.
         key_B: int64, one per sequence: a sample id or a hash of its tokens.
         iteration: distinguishes plans for the same sequence (epochs, inner updates).
-        order_B: the number of sequences that training visits before each of these. With it times are spread evenly over successive
-            sequences and their groups, however these are batched; else they are independent.
+        rows_before_B: the number of rows that training visits before each of these. With it times are spread evenly over successive rows
+            and their groups, however these are batched; else they are independent.
     """
 
     seed: int
     key_B: Tensor
     iteration: int = 0
-    order_B: Tensor | None = None
+    rows_before_B: Tensor | None = None
 
     def uniform(self, position_BT: Tensor, num_views: int, stream: Stream) -> Tensor:
         """[B, M, T] float64 in [0, 1): equal wherever position, view and stream are equal."""
@@ -231,11 +231,11 @@ def columns(like_BT: Tensor) -> Tensor:
 def stratified(draw: Draw, group_BT: Tensor, num_views: int) -> Tensor:
     """One uniform per group and view, view m in [m/M, (m+1)/M)."""
     view_1M1 = torch.arange(num_views, device=group_BT.device)[None, :, None]
-    if draw.order_B is None:
+    if draw.rows_before_B is None:
         within_BMT = draw.uniform(group_BT.clamp_min(0), num_views, Stream.TIME)
     else:  # additive recurrences, of lowest discrepancy over sequences (Kuipers and Niederreiter 1974), shifted at random
         shift_1M1 = uniform(draw.seed, torch.zeros_like(view_1M1), stream=Stream.TIME, view=view_1M1)
-        place_BT = draw.order_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(3)
+        place_BT = draw.rows_before_B[:, None].double() * GOLDEN + group_BT.clamp_min(0).double() * math.sqrt(3)
         within_BMT = (shift_1M1 + place_BT[:, None]) % 1.0
     return (view_1M1 + within_BMT) / max(num_views, 1)
 

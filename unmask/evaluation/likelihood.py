@@ -38,7 +38,7 @@ def log_likelihood(
         completions: strings or lists of token ids; no EOS is added.
         estimator: "elbo": an unbiased estimate of the lower bound (exact-count masks in complementary pairs); "exact": one pass for a
             causal model, otherwise any-order dynamic programming for at most 12 tokens (or blocks of at most 12).
-        samples: forward passes per pair (elbo).
+        samples: noised views per pair (elbo).
         seed: of the masks; they depend only on the seed and the pair.
 
     Returns:
@@ -46,7 +46,9 @@ def log_likelihood(
 
     Raises:
         ConfigError: an unknown estimator, or fewer than one sample.
-        GenerationError: the lists have different lengths, a pair exceeds the context, or a model with a logit shift has an empty prompt.
+        GenerationError: the lists have different lengths, a pair exceeds the context, a model with a logit shift has an empty prompt, a
+            token id is outside the vocabulary, or an exact likelihood would need groups of more than 12 tokens.
+        DataError: a prompt or completion cannot be encoded.
     """
     if estimator not in ("elbo", "exact") or samples < 1:
         what, remedy = f"estimator {estimator!r} with {samples} samples", "Use elbo or exact, and samples >= 1"

@@ -1,4 +1,7 @@
-"""ROUGE and BLEU of generated texts against references, computed by rouge-score and sacrebleu."""
+"""ROUGE and BLEU of generated texts against references, computed by rouge-score and sacrebleu.
+
+Shapes: N texts, C counts that BLEU sums (n-gram matches and totals by n, and two lengths).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from unmask.errors import ConfigError, DataError, did_you_mean
-from unmask.evaluation.statistics import Interval, cluster_bootstrap, mean_interval
+from unmask.evaluation.statistics import Interval, group_bootstrap, mean_interval
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
@@ -76,7 +79,7 @@ def bleu(texts: Sequence[str], references: Sequence[str], groups: Sequence[str])
         correct, total, (length, reference_length) = sums[:order], sums[order : 2 * order], sums[2 * order :]
         return float(BLEU.compute_bleu(correct, total, int(length), int(reference_length), smooth_method="exp").score) / 100
 
-    return {"bleu": cluster_bootstrap(counts_NC, functools.partial(np.apply_along_axis, corpus_bleu, 1), groups, samples=2_000)}
+    return {"bleu": group_bootstrap(counts_NC, functools.partial(np.apply_along_axis, corpus_bleu, 1), groups, samples=2_000)}
 
 
 METRICS: dict[str, tuple[str, Callable[[Sequence[str], Sequence[str], Sequence[str]], dict[str, Interval]]]] = {

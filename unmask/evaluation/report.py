@@ -1,4 +1,7 @@
-"""A self-contained HTML report of a run: a table of the stages, their curves, a sequence being denoised, the manifest."""
+"""A self-contained HTML report of a run: a table of the verbs, their curves, a sequence being denoised, the manifest.
+
+Shapes: N points of a curve, each a step and a value (2).
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ LOG_SCALE_FROM = 50  # ratio of the largest to the smallest value from which an 
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageResult:
-    """The result of one stage of the pipeline."""
+class VerbResult:
+    """The result of one verb of the pipeline."""
 
     name: str
     description: str = ""
@@ -64,7 +67,7 @@ class Report:
 
     title: str
     subtitle: str = ""
-    stages: Sequence[StageResult]
+    verbs: Sequence[VerbResult]
     comparisons: Sequence[tuple[str, Interval]] = ()  # (description, paired difference as a fraction)
     denoising: Denoising | None = None
     notes: Sequence[str] = ()
@@ -83,10 +86,10 @@ def write_report(report: Report, path: str | Path) -> None:
     html = template.render(
         report=report,
         style=page.joinpath("report.css").read_text(encoding="utf-8"),
-        scales=interval_scales(report.stages),
-        total_seconds=sum(stage.seconds for stage in report.stages),
+        scales=interval_scales(report.verbs),
+        total_seconds=sum(verb.seconds for verb in report.verbs),
         largest_difference=max(differences, default=0.0) or 1.0,
-        charts=draw_charts(report.stages),
+        charts=draw_charts(report.verbs),
         frames=draw_frames(report.denoising) if report.denoising else [],
         chart_box=(CHART_WIDTH, CHART_HEIGHT, PLOT_LEFT, PLOT_RIGHT, PLOT_TOP, PLOT_BOTTOM),
         manifest=json.dumps(report.manifest, indent=2, ensure_ascii=False, default=str),
@@ -113,11 +116,11 @@ def _range(ends: tuple[float, float]) -> str:
     return f"{100 * ends[0]:.0f} to {100 * ends[1]:.0f}%"
 
 
-def interval_scales(stages: Sequence[StageResult]) -> dict[str, tuple[float, float] | None]:
-    """The scale of each metric's interval bars, in tenths, over all stages; None without intervals."""
+def interval_scales(verbs: Sequence[VerbResult]) -> dict[str, tuple[float, float] | None]:
+    """The scale of each metric's interval bars, in tenths, over all verbs; None without intervals."""
     scales: dict[str, tuple[float, float] | None] = {}
-    for name in dict.fromkeys(name for stage in stages for name in stage.metrics):
-        values = [stage.metrics[name] for stage in stages if name in stage.metrics]
+    for name in dict.fromkeys(name for verb in verbs for name in verb.metrics):
+        values = [verb.metrics[name] for verb in verbs if name in verb.metrics]
         intervals = [value for value in values if isinstance(value, Interval)]
         low = math.floor(10 * min((min(max(interval.low, 0.0), 0.95) for interval in intervals), default=0.0))
         high = math.ceil(10 * max((min(interval.high, 1.0) for interval in intervals), default=1.0))
@@ -132,9 +135,9 @@ def _percent(fraction: float) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class _Chart:
-    """One curve of one stage, in SVG units."""
+    """One curve of one verb, in SVG units."""
 
-    stage: str
+    verb: str
     summary: str
     log_scale: bool
     line: str  # points of the polyline: means of neighbouring steps
@@ -143,18 +146,18 @@ class _Chart:
     x_ticks: list[tuple[float, str]]
 
 
-def draw_charts(stages: Sequence[StageResult]) -> dict[str, list[_Chart]]:
-    """Charts by the name of the curve, in the order of the stages. Each has a separate scale, because losses of stages differ."""
+def draw_charts(verbs: Sequence[VerbResult]) -> dict[str, list[_Chart]]:
+    """Charts by the name of the curve, in the order of the verbs. Each has a separate scale, because losses of verbs differ."""
     charts: dict[str, list[_Chart]] = {}
-    for stage in stages:
-        for name, points in stage.curves.items():
+    for verb in verbs:
+        for name, points in verb.curves.items():
             finite = [point for point in points if math.isfinite(point[1])]
             if finite:
-                charts.setdefault(name, []).append(_chart(stage.name, np.asarray(finite, dtype=np.float64)))
+                charts.setdefault(name, []).append(_chart(verb.name, np.asarray(finite, dtype=np.float64)))
     return charts
 
 
-def _chart(stage: str, points_N2: np.ndarray) -> _Chart:
+def _chart(verb: str, points_N2: np.ndarray) -> _Chart:
     bins = np.array_split(points_N2, min(POINTS_DRAWN, len(points_N2)))
     steps, values = np.array([points.mean(axis=0) for points in bins]).T
     window = 1 + 2 * (len(values) // 20)
@@ -176,7 +179,7 @@ def _chart(stage: str, points_N2: np.ndarray) -> _Chart:
 
     ticks = _decades(low, high) if log_scale else _round_numbers(low, high)
     return _Chart(
-        stage=stage,
+        verb=verb,
         summary=_minus(f"{trend[0]:.3g} → {trend[-1]:.3g}"),
         log_scale=log_scale,
         line=polyline(values),

@@ -1,4 +1,7 @@
-"""Confidence intervals for evaluation: a success rate, a mean over clustered rows, a paired difference."""
+"""Confidence intervals for evaluation: a success rate, a mean over rows in groups, a paired difference.
+
+Shapes: N rows, C columns that are summed (2: the values, and ones that count them), G groups, R resamples.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from numpy.typing import ArrayLike
 
 from unmask.errors import DataError
 
-RESAMPLED_AT_ONCE = 2_000_000  # cluster draws held in memory together: 16 MB of indices
+RESAMPLED_AT_ONCE = 2_000_000  # groups drawn at once: 16 MB of indices
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def wilson_interval(successes: int, total: int, confidence: float = 0.95) -> Int
     return Interval(rate, min(max(centre - half, 0.0), rate), max(min(centre + half, 1.0), rate))
 
 
-def cluster_bootstrap_mean(
+def group_bootstrap_mean(
     values: ArrayLike, groups: Sequence[int] | Sequence[str], confidence: float = 0.95, samples: int = 10_000, seed: int = 0
 ) -> Interval:
     """Percentile bootstrap interval of the mean of `values` [N], resampling whole groups.
@@ -71,10 +74,10 @@ def cluster_bootstrap_mean(
     if not (finite := np.isfinite(row_values)).all():
         raise DataError(f"value {int(np.argmin(finite))} to average is not finite", remedy="Drop the row or fix its value")
     values_N2 = np.stack([row_values, np.ones_like(row_values)], axis=1)
-    return cluster_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups, confidence, samples, seed)
+    return group_bootstrap(values_N2, lambda sums_R2: sums_R2[:, 0] / sums_R2[:, 1], groups, confidence, samples, seed)
 
 
-def cluster_bootstrap(
+def group_bootstrap(
     values_NC: np.ndarray,
     statistic: Callable[[np.ndarray], np.ndarray],
     groups: Sequence[int] | Sequence[str],
@@ -82,21 +85,21 @@ def cluster_bootstrap(
     samples: int = 10_000,
     seed: int = 0,
 ) -> Interval:
-    """As `cluster_bootstrap_mean`, for a statistic of the sums over rows: it maps the sums [R, C] of R resamples to values [R]."""
-    names, cluster_of_row = np.unique(np.asarray(groups), return_inverse=True)
-    if cluster_of_row.shape != values_NC.shape[:1]:
-        what = f"{cluster_of_row.size} groups for {len(values_NC)} values"
+    """As `group_bootstrap_mean`, for a statistic of the sums over rows: it maps the sums [R, C] of R resamples to values [R]."""
+    names, group_of_row = np.unique(np.asarray(groups), return_inverse=True)
+    if group_of_row.shape != values_NC.shape[:1]:
+        what = f"{group_of_row.size} groups for {len(values_NC)} values"
         raise DataError(what, remedy="Give one group (a number or a string) per value")
-    value, clusters = float(statistic(values_NC.sum(axis=0, keepdims=True))[0]), len(names)
-    if clusters == 1:
+    value, num_groups = float(statistic(values_NC.sum(axis=0, keepdims=True))[0]), len(names)
+    if num_groups == 1:
         return Interval(value, -math.inf, math.inf)
-    sums_CG = [np.bincount(cluster_of_row, weights=values_N) for values_N in values_NC.T]
+    sums_CG = [np.bincount(group_of_row, weights=values_N) for values_N in values_NC.T]
     rng = np.random.default_rng(seed)
-    chunk = max(1, RESAMPLED_AT_ONCE // clusters)
+    chunk = max(1, RESAMPLED_AT_ONCE // num_groups)
     resampled = []
     for start in range(0, samples, chunk):
-        draws = rng.integers(clusters, size=(min(chunk, samples - start), clusters))
-        resampled.append(statistic(np.stack([sums_G[draws].sum(axis=1) for sums_G in sums_CG], axis=1)))
+        group_RG = rng.integers(num_groups, size=(min(chunk, samples - start), num_groups))
+        resampled.append(statistic(np.stack([sums_G[group_RG].sum(axis=1) for sums_G in sums_CG], axis=1)))
     low, high = np.quantile(np.concatenate(resampled), [0.5 - confidence / 2, 0.5 + confidence / 2])
     return Interval(value, float(low), float(high))
 
@@ -104,16 +107,16 @@ def cluster_bootstrap(
 def mean_interval(values: Sequence[float], groups: Sequence[str]) -> Interval:
     """A mean with its bootstrap interval over groups; Wilson's interval of the groups if all values are 0 or all are 1."""
     if set(values) not in ({0.0}, {1.0}):
-        return cluster_bootstrap_mean(values, groups)
+        return group_bootstrap_mean(values, groups)
     count = len(set(groups))
     return wilson_interval(int(values[0]) * count, count)
 
 
 def paired_difference(before: ArrayLike, after: ArrayLike, groups: Sequence[int] | Sequence[str]) -> Interval:
     """Interval of the mean of `after - before` on the same rows. It is far narrower than a comparison of two intervals. Raises DataError if
-    their shapes differ, or as `cluster_bootstrap_mean`."""
+    their shapes differ, or as `group_bootstrap_mean`."""
     row_before, row_after = np.asarray(before, dtype=np.float64), np.asarray(after, dtype=np.float64)
     if row_before.shape != row_after.shape:
         what = f"{row_before.size} values before and {row_after.size} after"
         raise DataError(what, remedy="Evaluate both on the same rows, in the same order")
-    return cluster_bootstrap_mean(row_after - row_before, groups)
+    return group_bootstrap_mean(row_after - row_before, groups)

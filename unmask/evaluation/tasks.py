@@ -55,8 +55,8 @@ class TaskResult:
         return json.dumps({**summary, "completions": self.completions}, indent=1)
 
 
-def _canvas(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
-    """The sampler; a task with a known answer length sets the canvas length, unless prompts are conversations."""
+def _sampler_for(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None) -> SamplerConfig:
+    """The sampler with the task's answer length as the canvas length, unless prompts are conversations."""
     sampler = sampler or SamplerConfig(batch_size=256)
     if task.max_completion and rows and isinstance(rows[0]["prompt"], str):
         return sampler.model_copy(update={"max_new_tokens": task.max_completion})
@@ -66,7 +66,7 @@ def _canvas(task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfi
 def check_evaluation(lm: DiffusionLM, task: Task, rows: Sequence[Mapping[str, Any]], sampler: SamplerConfig | None = None) -> None:
     """Raise the errors of `evaluate_task` early: a prompt is too long, settings do not fit the model, or programs have no sandbox."""
     task.verify_all([""], rows[:1])
-    make_requests(lm, [row["prompt"] for row in rows], _canvas(task, rows, sampler))
+    make_requests(lm, [row["prompt"] for row in rows], _sampler_for(task, rows, sampler))
 
 
 def check_metrics(task: Task, metrics: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def evaluate_task(
         DataError: no row could be verified.
     """
     check_metrics(task, metrics)
-    texts = generate(lm, [row["prompt"] for row in rows], _canvas(task, rows, sampler)).texts
+    texts = generate(lm, [row["prompt"] for row in rows], _sampler_for(task, rows, sampler)).texts
     verdicts = task.verify_all(texts, rows)
     verified = [index for index, verdict in enumerate(verdicts) if verdict.value is not None]
     if not verified:

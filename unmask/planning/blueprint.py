@@ -66,18 +66,18 @@ class Blueprint:
     def facts(self) -> dict[str, str]:
         """Properties of the model, by name. Raises ModelError for an architecture that cannot take a mask."""
         lm, vocabulary = self._fake_lm
-        network = lm.model
+        model = lm.model
         mask = lm.tokenizer.convert_ids_to_tokens(lm.mask_token_id)
         return {
-            "architecture": type(network).__name__,
-            "parameters": describe_size(network),
+            "architecture": type(model).__name__,
+            "parameters": describe_size(model),
             "vocabulary": f"{vocabulary:,}",
-            "tied embeddings": "yes" if is_tied(network) else "no",
+            "tied embeddings": "yes" if is_tied(model) else "no",
             "context": f"{lm.context_length:,} tokens" if lm.context_length else "-",
             "attention": lm.attention,
             "attention block": str(lm.block_size or "-"),
             "mask token": f"{mask} ({lm.mask_token_id})" + ("" if self.tokenizer.mask_token_id is not None else ", to be added"),
-            "logit shift": "yes: row i - 1 of the network predicts token i" if lm.logit_shift else "no",
+            "logit shift": "yes: the output at position i - 1 predicts token i" if lm.logit_shift else "no",
         }
 
     def changes(self) -> dict[str, str]:
@@ -112,16 +112,16 @@ class Blueprint:
             ConfigError: rows longer than the model's context, or quantised weights without adapters.
         """
         if quantization and lora_rank is None:
-            remedy = "Set --lora-rank to train adapters, or leave it out"
-            raise ConfigError("quantised weights take no gradients", where="--quantization", remedy=remedy)
+            remedy = "Train adapters (LoRA), or leave it out"
+            raise ConfigError("quantised weights take no gradients", where="quantization", remedy=remedy)
         sequence_length = sequence_length or min(DEFAULT_LENGTH, self.context or DEFAULT_LENGTH)
         if self.context is not None and sequence_length > self.context:
             what = f"{sequence_length:,} tokens, but the model's context is {self.context:,}"
-            raise ConfigError(what, where="--sequence-length", remedy=f"Use at most {self.context}")
+            raise ConfigError(what, where="sequence_length", remedy=f"Use at most {self.context}")
         chosen: AttentionName = attention or ("bidirectional" if self.stock else self.settings["attention"])
         return Workload(sequence_length=sequence_length, attention=chosen, copies=copies, lora_rank=lora_rank, quantization=quantization)
 
-    def pattern(self, attention: AttentionName) -> dict[str, Any]:
+    def settings_for(self, attention: AttentionName) -> dict[str, Any]:
         """Attention pattern, block size and logit shift: the saved ones, or those of a conversion to `attention`."""
         if attention == self.settings["attention"]:
             return self.settings
@@ -130,7 +130,7 @@ class Blueprint:
     def network(self, work: Workload) -> Network:
         """The numbers that the formula needs, from forward passes of fake tensors with one and two rows."""
         lm, _ = self._fake_lm  # raises ModelError for an architecture that cannot take a mask
-        one_row, two_rows = (saved_bytes(self.config, self.pattern(work.attention), work, batch) for batch in (1, 2))
+        one_row, two_rows = (saved_bytes(self.config, self.settings_for(work.attention), work, batch) for batch in (1, 2))
         model, text = lm.model, self.config.get_text_config()
         head_width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         return Network(

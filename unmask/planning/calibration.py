@@ -39,7 +39,7 @@ CALIBRATION_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Measured:
-    """The median time of a step, and the peak memory of all its tensors, including parameters and optimiser states."""
+    """The median time of a step, and the peak memory of all its tensors, including parameters and optimizer states."""
 
     seconds: float
     peak_bytes: float
@@ -54,7 +54,7 @@ class Step:
         if work.checkpointing:
             lm.model.activation_checkpointing_enable()
         self.parameters = [weight for weight in lm.model.parameters() if weight.requires_grad]
-        self.optimiser = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)  # as transformers.Trainer's default
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-5, fused=True)  # as transformers.Trainer's default
         vocabulary = lm.config.vocab_size
         generator = torch.Generator().manual_seed(0)
         self.ids_BT = torch.randint(vocabulary, (work.batch, work.sequence_length), generator=generator).to(lm.device)
@@ -84,8 +84,8 @@ class Step:
         self.forward().backward()
         before_update = self._now()
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self.optimiser.step()
-        self.optimiser.zero_grad()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return before_update - started, self._now() - before_update
 
     def _now(self) -> float:
@@ -94,7 +94,7 @@ class Step:
         return time.perf_counter()
 
     def peak_bytes(self) -> float:
-        """Peak memory of all tensors during a step. Call it after the first step, which creates the optimiser states."""
+        """Peak memory of all tensors during a step. Call it after the first step, which creates the optimizer states."""
         if self.lm.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
             self()
@@ -103,7 +103,7 @@ class Step:
             self()
         events: Any = record.profiler
         changes = [event.nbytes() for event in events.kineto_results.events() if event.name() == "[memory]"]
-        states = [value for state in self.optimiser.state.values() for value in state.values() if isinstance(value, Tensor)]
+        states = [value for state in self.optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
         persistent = sum(tensor.nbytes for tensor in (*self.lm.model.parameters(), *states))
         return persistent + max(itertools.accumulate(changes), default=0)
 
@@ -172,5 +172,5 @@ def build_model(blueprint: Blueprint, work: Workload, device: str = "cpu", *, la
                 setattr(text, name, (value * layers)[:layers])
         text.num_hidden_layers = layers
     model = architecture(config, WEIGHTS[work.precision]).to(device)
-    lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.pattern(work.attention))
+    lm = make_diffusion(model, copy.deepcopy(blueprint.tokenizer), **blueprint.settings_for(work.attention))
     return with_adapters(lm, LoraSettings(r=work.lora_rank).to_peft()) if work.lora_rank else lm

@@ -14,7 +14,7 @@ from unmask.models.hooks.head import LOGITS_AT_ONCE
 from unmask.models.load import Quantization
 
 Precision = Literal["float32", "mixed", "bfloat16"]
-Optimiser = Literal["adamw", "adamw_8bit"]
+Optimizer = Literal["adamw", "adamw_8bit"]
 
 # Constants of the implementation. Measure them again when the attention function or the output head changes.
 HIDDEN_FRACTION = 0.5  # fraction of the tokens predicted in a noised row; a causal row predicts all
@@ -82,13 +82,13 @@ class Workload:
     copies: int = 1  # noised copies of a sequence: 2 for complementary masks
     precision: Precision = "float32"  # mixed: float32 weights, matrix products in bfloat16; bfloat16: weights and states too
     checkpointing: bool = False  # save only each layer's input, and recompute the rest
-    optimiser: Optimiser = "adamw"
+    optimizer: Optimizer = "adamw"
     lora_rank: int | None = None  # train adapters of this rank; None: train the weights
     quantization: Quantization | None = None  # of the frozen weights of linear layers (QLoRA)
     shards: int = 1  # devices over which parameters, gradients and states are spread (ZeRO-3, FSDP)
     split: int = 1  # devices over which the layers of one model are spread (device_map); they work one after another
-    offload: bool = False  # keep gradients and optimiser states in host memory
-    host_optimiser: bool = False  # keep optimiser states, float32 weights and gradients in host memory, and update them there
+    offload: bool = False  # keep gradients and optimizer states in host memory
+    host_optimizer: bool = False  # keep optimizer states, float32 weights and gradients in host memory, and update them there
     accumulate: bool = False  # gradients of earlier micro-batches occupy memory during the forward pass
     teacher: bool = False  # every device also holds a frozen copy of the model, which reads the clean tokens
     reference: bool = False  # every device also holds a frozen copy of the model; `forward_only_passes` includes its passes
@@ -139,7 +139,7 @@ class Memory:
 
     parameters: float
     gradients: float
-    optimiser: float
+    optimizer: float
     activations: float
     logits: float
     workspace: float
@@ -172,11 +172,11 @@ def peak_memory(network: Network, work: Workload) -> Memory:
     if work.split > 1:  # each device has its own workspace, and may end half a layer early
         workspace += (work.split - 1) * (logits + workspace + (parameters + gradients + state + activations) / network.layers)
     workspace += gathered
-    return Memory(parameters=parameters, gradients=gradients, optimiser=state, activations=activations, logits=logits, workspace=workspace)
+    return Memory(parameters=parameters, gradients=gradients, optimizer=state, activations=activations, logits=logits, workspace=workspace)
 
 
 def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
-    """Bytes of parameters, gradients and optimiser states on each device."""
+    """Bytes of parameters, gradients and optimizer states on each device."""
     width = WEIGHT_BYTES[work.precision]
     stored = float(network.parameters * width)
     trained, trained_width = network.parameters, width
@@ -185,22 +185,22 @@ def _weights(network: Network, work: Workload) -> tuple[float, float, float]:
         stored += trained * trained_width
         if work.quantization:
             stored -= network.linear_weights * (width - QUANTISED_WEIGHT[work.quantization])
-    state = 2 * trained * (EIGHT_BIT_STATE if work.optimiser == "adamw_8bit" else trained_width)
+    state = 2 * trained * (EIGHT_BIT_STATE if work.optimizer == "adamw_8bit" else trained_width)
     frozen_copy = network.parameters * width if work.teacher or work.reference else 0.0
-    if work.offload or work.host_optimiser:
+    if work.offload or work.host_optimizer:
         state = 0.0
     return stored / work.shards + frozen_copy, trained * trained_width / work.shards, state / work.shards
 
 
 def host_bytes(network: Network, work: Workload) -> float:
-    """Bytes in host memory with a host optimiser: float32 weights, gradients and two states of every trained parameter."""
-    return 16.0 * trained_parameters(network, work) if work.host_optimiser else 0.0
+    """Bytes in host memory with a host optimizer: float32 weights, gradients and two states of every trained parameter."""
+    return 16.0 * trained_parameters(network, work) if work.host_optimizer else 0.0
 
 
 def host_seconds(network: Network, work: Workload) -> float:
     """Seconds of an update in host memory: gradients and weights cross the link; weights and states are read and written there."""
     _, gradients, _ = _weights(network, work)
-    return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimiser else 0.0
+    return 2 * gradients / HOST_LINK + 28.0 * trained_parameters(network, work) / HOST_BANDWIDTH if work.host_optimizer else 0.0
 
 
 def trained_parameters(network: Network, work: Workload) -> int:

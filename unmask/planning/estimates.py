@@ -23,7 +23,7 @@ class StepEstimate:
     limit: float  # bytes that may be used on each device
     seconds: float | None  # of a step for the batches of all devices; None if the throughput of a device is unknown
     devices: int  # data-parallel ones; 1 for a split model
-    host: float = 0.0  # bytes of the optimiser in host memory
+    host: float = 0.0  # bytes in host memory, with `Workload.host_optimizer`
     advice: str = ""  # the change that would make it fit; empty if it fits
 
     @property
@@ -45,10 +45,10 @@ class StepEstimate:
         switches = {
             work.precision: True,
             "checkpointing": work.checkpointing,
-            "8-bit AdamW": work.optimiser == "adamw_8bit",
+            "8-bit AdamW": work.optimizer == "adamw_8bit",
             f"{work.shards} shards": work.shards > 1,
             f"split over {work.split}": work.split > 1,
-            f"{self.host / 1e9:.3g} GB in host memory": work.host_optimiser,
+            f"{self.host / 1e9:.3g} GB in host memory": work.host_optimizer,
         }
         return {
             "hardware": name,
@@ -61,8 +61,11 @@ class StepEstimate:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, in JSON types."""
-        return dataclasses.asdict(self) | {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
+        """All values, in JSON types. The keys keep the spelling `optimiser`."""
+        values = dataclasses.asdict(self)
+        for part in ("workload", "memory"):
+            values[part] = {name.replace("optimizer", "optimiser"): value for name, value in values[part].items()}
+        return values | {"fits": self.fits, "peak": self.peak, "tokens_per_second": self.tokens_per_second}
 
 
 def device_limit(device: DeviceConfig, max_memory_gb: float | None) -> float:
@@ -132,14 +135,14 @@ def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wo
         work = dataclasses.replace(work, checkpointing=True)
         switches.append("checkpointing")
         yield " and ".join(switches), work
-    if work.optimiser == "adamw" and whole:
-        work = dataclasses.replace(work, optimiser="adamw_8bit")
+    if work.optimizer == "adamw" and whole:
+        work = dataclasses.replace(work, optimizer="adamw_8bit")
         switches.append("8-bit AdamW")
         yield " and ".join(switches), work
     if work.precision != "bfloat16" and work.lora_rank is None and whole:
         yield "the recipe bfloat16", dataclasses.replace(work, precision="bfloat16")
-    if not hardware.is_cpu and work.lora_rank is None and not work.host_optimiser and whole:
-        yield "the recipe offload", dataclasses.replace(work, precision="bfloat16", host_optimiser=True)
+    if not hardware.is_cpu and work.lora_rank is None and not work.host_optimizer and whole:
+        yield "the recipe offload", dataclasses.replace(work, precision="bfloat16", host_optimizer=True)
     if work.lora_rank is None and whole:
         yield f"LoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank)
         yield f"LoRA of rank {rank} and model.dtype bfloat16", dataclasses.replace(work, lora_rank=rank, precision="bfloat16")
@@ -147,7 +150,7 @@ def _changes(work: Workload, hardware: HardwareConfig) -> Iterator[tuple[str, Wo
         if work.quantization != "4bit" and whole:
             yield f"QLoRA of rank {rank}", dataclasses.replace(work, lora_rank=rank, quantization="4bit", precision="bfloat16")
         if work.lora_rank is None and work.split == 1:
-            work = dataclasses.replace(work, optimiser="adamw")
+            work = dataclasses.replace(work, optimizer="adamw")
             for shards in (2, 4, 8, 16, 32, 64):
                 if shards > work.shards:
                     yield f"ZeRO-3 or FSDP over {shards} such devices", dataclasses.replace(work, shards=shards)

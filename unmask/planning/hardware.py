@@ -22,14 +22,14 @@ CPU = "cpu"
 MEASURED_ROWS = 4  # unless --batch-size is set
 
 
-def preset_names() -> list[str]:
+def hardware_recipe_names() -> list[str]:
     """The hardware recipes, the CPU first."""
     return sorted((path.stem for path in (RECIPES / "hardware").glob("*.yaml")), key=lambda name: (name != CPU, name))
 
 
 @dataclasses.dataclass(frozen=True)
-class Preset:
-    """A machine, and how its recipe trains on it."""
+class HardwareRecipe:
+    """A machine and the settings that its recipe trains with."""
 
     name: str  # of the recipe
     hardware: HardwareConfig  # its devices, with the memory of each
@@ -38,18 +38,18 @@ class Preset:
     device_map: str | None = None  # how the layers of one model are spread over the devices; None: each device has all layers
 
     @classmethod
-    def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> Preset:
+    def read(cls, name: str, max_memory_gb: float | None = None, dtype: str | None = None, device_map: str | None = None) -> HardwareRecipe:
         """Read a hardware recipe; `max_memory_gb` and `dtype` override the recipe's, and `device_map` splits one model over its devices.
         Raises ConfigError if there is no such recipe."""
-        if name not in preset_names():
-            raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, preset_names()))
+        if name not in hardware_recipe_names():
+            raise ConfigError(f"there is no hardware {name!r}", where="--hardware", remedy=did_you_mean(name, hardware_recipe_names()))
         values = read_layers(recipes=[name]).merged()
         hardware = HardwareConfig(**values["hardware"])
         hardware = hardware.model_copy(update={"max_memory_gb": max_memory_gb or hardware.max_memory_gb})
         return cls._of(name, hardware, values["training"], dtype or values["model"]["dtype"], device_map)
 
     @classmethod
-    def of(cls, config: RunConfig) -> Preset:
+    def of(cls, config: RunConfig) -> HardwareRecipe:
         """The machine and the switches of a run; without a `hardware` section, this computer."""
         hardware = config.hardware or cls.read(CPU).hardware
         training = dict(config.training)
@@ -58,7 +58,7 @@ class Preset:
         return cls._of(hardware.name, hardware, training, config.model.dtype, config.model.device_map)
 
     @classmethod
-    def _of(cls, name: str, hardware: HardwareConfig, training: Mapping[str, Any], dtype: str, device_map: str | None) -> Preset:
+    def _of(cls, name: str, hardware: HardwareConfig, training: Mapping[str, Any], dtype: str, device_map: str | None) -> HardwareRecipe:
         if dtype == "float64":
             remedy = "Use float32, bfloat16 or float16"
             raise ConfigError("float64 weights cannot be estimated", where="--dtype, model.dtype", remedy=remedy)
@@ -77,17 +77,17 @@ class Preset:
             work,
             precision=precision,
             checkpointing=self.training.get("activation_checkpointing", fsdp.get("activation_checkpointing", False)),
-            optimiser="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
+            optimizer="adamw_8bit" if "8bit" in self.training.get("optim", "") else "adamw",
             shards=1 if whole else self.hardware.count,
             split=self.hardware.count if self.device_map and whole and not self.hardware.is_cpu else 1,
             offload=bool(fsdp.get("cpu_offload")),
-            host_optimiser=bool(self.training.get("optimizer_offload")),
+            host_optimizer=bool(self.training.get("optimizer_offload")),
             accumulate=self.training.get("gradient_accumulation_steps", 1) > 1,
         )
 
     @property
     def device(self) -> str | None:
-        """Torch's name of the preset's device if there is a single one and this machine has it, else None."""
+        """Torch's name of the recipe's device if there is a single one and this machine has it, else None."""
         if self.hardware.is_cpu:
             return "cpu"
         if self.hardware.count > 1 or not torch.cuda.is_available():
@@ -102,7 +102,7 @@ def host_memory_gb() -> float:
 
 
 class StepEstimator:
-    """Estimates the training step of one model on several machines, whose presets set precision, checkpointing, optimiser and shards."""
+    """Estimates the training step of one model on several machines, whose recipes set precision, checkpointing, optimizer and shards."""
 
     def __init__(self, blueprint: Blueprint, work: Workload):
         self.blueprint, self.work = blueprint, work
@@ -113,15 +113,15 @@ class StepEstimator:
 
         self.network = network
 
-    def estimate(self, preset: Preset, batch: int | None = None) -> StepEstimate:
-        """The estimate for a preset; `batch` None: the largest that fits. On the CPU this times steps for some seconds."""
-        estimate = estimate_step(self.network, preset.workload(self.work), preset.hardware, batch=batch)
-        if not preset.hardware.is_cpu or not estimate.fits:
+    def estimate(self, recipe: HardwareRecipe, batch: int | None = None) -> StepEstimate:
+        """The estimate for a hardware recipe; `batch` None: the largest that fits. On the CPU this times steps for some seconds."""
+        estimate = estimate_step(self.network, recipe.workload(self.work), recipe.hardware, batch=batch)
+        if not recipe.hardware.is_cpu or not estimate.fits:
             return estimate
         work = estimate.workload
         return dataclasses.replace(estimate, seconds=calibrate(self.blueprint, self.network(work.precision), work))
 
-    def compare(self, preset: Preset, batch: int) -> dict[str, float]:
+    def compare(self, recipe: HardwareRecipe, batch: int) -> dict[str, float]:
         """Predict a step of this batch, then run such steps here (with AdamW in the precision of the weights).
 
         Raises:
@@ -130,10 +130,10 @@ class StepEstimator:
         if self.work.quantization:
             what = "steps on quantised weights are not measured"
             raise ConfigError(what, where="--measure, --quantization", remedy="Leave one of the two out")
-        if (device := preset.device) is None:
+        if (device := recipe.device) is None:
             remedy = "Leave out --measure, or run it there"
-            raise ConfigError("this machine has no such device", where=f"--hardware {preset.name}", remedy=remedy)
-        plain = dataclasses.replace(preset, training={**preset.training, "optim": "adamw_torch_fused"})
+            raise ConfigError("this machine has no such device", where=f"--hardware {recipe.name}", remedy=remedy)
+        plain = dataclasses.replace(recipe, training={**recipe.training, "optim": "adamw_torch_fused"})
         estimate = self.estimate(plain, batch)
         if not estimate.fits or estimate.seconds is None:
             raise ConfigError("the step does not fit", where="--measure", remedy=f"Use {estimate.advice}")

@@ -118,7 +118,7 @@ class DPOConfig(PairConfig):
         work = super().workload(blueprint, run)
         assert work is not None
         pattern: Any = work  # `passes` reads only the attention of a model
-        block = blueprint.pattern("block_causal")["block_size"] if work.attention == "block_causal" else None
+        block = blueprint.settings_for("block_causal")["block_size"] if work.attention == "block_causal" else None
         if work.attention == "causal":
             views = 1
         elif block and (self.bound == "exact" or (self.bound is None and block <= MAX_EXACT_BLOCK)):

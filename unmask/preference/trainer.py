@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from unmask.config.run import SamplerConfig
 from unmask.data.formats import UNPAIRED
@@ -34,7 +34,7 @@ from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatch
 from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
 from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
-from unmask.training.config import TrainingConfig, canvas, total_steps
+from unmask.training.config import TrainingConfig, canvas_length, total_steps
 from unmask.training.distributed import failing_together
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
@@ -81,6 +81,7 @@ class DPOTrainer(DiffusionTrainer):
 
     train_dataset: Any
     eval_dataset: Any
+    per_view: PerViewBackward
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class DPOTrainer(DiffusionTrainer):
             self.eval_dataset = self.eval_dataset and self.eval_dataset[:rehearsed]
         disable_dropout(self.lm.model)
         self.sampler = sampler or SamplerConfig()
-        if (length := canvas(self.lm, args)) is not None:
+        if (length := canvas_length(self.lm, args)) is not None:
             self.sampler = self.sampler.model_copy(update={"max_new_tokens": length})
         if self.judge is not None:
             check_prompts(self.lm, self.eval_dataset, self.sampler)
@@ -135,7 +136,7 @@ class DPOTrainer(DiffusionTrainer):
     def planned_steps(self, args: TrainingConfig) -> int:
         return total_steps(args, range(self.rows_given))
 
-    def planned_seconds(self, args: DPOConfig) -> float:
+    def setup_seconds(self, args: DPOConfig) -> float:
         """The time to compute the reference table of all rows."""
         rows = range(self.rows_given)
         return self.scoring_seconds * len(rows) / len(self.train_dataset) * args.num_plans(rows, exact=self.exact)
@@ -206,10 +207,6 @@ class DPOTrainer(DiffusionTrainer):
 
     def micro_loss(self, lm: DiffusionLM, batch: Any) -> Tensor:
         return self.loss_on(batch, self.per_view.log_probs(lm, batch))
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        loss = self.per_view.step(model, inputs, num_items_in_batch)
-        return super().training_step(model, inputs, num_items_in_batch) if loss is None else self.record_loss(loss)
 
     def loss_on(self, batch: PreferenceBatch, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
         log_prob_N = self.log_likelihoods(batch, log_prob_BMT)
@@ -285,7 +282,7 @@ class DPOTrainer(DiffusionTrainer):
     def with_reference(self, rows: Batch) -> PreferenceBatch:
         """Rows with the views of this epoch, and the reference's log-probabilities on them."""
         draw = self.draw(rows)
-        return self._with_reference(rows, draw, "eval" if self.means.evaluating else "train", draw.iteration)
+        return self._with_reference(rows, draw, "eval" if self.evaluating else "train", draw.iteration)
 
     def _with_reference(self, rows: Batch, draw: Draw, table: str, number: int) -> PreferenceBatch:
         """Rows with their views, and the reference's log-probabilities on them (0 for a loss without a reference).
@@ -345,7 +342,7 @@ class DPOTrainer(DiffusionTrainer):
         rows = [item[key] for item in items for key in ("response", "mismatched")] if args.loss_type == "kto" else items
         settings = {"samples": args.samples, "complementary": args.complementary, "exact": self.exact, "seed": args.seed}
         settings |= {"first_plan": draws.start, "bf16": args.bf16, "fp16": args.fp16}
-        path, hashes = Path(args.output_dir) / f"{name}_{REFERENCE_FILE}", {**hashes, **data_hashes(rows, settings)}
+        path, hashes = args.output_folder / f"{name}_{REFERENCE_FILE}", {**hashes, **data_hashes(rows, settings)}
 
         def log_probs_of(rows: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
             collated = self._on_device(Collator(0)(rows))

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import torch
@@ -112,7 +111,7 @@ class RolloutCollector:
         args = self.args
         self.history = PromptHistory(len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum)
         self.backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
-        self.log = Samples(Path(str(args.output_dir)), every=args.log_completions_steps, rows=args.log_completions_rows)
+        self.log = Samples(args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows)
         self._reused, self._read = 0.0, 0
 
     def collect(self, rows: list[PromptRow], step: int) -> Judged:

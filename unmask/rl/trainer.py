@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
@@ -58,6 +58,7 @@ class GRPOTrainer(DiffusionTrainer):
     """
 
     args: GRPOConfig
+    per_view: PerViewBackward
 
     def __init__(
         self,
@@ -123,10 +124,6 @@ class GRPOTrainer(DiffusionTrainer):
 
     def micro_loss(self, lm: DiffusionLM, batch: Any) -> Tensor:
         return self.loss_on(batch, self.per_view.log_probs(lm, batch))
-
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        loss = self.per_view.step(model, inputs, num_items_in_batch)
-        return super().training_step(model, inputs, num_items_in_batch) if loss is None else self.record_loss(loss)
 
     def views_of(self, batch: Update) -> Views:
         return batch.views
@@ -258,7 +255,7 @@ class GRPOTrainer(DiffusionTrainer):
             self.collector.history.seen = seen  # the interrupted rollout is repeated
             self.means.load(sums)
             step = self.state.global_step
-            exists = (Path(str(self.args.output_dir)) / f"checkpoint-{step}").exists()
+            exists = (self.args.output_folder / f"checkpoint-{step}").exists()
             if self.is_in_train and step and not any(gather_object([exists])):  # gathered before any process creates it
                 self._save_checkpoint(self.model, None)
                 self.accelerator.wait_for_everyone()  # the first process to exit ends the others while they write

@@ -50,19 +50,19 @@ def last_checkpoint(folder: Path) -> Path | None:
     return complete
 
 
-def checked_checkpoint(folder: Path, named: str | Literal[True], *, wrapped: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:
         named: a path, as in `named_checkpoint`; True: the last complete checkpoint in the output folder, if there is one.
-        wrapped: whether FSDP or DeepSpeed wrote it; its files are then not checked.
+        in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format, which are not checked.
         adapters: whether the run trains adapters.
 
     Raises:
         TrainingError: it is missing or incomplete, or only one of the run and the checkpoint has adapters.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
-    if checkpoint is not None and not wrapped:
+    if checkpoint is not None and not in_shards:
         check_whole(checkpoint)
         check_adapters(checkpoint, adapters=adapters)
     return checkpoint
@@ -78,7 +78,7 @@ def named_checkpoint(path: Path) -> Path:
 
 
 def named_stage(path: Path) -> tuple[int, Path]:
-    """The stage number and checkpoint at a path of a conversion: a checkpoint, a stage, or its folder. Errors as of `named_checkpoint`."""
+    """The stage number and checkpoint at a path of a conversion: a checkpoint, a stage, or its folder. Raises as `named_checkpoint`."""
     stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
     whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
     checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
@@ -107,7 +107,7 @@ def steps_done(checkpoint: Path) -> int | None:
 
 
 def check_whole(checkpoint: Path) -> None:
-    """Raise TrainingError unless an unsharded checkpoint has all files that a run resumes from, and they are complete."""
+    """Raise TrainingError unless a checkpoint of transformers has all files that a run resumes from, and they are complete."""
     if steps_done(checkpoint) is None:
         raise TrainingError("is missing or incomplete", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
     check_weights(checkpoint)

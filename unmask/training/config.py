@@ -1,4 +1,4 @@
-"""The settings that all stages share, and the sizes that follow from them."""
+"""The settings that all verbs share, and the sizes that follow from them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sized
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,9 +36,9 @@ class Conflict(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A part of a run with separate settings: a stage of a conversion, or the whole of another run."""
+    """A part of a run with separate settings: a stage of a conversion, or the whole of any other run."""
 
-    share: float = 1.0  # of the optimizer steps
+    fraction: float = 1.0  # of the optimizer steps
     rate: float = 1.0  # factor of the learning rate
     described: Mapping[str, str] = MappingProxyType({})  # its settings, by column of a table
 
@@ -47,7 +48,7 @@ METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric o
 
 @dataclass(kw_only=True)
 class TrainingConfig(TrainingArguments):
-    """The settings of all stages, beyond `transformers.TrainingArguments`, whose fields are all accepted."""
+    """The settings of all verbs, in addition to those of `transformers.TrainingArguments`, which are all accepted."""
 
     output_dir: str | None = field(default=None, metadata={"help": "The folder of checkpoints and the trained model."})
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
@@ -69,7 +70,10 @@ class TrainingConfig(TrainingArguments):
     )
     max_length: int = field(default=512, metadata={"help": "Maximum tokens in a training row."})
     score_chunk: int | None = field(
-        default=None, metadata={"help": "Noised rows per forward pass; unset: a micro-batch (dpo, grpo: as many as it has rows)."}
+        default=None,
+        metadata={
+            "help": "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows)."
+        },
     )
     data_source: str | None = field(default=None, metadata={"help": "The name of the training data in the model card."})
     log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory)."})
@@ -90,11 +94,11 @@ class TrainingConfig(TrainingArguments):
         args.remove_unused_columns = False
         args.dataloader_pin_memory &= torch.cuda.is_available() and not args.use_cpu  # otherwise it warns
         if args.accelerator_config is None:
-            # From pinned memory batches are copied while the GPU computes. Each rank reads a stream itself: batches differ in width.
+            # Pinned batches are copied while the GPU computes. Batches differ in width, so each rank reads the stream itself.
             args.accelerator_config = {"non_blocking": args.dataloader_pin_memory, "dispatch_batches": False}
         args.logging_nan_inf_filter = False  # a NaN is an error, not a gap in a curve
         args.label_names = []
-        self._use_what_works()
+        self._drop_unsupported_precision()
         if args.deepspeed:
             args.deepspeed = deepspeed_config(args.deepspeed)
         args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers warns unless it is set
@@ -104,7 +108,7 @@ class TrainingConfig(TrainingArguments):
             raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
             if (value := getattr(args, name)) is not None and value < 1:
-                raise ConfigError(f"{value} is refused", where=name, remedy="Use 1 or more")
+                raise ConfigError(f"{value} is below 1", where=name, remedy="Use 1 or more")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
                 raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
@@ -115,7 +119,7 @@ class TrainingConfig(TrainingArguments):
         check_optimizer(args)
         check_offload(args)
 
-    # The interface of a stage for the command line.
+    # What the command line needs to know of a verb.
 
     @classmethod
     def data_defaults(cls, data: DataConfig, task: str | None) -> dict[str, Any]:
@@ -148,7 +152,7 @@ class TrainingConfig(TrainingArguments):
         return None
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
-        """Settings of the stage and the run that exclude each other."""
+        """Settings of the verb and the run that exclude each other."""
         model, one = run.model, "Leave one of the two out"
         what = "only pretrain takes a model without training"
         yield Conflict("model.from_scratch", model.from_scratch and not self.from_scratch, what, "Pre-train it first")
@@ -172,6 +176,11 @@ class TrainingConfig(TrainingArguments):
         return run.model.attention
 
     @property
+    def output_folder(self) -> Path:
+        """`output_dir` as a path."""
+        return Path(str(self.output_dir))
+
+    @property
     def noised_copies(self) -> int:
         """Views of each row in a step."""
         return 1
@@ -185,14 +194,14 @@ class TrainingConfig(TrainingArguments):
                 raise ConfigError("both are on", where="bf16, fp16", remedy="Set one of them to False")
             args.bf16 &= not args.fp16
             self._chooses_bf16 = False
-            self._use_what_works()
+            self._drop_unsupported_precision()
             args.mixed_precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
         elif self._chooses_bf16:
             args.bf16 = in_float32
             args.mixed_precision = "bf16" if args.bf16 else "no"
         self._precision = args.bf16, args.fp16
 
-    def _use_what_works(self) -> None:
+    def _drop_unsupported_precision(self) -> None:
         """Turn off, with a warning, mixed precision that this machine cannot train in."""
         args: Any = self
         if (args.bf16 or args.fp16) and not amp_supported(args.bf16):
@@ -213,8 +222,8 @@ def row_length(lm: DiffusionLM, args: TrainingConfig) -> int:
     return min(args.max_length, lm.context_length or args.max_length)
 
 
-def canvas(lm: DiffusionLM, args: Any) -> int | None:
-    """`canvas_length`; a causal model has no canvas to fill."""
+def canvas_length(lm: DiffusionLM, args: Any) -> int | None:
+    """The setting `canvas_length`; None for a causal model, which has no canvas to fill."""
     return None if lm.autoregressive else args.canvas_length
 
 

@@ -67,7 +67,7 @@ def check_settings(args: Any, is_set: Callable[[Field[Any]], bool] | None = None
         for number in value if isinstance(value, list) else [value]:
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
-                raise ConfigError(f"{number} is refused", where=name, remedy=f"Use {' and '.join(bounds) or 'a number'}")
+                raise ConfigError(f"{number} is out of range", where=name, remedy=f"Use {' and '.join(bounds) or 'a finite number'}")
         for needed in each.metadata["needs"] if (is_set(each) if is_set else changed(args, each)) else ():
             other, _, wanted = needed.partition("=")
             there = getattr(args, other)

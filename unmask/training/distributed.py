@@ -40,9 +40,9 @@ def lockstep(lm: DiffusionLM, device: torch.device) -> Iterator[None]:
                     lm.logits(any_11, hidden_BT=torch.zeros_like(any_11, dtype=torch.bool))
 
 
-def visits(batch: Mapping[str, Any], micro_batch: int, args: TrainingArguments) -> torch.Tensor:
-    """The number of rows visited before each row [B] of this process's batch, which is this `micro_batch` of the run. It does not depend
-    on how a step is split into micro-batches."""
+def rows_before(batch: Mapping[str, Any], micro_batch: int, args: TrainingArguments) -> torch.Tensor:
+    """The number of rows that the run trained on before each row [B] of this process's batch, which is micro-batch number `micro_batch` of
+    the run. It does not depend on how a step is split into micro-batches."""
     first = (micro_batch * args.world_size + args.process_index) * args.train_batch_size
     return first + torch.arange(len(batch["sample_id"]), device=batch["sample_id"].device)
 

@@ -50,7 +50,7 @@ def naming_full_memory(hardware: HardwareConfig | None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         bounded = hardware is not None and hardware.max_memory_gb is not None
-        remedy = "Use a smaller batch or activation_checkpointing; --dry-run plans a step, and says what makes it fit"
+        remedy = "Use a smaller batch or activation_checkpointing; --dry-run estimates a step, and says what makes it fit"
         where = "hardware.max_memory_gb" if bounded else "training"
         raise TrainingError(f"the device's memory is full ({first_line(error)})", where=where, remedy=remedy) from error
 
@@ -71,7 +71,7 @@ def set_backends(args: Any) -> None:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """The facts of a model that the checks read: of one in memory, or by the settings of one to be loaded."""
+    """What the checks need to know of a model, which may not be loaded yet."""
 
     attention: str
     dtype: torch.dtype  # of the weights
@@ -97,18 +97,19 @@ def refuse_unsupported(lm: DiffusionLM, args: Any, *, adapters: bool, trainer_ar
     check_hardware_settings(args, TrainedModel(lm.attention, lm.weight_dtype, adapters, quantised(lm), is_split(lm)))
 
 
-def check_hardware_settings(args: Any, subject: TrainedModel) -> None:
-    """Raise ConfigError for settings without effect on this model, or with a wrong one. Its `where` joins the keys of both by " and "."""
-    if subject.quantised and not subject.adapters:
+def check_hardware_settings(args: Any, model: TrainedModel) -> None:
+    """Raise ConfigError for settings that this model ignores or does not support. If two settings conflict, `where` names both, joined by
+    " and "."""
+    if model.quantised and not model.adapters:
         remedy = "Train adapters (lora), or load it without quantization"
         raise ConfigError("quantised weights take no gradients", where="model.quantization and lora", remedy=remedy)
-    check_split(args, subject)
-    check_sharding(args, adapters=subject.adapters)
-    check_flash_attention(args, subject)
-    check_rounding(args, subject)
+    check_split(args, model)
+    check_sharding(args, adapters=model.adapters)
+    check_flash_attention(args, model)
+    check_rounding(args, model)
 
 
-def check_rounding(args: Any, subject: TrainedModel) -> None:
+def check_rounding(args: Any, model: TrainedModel) -> None:
     """Raise ConfigError for stochastic rounding by an optimizer without it, or of weights that are not in bfloat16."""
     if STOCHASTIC_ROUNDING not in (args.optim_args or ""):
         return
@@ -116,23 +117,23 @@ def check_rounding(args: Any, subject: TrainedModel) -> None:
     if name not in OF_TORCHAO:
         what = f"{name} does not support {STOCHASTIC_ROUNDING}"
         raise ConfigError(what, where="optim_args and optim", remedy=f"Use optim {' or '.join(OF_TORCHAO)}")
-    if subject.adapters or subject.dtype != torch.bfloat16:
-        other, remedy = ("lora", "lora") if subject.adapters else ("model.dtype", "set model.dtype to bfloat16")
+    if model.adapters or model.dtype != torch.bfloat16:
+        other, remedy = ("lora", "lora") if model.adapters else ("model.dtype", "set model.dtype to bfloat16")
         what = f"{STOCHASTIC_ROUNDING}, but no trained weight is in bfloat16"
         raise ConfigError(what, where=f"optim_args and {other}", remedy=f"Leave optim_args out, or {remedy}")
 
 
-def check_flash_attention(args: Any, subject: TrainedModel) -> None:
+def check_flash_attention(args: Any, model: TrainedModel) -> None:
     """Raise ConfigError for FlashAttention 2 without a GPU that it runs on, in 32 bits, or with attention by blocks."""
     if not args.flash_attention:
         return
     if args.use_cpu or not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
         where = "flash_attention and use_cpu" if args.use_cpu else "flash_attention"
         raise ConfigError("there is no GPU that it runs on (Ampere or later)", where=where, remedy="Leave flash_attention out")
-    if not (args.bf16 or args.fp16 or subject.dtype in (torch.bfloat16, torch.float16)):
+    if not (args.bf16 or args.fp16 or model.dtype in (torch.bfloat16, torch.float16)):
         remedy = "Set bf16, or leave flash_attention out"
         raise ConfigError("it computes in 16 bits only", where="flash_attention and model.dtype", remedy=remedy)
-    if subject.attention == "block_causal":
+    if model.attention == "block_causal":
         remedy = "Leave flash_attention out: FlexAttention, which supports blocks, is used automatically"
         raise ConfigError("it does not support block-causal attention", where="flash_attention and model.attention", remedy=remedy)
 
@@ -148,10 +149,10 @@ def is_split(lm: DiffusionLM) -> bool:
     return len(set((getattr(lm.model, "hf_device_map", None) or {}).values())) > 1
 
 
-def check_split(args: Any, subject: TrainedModel) -> None:
+def check_split(args: Any, model: TrainedModel) -> None:
     """Raise ConfigError for several GPUs in one process, to which transformers would copy the model; or, for a model split over devices,
     for what a split model does not support. FlashAttention reads the documents, and rollouts the cache, on one device only."""
-    if not subject.split:
+    if not model.split:
         if args.n_gpu > 1:
             raise ConfigError(f"{args.n_gpu} GPUs in one process", where="device", remedy="Start it with accelerate launch or torchrun")
         return

@@ -32,16 +32,16 @@ def take_allocated_peak(device: torch.device) -> int:
 def memory_metrics(device: torch.device) -> dict[str, float]:
     """The memory metrics of this process for a log line: `memory_gb`, the peak on the training device in 10^9 bytes, which is the memory
     that torch's allocator reserved on a GPU, or the resident memory of the process on a CPU. On a GPU also `memory/allocated_gb`, the
-    peak of tensors, and `memory/share`, the fraction of the GPU that `memory_gb` is, with one warning above 90%."""
+    peak of tensors, and `memory/share`, `memory_gb` as a fraction of the GPU's memory. Warns once above 90%."""
     if device.type != "cuda":
         return {"memory_gb": peak_memory_bytes() / 1e9}
     allocated, reserved = gpu_peaks(device)
-    share = reserved / torch.cuda.get_device_properties(device).total_memory
-    if share > FULL and device not in _warned:
+    fraction = reserved / torch.cuda.get_device_properties(device).total_memory
+    if fraction > FULL and device not in _warned:
         _warned.add(device)
         remedy = "Smaller micro-batches, activation checkpointing or a shorter max_length leave more room"
-        warnings.warn(f"training takes {share:.0%} of the memory of {device}. {remedy}", RuntimeWarning, stacklevel=2)
-    return {"memory_gb": reserved / 1e9, "memory/allocated_gb": allocated / 1e9, "memory/share": share}
+        warnings.warn(f"training takes {fraction:.0%} of the memory of {device}. {remedy}", RuntimeWarning, stacklevel=2)
+    return {"memory_gb": reserved / 1e9, "memory/allocated_gb": allocated / 1e9, "memory/share": fraction}
 
 
 _peak_taken = 0  # bytes; the largest peak before `take_peak_memory` reset the kernel's counter

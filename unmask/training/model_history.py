@@ -27,7 +27,7 @@ WITHOUT_EFFECT = {
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
 
 
-def stage_entry(args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
+def history_entry(args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
     """One entry of a model's history, of JSON types only.
 
     Args:

@@ -36,8 +36,10 @@ class NoisingConfig(TrainingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (self.min_time > 0 and 0 < self.cart_p < 1):
-            raise ConfigError("is not above 0, or cart_p not below 1", where="min_time, cart_p", remedy="Use min_time=1e-3, cart_p=0.1")
+        if not self.min_time > 0:
+            raise ConfigError(f"{self.min_time} is not above 0", where="min_time", remedy="Use a small time, such as 1e-3")
+        if not 0 < self.cart_p < 1:
+            raise ConfigError(f"{self.cart_p} is not between 0 and 1", where="cart_p", remedy="Use 0.1")
         noise = self.noise  # raises ConfigError for invalid settings
         if self.exact_count and noise != Noise(get_schedule("linear"), NoisingConfig.min_time):
             what = "exact counts have no schedule, band of times or weighting"

@@ -8,7 +8,7 @@ from typing import Literal
 from unmask.data.pairs import RowLimits
 from unmask.data.report import DataReport
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.config import TrainingConfig, canvas, row_length
+from unmask.training.config import TrainingConfig, canvas_length, row_length
 from unmask.training.config_fields import check_settings, setting
 
 
@@ -42,7 +42,7 @@ def limits(lm: DiffusionLM, args: PairConfig, *, truncate_completion: bool = Fal
     """The size limits of a row for this model."""
     return RowLimits(
         max_length=row_length(lm, args),
-        canvas_length=canvas(lm, args),
+        canvas_length=canvas_length(lm, args),
         block_size=lm.block_size or 1,
         truncate_prompt=args.truncate_prompt,
         truncate_completion=truncate_completion,

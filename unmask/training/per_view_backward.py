@@ -1,7 +1,9 @@
-"""Losses of many views in the memory of one: the loss is computed without gradients, then each view is backpropagated separately.
+"""Losses of many views in the memory of one forward pass: the loss is computed without gradients, then each pass is repeated with gradients
+and backpropagated.
 
-A loss of log-probabilities s has the gradient sum_v (d loss / d s_v) (d s_v / d weights) over views v. The first factor is computed
-first; then each view is computed again with gradients, multiplied by it, backpropagated and freed. This is exact for any loss.
+A loss of log-probabilities s has the gradient sum_v (d loss / d s_v) (d s_v / d weights) over views v. The first factor is computed once,
+without the model's graph. Then every pass is repeated with gradients, multiplied by its part of that factor, backpropagated and freed. This
+is exact for any loss. A loss that is a sum over passes (`separable`) needs no first factor: each pass is made once.
 
 Shapes: B batch, M masks (views), T tokens.
 """
@@ -53,7 +55,7 @@ class ViewLoss(Protocol):
 
 
 class PerViewBackward:
-    """Computes the log-probabilities of a trainer's views, and makes the training steps that take several passes.
+    """Computes the log-probabilities of a trainer's views, and makes the training steps of several forward passes.
 
     Args:
         trainer: defines the views and the loss.
@@ -81,17 +83,17 @@ class PerViewBackward:
         """Noised rows per pass: `score_chunk`, or the number of rows in the micro-batch."""
         return self.trainer.args.score_chunk or len(self.trainer.tokens_of(batch)[0])
 
-    def passes_of(self, batch: Any) -> list[Chunk]:
-        """The chunks of a batch, one per forward pass, without those that hold no target."""
-        every, views = self._every_pass(batch), self.trainer.views_of(batch)
-        return [chunk for chunk in every if views.target_BMT[chunk].any()] or every[:1]
+    def chunks_with_targets(self, batch: Any) -> list[Chunk]:
+        """The chunks of a batch, one per forward pass, without those that have no target."""
+        chunks, views = self._all_chunks(batch), self.trainer.views_of(batch)
+        return [chunk for chunk in chunks if views.target_BMT[chunk].any()] or chunks[:1]
 
-    def _every_pass(self, batch: Any) -> list[Chunk]:
+    def _all_chunks(self, batch: Any) -> list[Chunk]:
         views = self.trainer.views_of(batch)
         return list(passes(self.trainer.lm, len(views.hidden_BMT), views.count, self._rows_per_pass(batch)))
 
-    def _most(self, count: int) -> int:
-        """The maximum over ranks where all must make the same number of passes (sharded weights or gradients); else this rank's count."""
+    def _maximum_over_ranks(self, count: int) -> int:
+        """The maximum over ranks if all must make the same number of passes (FSDP, DeepSpeed); otherwise this rank's count."""
         if not self.trainer.uses_fsdp_or_deepspeed:
             return count
         return int(self.trainer.accelerator.gather(torch.tensor([count], device=self.trainer.args.device)).max())
@@ -99,30 +101,30 @@ class PerViewBackward:
     def step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor | None:
         """Backpropagate a micro-batch pass by pass and return its loss; None (and nothing done) if one pass is enough."""
         model.train()
-        if self._most(len(self._every_pass(inputs))) == 1:
+        if self._maximum_over_ranks(len(self._all_chunks(inputs))) == 1:
             return None
         with self.trainer.phases("backward"):
             return self._pass_by_pass(model, inputs, items)
 
     def _pass_by_pass(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor:
-        chunks = self.passes_of(inputs)
+        chunks = self.chunks_with_targets(inputs)
         if callable(getattr(self.trainer.optimizer, "train", None)):
             self.trainer.optimizer.train()
         inputs = self.trainer._prepare_inputs(inputs)
         lm = self.trainer.lm.bind(model)
         assert items is not None
         num_chunks = len(chunks)
-        chunks += [chunks[-1]] * (self._most(num_chunks) - num_chunks)  # with zero loss: other ranks have more passes
+        chunks += [chunks[-1]] * (self._maximum_over_ranks(num_chunks) - num_chunks)  # with zero loss: other ranks have more passes
         total = torch.zeros((), device=self.trainer.accelerator.device)
         if not self.separable:
-            total, slope_BMT = self._slopes(lm, inputs, items)
+            total, grad_BMT = self._loss_gradient(lm, inputs, items)
         for index, chunk in enumerate(chunks):
             with self._accumulating(model, last=index == len(chunks) - 1):
                 with self.trainer.compute_loss_context_manager():
                     with self.trainer.phases("forward"):
                         log_prob_BMT = self.log_probs(lm, inputs, chunk)
                     if not self.separable:
-                        loss = (slope_BMT[chunk] * log_prob_BMT).sum()
+                        loss = (grad_BMT[chunk] * log_prob_BMT).sum()
                     else:
                         loss = self.trainer.per_item(self.trainer.loss_on(inputs, log_prob_BMT, chunk), items)
                         if index < num_chunks:
@@ -133,14 +135,14 @@ class PerViewBackward:
                 self.trainer.accelerator.backward(loss, **({"scale_wrt_gas": False} if deepspeed else {}))
         return total
 
-    def _slopes(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
-        """The loss, and its derivative with respect to each log-probability [B, M, T]."""
+    def _loss_gradient(self, lm: DiffusionLM, batch: Any, items: Tensor | int) -> tuple[Tensor, Tensor]:
+        """The loss, and its gradient with respect to the log-probabilities [B, M, T]."""
         with torch.no_grad(), self.trainer.compute_loss_context_manager(), self.trainer.phases("forward"), self.trainer.lockstep():
             log_prob_BMT = self.log_probs(lm, batch).detach().requires_grad_()
         with torch.enable_grad():
             loss = self.trainer.per_item(self.trainer.loss_on(batch, log_prob_BMT), items)
-        [slope_BMT] = torch.autograd.grad(loss, log_prob_BMT)
-        return loss.detach(), slope_BMT
+        [grad_BMT] = torch.autograd.grad(loss, log_prob_BMT)
+        return loss.detach(), grad_BMT
 
     @contextmanager
     def _accumulating(self, model: nn.Module, *, last: bool) -> Iterator[None]:

@@ -78,7 +78,7 @@ class Reference:
 
 
 def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = False, path: str | None = None) -> Reference:
-    """The reference of a run; arguments and errors as of `Reference`. A ConfigError, too, if only the first process has weights."""
+    """The reference of a run. Arguments and errors as in `Reference`; also raises ConfigError if only the first process has weights."""
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.cpu_ram_efficient_loading:
         what = "only the first process has weights to make a reference from"

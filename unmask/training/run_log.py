@@ -36,8 +36,8 @@ def metric_of_function(name: str) -> str:
     return f"logged/{name}" if name in RESERVED or name.startswith(RESERVED_PREFIXES) else name
 
 
-class Progress(Protocol):
-    """A progress display: a phase of `unmask.console.Progress`, or a fraction of one."""
+class ProgressTarget(Protocol):
+    """What a run reports its progress to: a phase of `unmask.console.Progress`, or a fraction of one."""
 
     def update(self, fraction: float, **metrics: float) -> None: ...
 
@@ -83,7 +83,7 @@ class RunCallback(TrainerCallback):
     memory_gb = 0.0
     """The peak memory that the display shows with the next metrics."""
 
-    def __init__(self, progress: Progress | None, log: RunLog, phases: Phases):
+    def __init__(self, progress: ProgressTarget | None, log: RunLog, phases: Phases):
         self.progress, self.log, self.phases = progress, log, phases
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
@@ -108,7 +108,7 @@ class Throughput:
         self._since = time.perf_counter()
 
     def take(self, tokens: int, before: int) -> dict[str, float]:
-        """The rates over all processes, from their training tokens so far and those of them `before` a resume. A collective."""
+        """The rates over all processes. `tokens`: of all training so far; `before`: those of them before a resume. A collective."""
         now, new = time.perf_counter(), tokens - (before if self._tokens is None else self._tokens)
         seconds, samples = now - self._since, sum(gather_object([self.samples]))
         self._since, self._tokens, self.samples = now, tokens, 0
@@ -119,10 +119,10 @@ Sums = dict[str, list[float]]  # by metric name, the sum of the values and their
 
 
 class Means:
-    """Running means of metrics since each was last taken. The prefix of their names is that of an evaluation, or empty in training."""
+    """Running means of metrics since each was last taken. Their names begin with `prefix`, which is empty in training."""
 
     def __init__(self, prefix: str = "") -> None:
-        self.prefix, self.evaluating = prefix, bool(prefix)
+        self.prefix = prefix
         self._sums: Sums = defaultdict(lambda: [0.0, 0.0])
 
     def add(self, name: str, total: float, count: float) -> None:

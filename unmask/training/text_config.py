@@ -31,11 +31,11 @@ class TextConfig(TrainingConfig):
 
 
 def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str, Any]], where: str) -> Sequence[Row] | StreamedRows:
-    """The token rows of a text data set: from the token cache if it is set, else in memory, or for a stream made during training.
+    """The token rows of a text dataset: from the token cache if it is set, else in memory, or for a stream made during training.
 
     Args:
         dataset: a list, a `datasets.Dataset`, or a stream: any iterable without a length, such as a `datasets.IterableDataset`.
-        where: the name of the data set in errors.
+        where: the name of the dataset in errors.
 
     Raises:
         DataError: no text, a row without it, a corrupted cache, or held-out rows that are a stream.
@@ -60,5 +60,5 @@ def corpus_rows(lm: DiffusionLM, args: TextConfig, dataset: Iterable[Mapping[str
 
 
 def rows_from_step(rows: Sequence[Row] | StreamedRows, args: TextConfig, step: int) -> Sequence[Row] | StreamedRows:
-    """The rows of a stage that begins at this optimizer step of a run: a stream continues at its position."""
+    """The rows of a conversion stage that begins at this optimizer step of the run. A stream continues where the stage before ended."""
     return rows.skip(step * rows_per_step(args)) if isinstance(rows, StreamedRows) else rows

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainerCallback, set_seed
-from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from unmask.data.report import DataReport, Rows, print_report
@@ -30,12 +29,13 @@ from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
-from unmask.training.distributed import lockstep, visits, without_repeats
+from unmask.training.distributed import lockstep, rows_before, without_repeats
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
-from unmask.training.model_history import chosen_settings, stage_entry
+from unmask.training.model_history import chosen_settings, history_entry
 from unmask.training.optimizers import keep_on_host
-from unmask.training.run_log import Means, Progress, RunCallback, RunLog, Throughput, read_sums, write_sums
+from unmask.training.per_view_backward import PerViewBackward
+from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput, read_sums, write_sums
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import set_tensorboard_dir
 
@@ -62,7 +62,8 @@ class DiffusionTrainer(Trainer):
         data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
-    streams = False  # whether the data set may be a stream, an iterable without a length
+    streams = False  # whether the dataset may be a stream, an iterable without a length
+    per_view: PerViewBackward | None = None  # makes the steps of a loss that takes several forward passes
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class DiffusionTrainer(Trainer):
         *,
         processing_class: PreTrainedTokenizerBase | None = None,
         peft_config: peft.PeftConfig | None = None,
-        progress: Progress | None = None,
+        progress: ProgressTarget | None = None,
         log: RunLog | None = None,
         phases: Phases | None = None,
         data_collator: Callable[[list[Any]], Any] | None = None,
@@ -90,10 +91,10 @@ class DiffusionTrainer(Trainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
-        self.means = Means()
-        self.metrics = log or RunLog(folder=Path(str(args.output_dir)))
+        self.means, self.evaluating = Means(), False
+        self.metrics = log or RunLog(folder=args.output_folder)
         self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
-        self._earlier, self._rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
+        self._history, self._num_train_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
         super().__init__(
             model=self.lm.model,
@@ -114,7 +115,7 @@ class DiffusionTrainer(Trainer):
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: Any, dataset: Any, where: str) -> Any:
-        """Convert the user's rows to the format of the collator. `where` names the data set in errors."""
+        """Convert the user's rows to the format of the collator. `where` names the dataset in errors."""
         return dataset
 
     @classmethod
@@ -130,11 +131,11 @@ class DiffusionTrainer(Trainer):
 
     def micro_loss(self, lm: DiffusionLM, batch: Batch) -> Tensor:
         """The summed loss of a micro-batch: the weighted cross-entropy of its views."""
-        return self.cross_entropy(lm, batch, self.plan(batch, self.visit(batch)))
+        return self.cross_entropy(lm, batch, self.plan(batch, self.training_draw(batch)))
 
-    def visit(self, batch: Batch) -> Draw:
-        """As `draw`, with noise times spread evenly over consecutive training rows."""
-        return replace(self.draw(batch), order_B=batch.get("order"))
+    def training_draw(self, batch: Batch) -> Draw:
+        """As `draw`; in training the noise times are also spread evenly over consecutive rows."""
+        return replace(self.draw(batch), rows_before_B=batch.get("rows_before"))
 
     def cross_entropy(self, lm: DiffusionLM, batch: Batch, views: Views) -> Tensor:
         """The weighted cross-entropy of views, summed. Logs the unweighted mean, separately for noised and causal views."""
@@ -151,7 +152,7 @@ class DiffusionTrainer(Trainer):
 
     def draw(self, batch: Batch) -> Draw:
         """Randomness keyed by seed, sample and epoch: the same masks on any number of devices and after a resume."""
-        return Draw(self.args.seed, batch["sample_id"], 0 if self.means.evaluating else int(self.state.epoch or 0))
+        return Draw(self.args.seed, batch["sample_id"], 0 if self.evaluating else int(self.state.epoch or 0))
 
     @property
     def over(self) -> bool:
@@ -162,11 +163,11 @@ class DiffusionTrainer(Trainer):
         """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none. A
         path may also be a run's folder. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced."""
         self._throughput = Throughput()
-        folder = Path(str(self.args.output_dir))
         if not resume_from_checkpoint:
-            refuse_earlier(folder, started=self.state.global_step > 0)
+            refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
             return super().train(None, **rest)
-        checkpoint = checked_checkpoint(folder, resume_from_checkpoint, wrapped=self.uses_fsdp_or_deepspeed, adapters=has_adapters(self.lm))
+        in_shards, adapters = self.uses_fsdp_or_deepspeed, has_adapters(self.lm)
+        checkpoint = checked_checkpoint(self.args.output_folder, resume_from_checkpoint, in_shards=in_shards, adapters=adapters)
         if self.is_world_process_zero():
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
@@ -175,12 +176,12 @@ class DiffusionTrainer(Trainer):
         """The number of optimizer steps that a run with these arguments makes on this trainer's rows."""
         return self.set_initial_training_values(args, self.get_train_dataloader())[-1]
 
-    def planned_seconds(self, args: TrainingConfig) -> float:
+    def setup_seconds(self, args: TrainingConfig) -> float:
         """The estimated seconds that such a run needs before its first step."""
         return 0.0
 
     def data_reports(self) -> dict[str, DataReport]:
-        """The data reports by data set (`train`, `eval`), for data sets that have one."""
+        """The data reports by dataset (`train`, `eval`), for datasets that have one."""
         return {name: rows.report for name in ("train", "eval") if isinstance(rows := getattr(self, f"{name}_dataset"), Rows)}
 
     def rewind(self, step: int) -> None:
@@ -194,12 +195,12 @@ class DiffusionTrainer(Trainer):
     def _remember(self) -> None:
         """Append this run to the history in the model's config."""
         if self.state.global_step > 0:  # nothing to record when an untrained model is evaluated
-            entry = stage_entry(self.args, self.reported_settings(), self.state, rows=self._rows)
-            setattr(self.lm.config, HISTORY_KEY, [*self._earlier, entry])
+            entry = history_entry(self.args, self.reported_settings(), self.state, rows=self._num_train_rows)
+            setattr(self.lm.config, HISTORY_KEY, [*self._history, entry])
 
     @property
     def uses_fsdp_or_deepspeed(self) -> bool:
-        """Whether FSDP or DeepSpeed writes the checkpoints, which then consist of other files."""
+        """Whether FSDP or DeepSpeed writes the checkpoints, in files of their own formats."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     @property
@@ -224,7 +225,7 @@ class DiffusionTrainer(Trainer):
         """Hook for metrics of held-out rows other than the loss. Called before the loss is evaluated."""
 
     def held_out_rows(self, dataset: Any = None) -> Any:
-        """The rows of a data set in the format of the collator; None: the trainer's `eval_dataset`."""
+        """The rows of a dataset in the format of the collator; None: the trainer's `eval_dataset`."""
         rows = self.eval_dataset if dataset is None else dataset
         if rows is None:
             raise ConfigError("there is nothing to evaluate on", where="eval_dataset", remedy="Give it to evaluate, or to the trainer")
@@ -243,9 +244,7 @@ class DiffusionTrainer(Trainer):
             what, remedy = f"an evaluation has no {self.args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
             raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, None, None]:
+    def prediction_step(self, model: nn.Module, inputs: Batch, *rest: Any, **named: Any) -> tuple[Tensor, None, None]:
         rows, loss = without_repeats(inputs, self.accelerator), torch.zeros((), dtype=self.lm.log_prob_dtype, device=self.args.device)
         with torch.no_grad(), self.compute_loss_context_manager(), self.lockstep():
             if len(rows["sample_id"]) > 0:
@@ -254,9 +253,11 @@ class DiffusionTrainer(Trainer):
 
     # Training steps: overridden methods of transformers.Trainer.
 
-    def training_step(self, *arguments: Any, **rest: Any) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+        if self.per_view is not None and (loss := self.per_view.step(model, inputs, num_items_in_batch)) is not None:
+            return self.record_loss(loss)
         with self.phases("backward"):  # the forward pass within is a separate phase
-            return self.record_loss(super().training_step(*arguments, **rest))
+            return self.record_loss(super().training_step(model, inputs, num_items_in_batch))
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
@@ -281,7 +282,7 @@ class DiffusionTrainer(Trainer):
             self.phases.begin_step()
         batches, _ = super().get_batch_samples(epoch_iterator, 0 if self.over else num_batches, device)
         first = self.state.global_step * self.args.gradient_accumulation_steps
-        batches = self.prepared([batch | {"order": visits(batch, first + n, self.args)} for n, batch in enumerate(batches)])
+        batches = self.prepared([batch | {"rows_before": rows_before(batch, first + n, self.args)} for n, batch in enumerate(batches)])
         return batches, self._get_num_items_in_batch(batches, device)
 
     def create_optimizer(self, *arguments: Any) -> Any:
@@ -328,13 +329,13 @@ class DiffusionTrainer(Trainer):
     def measuring(self, prefix: str) -> Iterator[None]:
         """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
         if prefix == "train":
-            what = "train is reserved for the summary of a run"
-            raise ConfigError(what, where="metric_key_prefix", remedy="Use another, such as train_rows")
-        training, self.means = self.means, Means(f"{prefix}_")
+            raise ConfigError("train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, as train_rows")
+        outside = self.means, self.evaluating
+        self.means, self.evaluating = Means(f"{prefix}_"), True
         try:
             yield
         finally:
-            self.means = training
+            self.means, self.evaluating = outside
 
     def finite(self, name: str, value: Tensor) -> Tensor:
         """Return the value, or raise TrainingError if it is not finite."""
@@ -370,8 +371,7 @@ class DiffusionTrainer(Trainer):
             logs |= self._throughput.take(self.state.num_input_tokens_seen, self._initial_num_input_tokens_seen)
         memory = memory_metrics(self.args.device)
         self._run_callback.memory_gb = memory["memory_gb"]
-        if self.args.log_memory_usage:
-            logs |= memory
+        logs |= memory if self.args.log_memory_usage else {}
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()

@@ -57,7 +57,7 @@ def made(record: dict[str, Any]) -> Rollout:
 class Injected:
     """A Draw by which a plan hides what the published code hid."""
 
-    order_B = None
+    rows_before_B = None
 
     def __init__(self, hidden_BMT: Tensor, rate: float, samples: int):
         self.hidden_BMT, self.rate, self.samples = hidden_BMT, rate, samples

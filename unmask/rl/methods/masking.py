@@ -178,7 +178,7 @@ class Optimized(MaskingStrategy):
         self.numbers = lru_cache(maxsize=TABLES)(partial(drawn_patterns, patterns))
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
-        cached = CachedDraw(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.order_B, numbers=self.numbers)
+        cached = CachedDraw(draw.seed, draw.key_B % self.patterns, draw.iteration, draw.rows_before_B, numbers=self.numbers)
         views = self.inner.plan(rollout, cached, config, progress) if self.inner else config.build_method().plan(rollout, cached)
         return replace(views, weight_BMT=weights_by_rate(rollout, views.target_BMT)) if self.adaptive_loss else views
 
