@@ -113,7 +113,7 @@ def gradient(lm: DiffusionLM, call: Callable[[], Tensor]) -> tuple[float, Tensor
 def made_updates(trainer: GRPOTrainer) -> list[Update]:
     """Rollouts of the only prompt, scored, with masks for every inner update."""
     trainer.model.train()
-    return trainer.experience([[trainer.train_dataset[i] for i in range(GROUP)]])[0]
+    return trainer.collect_updates([[trainer.train_dataset[i] for i in range(GROUP)]])[0]
 
 
 def check_same(trainer: GRPOTrainer, plain: Plain) -> tuple[float, float]:

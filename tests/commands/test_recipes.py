@@ -116,7 +116,7 @@ def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, models):
 def test_the_recipe_of_a_causal_code_model_takes_rollouts_from_vllm():
     flags = {"model.path": "m", "output_dir": "out", **HERE, "training.rollout": {"backend": "vllm", "url": "http://localhost:8000"}}
     config = resolve(read_layers(recipes=["grpo-code-ocaml-causal", "a40-48gb-x3-ddp"], flags=flags))
-    assert training_arguments("grpo", config).corrected
+    assert training_arguments("grpo", config).corrects_for_server
 
 
 @pytest.mark.parametrize("recipe", CONVERSIONS)

@@ -193,7 +193,9 @@ def test_distillation_is_a_share_of_the_loss_and_alignment_is_added(tmp_path):
 def on_policy(folder: Any, lm: DiffusionLM | None = None, **more: Any) -> StageTrainer:
     settings = {"attention": "block_causal", "on_policy": 0.5, "rollout_tokens": 6, "packing": False, "max_steps": 6, **more}
     whole = convert(folder, lm or sharp(tiny("causal")), settings.pop("rows", LONG), **settings)
-    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=whole.args.stages[1], teacher=whole.teacher, done=(0, 4))
+    return StageTrainer(
+        whole.lm, whole.args, whole.train_rows, stage=whole.args.stages[1], teacher=whole.teacher, steps_before=0, total_steps=4
+    )
 
 
 def test_chosen_rows_go_on_as_the_model_writes_them_and_only_that_is_learnt(tmp_path):

@@ -57,7 +57,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 def stage_trainer(folder: Path, rows: Any, **more: Any) -> StageTrainer:
     """The trainer of the second stage."""
     whole = convert(folder, rows=rows, **more)
-    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=STAGES[1], teacher=None, done=(1, 10))
+    return StageTrainer(whole.lm, whole.args, whole.train_rows, stage=STAGES[1], teacher=None, steps_before=1, total_steps=10)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -332,7 +332,7 @@ def test_progress_goes_once_from_start_to_end(tmp_path):
 
 
 def test_what_cannot_be_converted_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"attention: conversion to causal attention.*bidirectional or block_causal"):
+    with pytest.raises(ConfigError, match=r"attention: a model cannot be converted to causal attention.*bidirectional or block_causal"):
         convert(tmp_path, attention="causal")
     with pytest.raises(ConfigError, match="block_size"):
         convert(tmp_path, attention="bidirectional", block_size=4)

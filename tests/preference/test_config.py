@@ -78,7 +78,7 @@ def test_the_attention_decides_whether_the_likelihood_is_exact(pattern, more, ex
 
 
 def test_reference_adapter_needs_adapters(tmp_path):
-    with pytest.raises(ConfigError, match=r"reference: the policy has no adapters\. Set lora"):
+    with pytest.raises(ConfigError, match=r"reference and lora: the policy has no adapters\. Set lora"):
         make("dpo", tmp_path, reference="adapter")
 
 

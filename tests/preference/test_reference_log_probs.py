@@ -49,8 +49,8 @@ def test_the_table_is_reused_for_the_same_content(tmp_path, computed):
     assert len(computed) == 2
     again = make("dpo", tmp_path)
     assert len(computed) == 2
-    assert torch.equal(again.stored["train"].log_prob_EIR, first.stored["train"].log_prob_EIR)
-    assert torch.equal(on_disk(tmp_path), first.stored["train"].log_prob_EIR)
+    assert torch.equal(again.stored["train"].log_prob_EIS, first.stored["train"].log_prob_EIS)
+    assert torch.equal(on_disk(tmp_path), first.stored["train"].log_prob_EIS)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_table_is_reused_for_the_same_content(tmp_path, computed):
     ],
 )
 def test_a_stale_table_is_an_error_or_recomputed(change, stale, tmp_path, computed):
-    before = make("dpo", tmp_path).stored["train"].log_prob_EIR
+    before = make("dpo", tmp_path).stored["train"].log_prob_EIS
     computed.clear()
     change = {"lm": tiny, **change}
     with pytest.raises(TrainingError, match=f"train_{REFERENCE_FILE}: holds log-probabilities of {stale}. .*stale_reference"):
@@ -78,7 +78,7 @@ def test_a_stale_table_is_an_error_or_recomputed(change, stale, tmp_path, comput
     with pytest.warns(RuntimeWarning, match=f"train_{REFERENCE_FILE} holds log-probabilities of {stale}: {AGAIN}"):
         trainer = make("dpo", tmp_path, **change | {"lm": change["lm"]()})
     assert len(computed) == 2
-    after = trainer.stored["train"].log_prob_EIR
+    after = trainer.stored["train"].log_prob_EIS
     assert torch.equal(on_disk(tmp_path), after)
     if "tokenizer" not in stale:
         assert not torch.equal(after, before)

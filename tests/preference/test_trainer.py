@@ -62,7 +62,7 @@ def test_at_the_first_step_of_every_epoch_policy_and_reference_share_their_masks
     """With a learning rate of 0 the margin stays 0: the table has the masks of each epoch."""
     trainer = make("dpo", tmp_path, max_steps=6, learning_rate=0.0)
     trainer.train()
-    scores = trainer.stored["train"].log_prob_EIR
+    scores = trainer.stored["train"].log_prob_EIS
     assert scores.shape == (3, 8, 2)
     assert len({tuple(epoch.flatten().tolist()) for epoch in scores}) == 3
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
@@ -73,7 +73,7 @@ def test_the_table_has_exactly_the_epochs_of_the_run_with_drop_last(rows, size, 
     shape = {"per_device_train_batch_size": size, "gradient_accumulation_steps": pieces, "dataloader_drop_last": True}
     trainer = make("dpo", tmp_path, rows=PREFERENCES[:rows], max_steps=steps, learning_rate=0.0, **shape)
     trainer.train()
-    assert len(trainer.stored["train"].log_prob_EIR) == math.ceil(trainer.state.epoch)
+    assert len(trainer.stored["train"].log_prob_EIS) == math.ceil(trainer.state.epoch)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 
@@ -83,7 +83,7 @@ def test_a_reused_plan_has_one_table(tmp_path):
     plan = trainer.plan
     trainer.plan = lambda batch, draw: seen.append(batch["sample_id"] * 100 + draw.iteration) or plan(batch, draw)
     trainer.train()
-    assert trainer.stored["train"].log_prob_EIR.shape == (1, 8, 2)
+    assert trainer.stored["train"].log_prob_EIS.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
     assert len(seen) == 6 and all((ids % 100 == 0).all() for ids in seen)
 
@@ -91,7 +91,7 @@ def test_a_reused_plan_has_one_table(tmp_path):
 def test_exact_likelihoods_have_one_table_for_all_epochs(tmp_path):
     trainer = make("dpo", tmp_path, tiny("block_causal", 2), max_steps=6, learning_rate=0.0)
     trainer.train()
-    assert trainer.stored["train"].log_prob_EIR.shape == (1, 8, 2)
+    assert trainer.stored["train"].log_prob_EIS.shape == (1, 8, 2)
     assert all(abs(line["margin"]) < 1e-4 for line in trainer.state.log_history if "margin" in line)
 
 

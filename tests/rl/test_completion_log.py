@@ -23,7 +23,7 @@ from tqdm import tqdm
 from tests.training.tiny_runs import Before, make
 from unmask.artifacts import MetricsLog
 from unmask.console import Progress
-from unmask.rl.completion_log import SAMPLES_NAME, Samples
+from unmask.rl.completion_log import COMPLETIONS_FILE, CompletionLog
 
 NASTY = "a|b <answer>*7*</answer>\n_[bold]x[/bold]_ `c` # é\\"
 
@@ -39,12 +39,12 @@ def columns(count: int = 8, text: str = "a") -> dict[str, list[Any]]:
 
 
 def kept(folder: Path) -> list[dict[str, Any]]:
-    return MetricsLog(folder / SAMPLES_NAME).read()
+    return MetricsLog(folder / COMPLETIONS_FILE).read()
 
 
 def test_rows_from_all_over_the_rollout_are_written_in_full(tmp_path, capsys):
     long = "x" * 5000
-    Samples(tmp_path, every=1, rows=4).write(3, columns(8, long))
+    CompletionLog(tmp_path, every=1, rows=4).write(3, columns(8, long))
     assert [line["completion"] for line in kept(tmp_path)] == [f"{i}: {long}" for i in (0, 2, 4, 6)]
     first = {"step": 3, "prompt": "prompt 0", "completion": f"0: {long}", "rewards/right": None, "advantage": -3.5, "truncated": False}
     assert kept(tmp_path)[0] == first
@@ -52,13 +52,13 @@ def test_rows_from_all_over_the_rollout_are_written_in_full(tmp_path, capsys):
 
 
 def test_a_small_rollout_is_written_whole(tmp_path):
-    Samples(tmp_path, every=1, rows=4).write(1, columns(3))
+    CompletionLog(tmp_path, every=1, rows=4).write(1, columns(3))
     assert [line["prompt"] for line in kept(tmp_path)] == ["prompt 0", "prompt 1", "prompt 2"]
 
 
 def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    Samples(tmp_path, every=1).write(7, columns(2, NASTY) | {"prompt": [[{"role": "user", "content": "é?"}]] * 2})
+    CompletionLog(tmp_path, every=1).write(7, columns(2, NASTY) | {"prompt": [[{"role": "user", "content": "é?"}]] * 2})
     shown = capsys.readouterr().out
     assert "completions of step 7" in shown and '[{"role": "user", "content": "é?"}]' in shown
     assert all(f" {line} " in shown for line in f"0: {NASTY}".splitlines()) and "0.125" in shown and "nan" not in shown
@@ -67,7 +67,7 @@ def test_the_terminal_shows_the_text_as_it_is(tmp_path, capsys, monkeypatch):
 
 def test_what_no_terminal_can_show_is_told_by_its_number(tmp_path, capsys):
     half = {"extra": ["\ud800", ["\udfff"]], "step": [7, 8]}
-    samples = Samples(tmp_path, every=1)
+    samples = CompletionLog(tmp_path, every=1)
     samples.write(1, columns(2) | half)
     shown = capsys.readouterr().out.encode().decode()
     assert "\\ud800" in shown and "\\udfff" in shown
@@ -77,11 +77,11 @@ def test_what_no_terminal_can_show_is_told_by_its_number(tmp_path, capsys):
 
 
 def test_columns_of_odd_keys_are_kept_by_their_names(tmp_path):
-    Samples(tmp_path, every=1).write(1, columns(1) | {"pairs": [{("a", "b"): 2}]})
+    CompletionLog(tmp_path, every=1).write(1, columns(1) | {"pairs": [{("a", "b"): 2}]})
     assert kept(tmp_path)[0]["pairs"] == {"('a', 'b')": 2}
 
 
-def run(samples: Samples, rollouts: range, folder: Path) -> None:
+def run(samples: CompletionLog, rollouts: range, folder: Path) -> None:
     for step in rollouts:
         if samples.due(step):
             samples.write(step, columns(1))
@@ -91,9 +91,9 @@ def run(samples: Samples, rollouts: range, folder: Path) -> None:
 @given(every=st.integers(0, 7), updates=st.integers(1, 4), before=st.integers(0, 5), lost=st.integers(0, 3))
 def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(tmp_path_factory, every, updates, before, lost):
     whole, broken = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("broken")
-    run(Samples(whole, every=every), range(1, 20, updates), whole)
-    run(Samples(broken, every=every), range(1, (before + lost) * updates + 1, updates), broken)
-    resumed = Samples(broken, every=every)
+    run(CompletionLog(whole, every=every), range(1, 20, updates), whole)
+    run(CompletionLog(broken, every=every), range(1, (before + lost) * updates + 1, updates), broken)
+    resumed = CompletionLog(broken, every=every)
     resumed.rewind(before * updates)
     run(resumed, range(before * updates + 1, 20, updates), broken)
     lines = kept(whole) if every else []
@@ -103,11 +103,11 @@ def test_a_resumed_run_samples_at_the_steps_of_one_that_was_not_interrupted(tmp_
 
 
 def test_a_torn_line_and_a_missing_file_are_no_obstacle(tmp_path):
-    samples = Samples(tmp_path, every=1, rows=1)
+    samples = CompletionLog(tmp_path, every=1, rows=1)
     samples.rewind(2)
     assert not list(tmp_path.iterdir())
     samples.write(1, columns())
-    with (tmp_path / SAMPLES_NAME).open("a") as file:
+    with (tmp_path / COMPLETIONS_FILE).open("a") as file:
         file.write('{"step": 2, "pro')
     samples.rewind(1)
     samples.write(2, columns())
@@ -125,7 +125,7 @@ def test_a_live_display_makes_room_for_the_table(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal)
     with Progress([("grpo", 1.0)], stream=terminal) as progress, progress.phase("grpo") as phase:
         phase.update(0.5)
-        Samples(tmp_path, every=1).write(1, columns())
+        CompletionLog(tmp_path, every=1).write(1, columns())
     before, _, after = terminal.getvalue().partition("completions of step 1")
     assert re.search(r"whole run.*\r(\x1b\[1A)?\x1b\[2K\x1b\[3m *$", before, re.DOTALL)  # the line is cleared
     assert after.index("prompt 7") < after.index("whole run")  # and written again below
@@ -136,7 +136,7 @@ def test_a_bar_of_tqdm_makes_room_too(tmp_path, monkeypatch):
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, terminal)
     with tqdm(total=2, desc="steps"):
-        Samples(tmp_path, every=1).write(1, columns())
+        CompletionLog(tmp_path, every=1).write(1, columns())
     before, _, after = terminal.getvalue().partition("completions of step 1")
     assert re.search(r"steps.*\r *\r\x1b\[3m *$", before) and "steps" in after
 
@@ -144,7 +144,7 @@ def test_a_bar_of_tqdm_makes_room_too(tmp_path, monkeypatch):
 def train(folder: Path, tracker: str) -> None:
     """A run with a tracker, which is given samples in its second step."""
     trainer = make("sft", folder, report_to=[tracker], run_name="run")
-    samples = Samples(folder, every=1, rows=2)
+    samples = CompletionLog(folder, every=1, rows=2)
     trainer.add_callback(Before(1, lambda: samples.write(2, columns(2, NASTY), trainer.callback_handler.callbacks)))
     trainer.train()
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from unmask.generation.output import Generation, Trace
 from unmask.rl.prompts import PromptHistory, PromptRow
-from unmask.rl.rollout_collector import Judged
+from unmask.rl.rollout_collector import RewardedCompletions
 
 REWARDS = st.lists(st.tuples(st.integers(0, 9), st.none() | st.integers(-4, 4)), max_size=40)
 
@@ -89,23 +89,23 @@ def test_what_was_seen_is_read_back(tmp_path):
 
 def test_what_was_seen_of_more_prompts_is_refused_where_it_weighs(tmp_path):
     history([(3, 1), (9, 2)]).save(tmp_path)
-    with pytest.raises(ValueError, match=r"prompts\.json is of 10 prompts or more, but the data set has 9"):
+    with pytest.raises(ValueError, match=r"prompts\.json is of 10 prompts or more, but the dataset has 9"):
         PromptHistory(9, 0.5).load(tmp_path)
     PromptHistory(9).load(tmp_path)
     PromptHistory(10, 0.5).load(tmp_path)
 
 
-def judged(ids):
+def rewarded(ids):
     traces = [Trace([i], [0], [-0.1 * i]) for i in ids]
     generation = Generation(
         [[i] for i in ids], [str(i) for i in ids], [[i] for i in ids], [[0.0]] * len(ids), [[0]] * len(ids), ids, traces
     )
     value_B = torch.tensor([float(i) for i in ids])
-    return Judged([PromptRow({}, i, 0) for i in ids], generation, value_B[:, None], value_B, {"seen": [f"{i}!" for i in ids]})
+    return RewardedCompletions([PromptRow({}, i, 0) for i in ids], generation, value_B[:, None], value_B, {"seen": [f"{i}!" for i in ids]})
 
 
 def test_rows_are_exchanged_in_all_that_is_known_of_them():
-    mixed = judged([1, 2, 3, 4]).replaced([1, 2], judged([8, 9]))
-    for name, expected in vars(judged([1, 8, 9, 4])).items():
+    mixed = rewarded([1, 2, 3, 4]).replaced([1, 2], rewarded([8, 9]))
+    for name, expected in vars(rewarded([1, 8, 9, 4])).items():
         assert torch.equal(getattr(mixed, name), expected) if isinstance(expected, torch.Tensor) else getattr(mixed, name) == expected
-    assert mixed.group_B.tolist() == [1, 8, 9, 4]
+    assert mixed.prompt_B.tolist() == [1, 8, 9, 4]

@@ -51,7 +51,7 @@ class Late:
 
 
 def values(rewards: Rewards) -> torch.Tensor:
-    return rewards(ROWS, TEXTS, IDS).value_BF
+    return rewards(ROWS, TEXTS, IDS).reward_BF
 
 
 def assert_equal(tensor: torch.Tensor, expected: list) -> None:
@@ -115,10 +115,10 @@ def test_functions_of_one_name_are_told_apart(path):
 
 def test_totals_weigh_what_applies():
     nan = math.nan
-    value_BF = torch.tensor([[1.0, 0.5], [1.0, nan], [nan, 2.0], [nan, nan], [0.0, 0.0]])
+    reward_BF = torch.tensor([[1.0, 0.5], [1.0, nan], [nan, 2.0], [nan, nan], [0.0, 0.0]])
     failed_BF = torch.zeros(5, 2).bool()
-    assert_equal(Rewards([right, length], [2.0, -1.0]).total(value_BF, failed_BF), [1.5, 2.0, -2.0, nan, 0.0])
-    assert_equal(Rewards([right, length]).total(value_BF, failed_BF), [1.5, 1.0, 2.0, nan, 0.0])
+    assert_equal(Rewards([right, length], [2.0, -1.0]).total(reward_BF, failed_BF), [1.5, 2.0, -2.0, nan, 0.0])
+    assert_equal(Rewards([right, length]).total(reward_BF, failed_BF), [1.5, 1.0, 2.0, nan, 0.0])
 
 
 @given(st.lists(st.tuples(st.floats(-1e12, 1e12), st.floats(allow_nan=False)), min_size=1, max_size=4))
@@ -132,10 +132,10 @@ def test_totals_are_far_from_the_largest_number(functions):
 
 def test_what_a_function_of_some_weight_failed_on_has_no_total():
     nan = math.nan
-    value_BF = torch.tensor([[1.0, nan], [nan, 1.0], [1.0, 1.0]])
+    reward_BF = torch.tensor([[1.0, nan], [nan, 1.0], [1.0, 1.0]])
     failed_BF = torch.tensor([[False, True], [True, False], [False, False]])
-    assert_equal(Rewards([right, length]).total(value_BF, failed_BF), [nan, nan, 2.0])
-    assert_equal(Rewards([right, length], [1.0, 0.0]).total(value_BF, failed_BF), [1.0, nan, 1.0])
+    assert_equal(Rewards([right, length]).total(reward_BF, failed_BF), [nan, nan, 2.0])
+    assert_equal(Rewards([right, length], [1.0, 0.0]).total(reward_BF, failed_BF), [1.0, nan, 1.0])
 
 
 def test_what_nothing_judges_is_unscored():
@@ -159,12 +159,12 @@ def test_functions_and_weights_that_do_not_fit():
         with pytest.raises(ConfigError, match="reward_funcs: no reward function"):
             Rewards(none)
     for wrong in (None, 5, [5], [right, None], {"a": right}, b"sudoku"):
-        with pytest.raises(ConfigError, match=r"reward_funcs: .* is no reward function\. Give a function, or the name"):
+        with pytest.raises(ConfigError, match=r"reward_funcs: .* is not a reward function\. Give a function, or the name"):
             Rewards(wrong)
     with pytest.raises(ConfigError, match="reward_weights: 1 weights for 2 functions"):
         Rewards([right, length], weights=[1.0])
     for weight in (math.inf, -math.inf, math.nan, 1e13, "1", None):
-        with pytest.raises(ConfigError, match=r"reward_weights: .* is refused\. Give numbers of at most"):
+        with pytest.raises(ConfigError, match=r"reward_weights: .* is not valid\. Give numbers of at most"):
             Rewards([right, length], weights=[1.0, weight])
 
 
@@ -210,7 +210,7 @@ def path(tmp_path):
 def test_a_function_of_a_file_gives_the_same_in_any_number_of_processes(path, workers):
     rewards = Rewards([f"{path}:right"], workers=workers)
     assert rewards.names == ["right"]
-    assert_equal(rewards(ROWS, ["0", "?", "x"], IDS).value_BF, [[1.0], [math.nan], [0.0]])
+    assert_equal(rewards(ROWS, ["0", "?", "x"], IDS).reward_BF, [[1.0], [math.nan], [0.0]])
 
 
 def test_workers_are_other_processes_and_without_them_it_is_this_one(path):
@@ -244,7 +244,7 @@ def test_statuses_are_counted_and_what_could_not_be_judged_is_unscored(monkeypat
     monkeypatch.setattr(Task, "_known", Task._known)
     rewards = Rewards("odd")
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[1.0], [math.nan], [0.0]])
+    assert_equal(result.reward_BF, [[1.0], [math.nan], [0.0]])
     assert result.failed_BF.tolist() == [[False], [True], [False]]
     assert result.statuses == {"odd": {"ok": 1, "infrastructure": 1, "timeout": 1}}
     del Task._known["odd"]
@@ -263,7 +263,7 @@ def test_what_cannot_be_judged_is_unscored_in_every_shaping(monkeypatch):
     text = ["\\boxed{1}"]
     rewards = Rewards(["math500", "math500/published"])
     result = rewards([ROWS[1]], text, IDS[:1])
-    assert_equal(result.value_BF, [[math.nan, 0.5, math.nan]])
+    assert_equal(result.reward_BF, [[math.nan, 0.5, math.nan]])
     assert_equal(result.total_B, [math.nan])
 
 
@@ -290,7 +290,7 @@ def release():
 def test_what_a_function_fails_on_is_unscored_as_a_whole_and_the_rest_is_not(function, kind):
     rewards = Rewards([function, right])
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
+    assert_equal(result.reward_BF, [[1.0, 1.0], [math.nan, 0.0], [1.0, 1.0]])
     assert result.failed_BF.tolist() == [[False, False], [True, False], [False, False]]
     assert_equal(result.total_B, [2.0, math.nan, 2.0])
     assert result.failures == {function.__name__: {kind: 1}, "right": {}}
@@ -304,7 +304,7 @@ HUGE = pytest.param(10**9999, id="huge")
 def test_values_that_are_no_numbers_or_beyond_the_bound_are_failures(value):
     rewards = Rewards(lambda completions, **_: [value, 2.0, None])
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[math.nan], [2.0], [math.nan]])
+    assert_equal(result.reward_BF, [[math.nan], [2.0], [math.nan]])
     assert result.failed_BF.tolist() == [[True], [False], [False]]
 
 
@@ -312,13 +312,13 @@ def test_values_that_are_no_numbers_or_beyond_the_bound_are_failures(value):
 def test_numbers_may_be_of_any_kind(kind):
     for whole in (kind([1.0, 2.0, 3.0]), list(kind([1.0, 2.0, 3.0]))):
         result = Rewards(lambda whole=whole, **_: whole)(ROWS, TEXTS, IDS)
-        assert_equal(result.value_BF, [[1.0], [2.0], [3.0]])
+        assert_equal(result.reward_BF, [[1.0], [2.0], [3.0]])
 
 
 def test_a_function_of_this_process_is_given_up_on(release):
     rewards = Rewards([lambda **_: release.wait(60), right], seconds=0.2)
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[math.nan, 1.0], [math.nan, 0.0], [math.nan, 1.0]])
+    assert_equal(result.reward_BF, [[math.nan, 1.0], [math.nan, 0.0], [math.nan, 1.0]])
     assert result.failures == {"<lambda>": {"timeout": 3}, "right": {}}
     with pytest.raises(TrainingError, match=r"reward function <lambda>: gave no answer within 0\.2 seconds"):
         Rewards(lambda **_: release.wait(60), seconds=0.2, errors="raise")(ROWS, TEXTS, IDS)
@@ -335,7 +335,7 @@ def test_an_async_function_is_cancelled():
 
     rewards = Rewards([hangs, length], seconds=0.3)
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[math.nan, 2.0], [math.nan, 2.0], [math.nan, 3.0]])
+    assert_equal(result.reward_BF, [[math.nan, 2.0], [math.nan, 2.0], [math.nan, 3.0]])
     assert cancelled.wait(10) and result.failures["hangs"] == {"timeout": 3}
 
 
@@ -356,11 +356,11 @@ def test_of_processes_the_late_one_is_killed_and_only_its_part_is_unscored(tmp_p
     rows = [{"prompt": "p"}] * 4
     result = rewards(rows, ["a", "b", "c", "x"], [[1]] * 4)
     assert processes[1].poll() is not None
-    assert_equal(result.value_BF[:, 0], [1.0, 1.0, math.nan, math.nan])
+    assert_equal(result.reward_BF[:, 0], [1.0, 1.0, math.nan, math.nan])
     assert result.failures == {"odd": {"timeout": 2}}
     rewards.seconds = 60  # enough to start a process again
     result = rewards(rows, ["y", "b", "c", "d"], [[1]] * 4)
-    assert_equal(result.value_BF[:, 0], [math.nan, 1.0, 1.0, 1.0])
+    assert_equal(result.reward_BF[:, 0], [math.nan, 1.0, 1.0, 1.0])
     assert result.failures == {"odd": {"raised": 1}}
     assert [record.getMessage().split(". Where")[0] for record in caplog.records] == [
         "reward function odd, completion 2: gave no answer within 0.5 seconds",
@@ -373,7 +373,7 @@ def test_processes_get_the_attributes_of_the_state_and_columns_of_any_name(tmp_p
     rewards = Rewards(f"{tmp_path}/hangs.py:state", workers=2)
     rows = [{"prompt": "p", "timeout": 1, "self": 2}] * 3
     # prompts, completions, completion_ids, self and the two ways to log
-    assert_equal(rewards(rows, TEXTS, IDS, TrainerState(global_step=7)).value_BF, [[13.0]] * 3)
+    assert_equal(rewards(rows, TEXTS, IDS, TrainerState(global_step=7)).reward_BF, [[13.0]] * 3)
 
 
 def test_each_function_tells_once_of_each_kind_of_failure(caplog):
@@ -422,7 +422,7 @@ def test_functions_that_wait_run_side_by_side(tmp_path):
     (tmp_path / "slow.py").write_text(f"import time\nfrom pathlib import Path\ndef slow(**_):\n{source}\n")
     rewards = Rewards([first, f"{tmp_path}/slow.py:slow", here, functools.partial(Second())], workers=2, seconds=20)
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[1.0, 4.0, 3.0, 2.0]] * 3)
+    assert_equal(result.reward_BF, [[1.0, 4.0, 3.0, 2.0]] * 3)
     assert not any(result.failures.values())
 
 
@@ -497,7 +497,7 @@ def test_trl_functions_are_given_the_state_and_ways_to_log():
 
     rewards = Rewards([logs, too])
     result = rewards(ROWS, TEXTS, IDS, state)
-    assert_equal(result.value_BF[:, 0], [1.0, 0.0, 1.0])
+    assert_equal(result.reward_BF[:, 0], [1.0, 0.0, 1.0])
     assert not result.failed_BF.any()
     assert result.logged["accuracy"] == [pytest.approx(2 / 3)] and sorted(result.logged["step"]) == [3.0, 4.0]
     assert result.extras == {"golden_answer": ["0", "1", "2"]}
@@ -552,7 +552,7 @@ def test_functions_log_the_same_in_any_number_of_processes(tmp_path, workers, na
     (tmp_path / "logs.py").write_text(LOGS)
     rewards = Rewards(f"{tmp_path}/logs.py:{name}", workers=workers)
     result = rewards(ROWS, TEXTS, IDS)
-    assert_equal(result.value_BF, [[1.0]] * 3)
+    assert_equal(result.reward_BF, [[1.0]] * 3)
     assert result.extras["seen"] == TEXTS and result.extras["twice"] == [1, 1, 1] and "too few" not in result.extras
     assert sum(result.logged["words"]) == 3 and len(result.logged["words"]) == max(1, workers)
 

@@ -40,7 +40,7 @@ def test_a_whole_canvas_is_cut_behind_its_first_end():
     assert ended > 1 and cut.trace == whole.trace and cut.prompts == whole.prompts
     rollout = make_rollout(lm, cut, slice(None))
     assert rollout.completion_BT.sum(1).tolist() == [len(tokens) for tokens in cut.tokens]
-    assert torch.equal(rollout.revealed_BT, (rollout.documents_BT > 0) & ~rollout.prompt_BT)
+    assert torch.equal(rollout.revealed_BT, (rollout.document_BT > 0) & ~rollout.prompt_BT)
 
 
 @pytest.mark.parametrize("stop_at_eos", [False, True])
@@ -84,10 +84,10 @@ def test_the_decoding_blocks_of_a_model_by_blocks_are_those_of_its_attention(att
 
 def test_blocks_do_not_depend_on_padding_or_on_neighbours():
     lm = tiny("phi", "block_causal", 3)
-    documents_BT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], [1] * 8])
+    document_BT = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 0, 0], [1] * 8])
     canvas_BT = torch.zeros(3, 8, dtype=torch.bool)
     canvas_BT[0, 4:], canvas_BT[1, 2:6] = True, True  # the third row has no completion
-    blocks_BT = decoding_blocks(lm, canvas_BT, noise_groups(lm, canvas_BT, documents_BT), None)
+    blocks_BT = decoding_blocks(lm, canvas_BT, noise_groups(lm, canvas_BT, document_BT), None)
     assert blocks_BT.tolist() == [[-1, -1, -1, -1, 0, 1, 1, 1], [-1, -1, 0, 1, 1, 1, -1, -1], [-1] * 8]
 
 
@@ -99,7 +99,7 @@ def test_the_log_probs_of_another_sampler_are_kept_where_asked_for():
         end = len(prompt) + len(trace.canvas)
         assert rollout.sampled_BT[row, len(prompt) : end].tolist() == pytest.approx(trace.sampled_log_probs)
         assert not rollout.sampled_BT[row, : len(prompt)].any() and not rollout.sampled_BT[row, end:].any()
-    part = rollout.rows(slice(1, 2))
+    part = rollout.select(slice(1, 2))
     assert torch.equal(part.sampled_BT, rollout.sampled_BT[1:2]) and torch.equal(part.ids_BT, rollout.ids_BT[1:2])
 
 

@@ -29,7 +29,7 @@ from unmask.generation.remote.http import RemoteError
 from unmask.models.load import load
 from unmask.rewards.verdict import Verdict
 from unmask.rl.config import GRPOConfig
-from unmask.rl.rollout_collector import Judged
+from unmask.rl.rollout_collector import RewardedCompletions
 from unmask.rl.trainer import GRPOTrainer
 
 RUN = {"max_steps": 4, "num_iterations": 2, "logging_steps": 1, "performance_log_interval": 2}
@@ -133,7 +133,7 @@ def test_what_a_server_draws_otherwise_is_corrected_up_to_a_bound(tmp_path):
         trainer = make("grpo", tmp_path, lm, reward=lambda completions, **_: [0.0, 1.0] * (len(completions) // 2), **settings)
         plain = make("grpo", tmp_path, lm, importance_cap=None, **settings)
         rows = [[trainer.train_dataset[index] for index in range(4)]]
-        [[update]], [[uncorrected]] = trainer.experience(rows), plain.experience(rows)
+        [[update]], [[uncorrected]] = trainer.collect_updates(rows), plain.collect_updates(rows)
         for each in (trainer, plain):
             each.collector.backend.close()
     assert uncorrected.rollout.sampled_BT is None
@@ -217,13 +217,13 @@ def test_a_setting_that_the_backend_cannot_use_is_refused_at_once(given, message
 
 def test_settings_of_a_causal_model_are_taken_with_vllm(tmp_path):
     made = GRPOConfig(output_dir=str(tmp_path), **VLLM, importance_cap=3.0, policy="left_to_right", rollout_batch_size=4, stop_at_eos=False)
-    assert made.corrected and made.importance_cap == 3.0
+    assert made.corrects_for_server and made.importance_cap == 3.0
     assert GRPOConfig(output_dir=str(tmp_path), **VLLM, method="just-grpo", importance_cap=None).policy == "left_to_right"
 
 
 def test_weights_that_are_shared_out_are_not_sent(tmp_path, monkeypatch):
     monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
-    with pytest.raises(ConfigError, match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use local"):
+    with pytest.raises(ConfigError, match=r"rollout\.backend: sharded weights cannot be sent to a server\. Use rollout\.backend local"):
         make("grpo", tmp_path, rollout={"backend": "server", "url": "http://127.0.0.1:9"})
 
 
@@ -353,11 +353,11 @@ def test_one_of_several_rewards_can_say_how_difficult_a_prompt_is(tmp_path):
     for name, kept in [("solved", [False, True, False]), ("share_of_a", [False, False, True]), (None, [False, False, True])]:
         trainer = make("grpo", tmp_path, difficulty_reward=name, **shape)
         rows = [trainer.train_dataset[index] for index in range(12)]
-        judged = Judged(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
-        _, kept_B = trainer.collector.advantages(judged)
+        rewarded = RewardedCompletions(rows, trainer.sample(rows, temperature=1.0, step=0), value_BF, value_BF.nansum(1))
+        _, kept_B = trainer.collector.advantages(rewarded)
         assert kept_B.tolist() == [each for each in kept for _ in range(4)], name
     twice = make("grpo", tmp_path, difficulty_reward="solved_2", **shape | {"reward": [solved, solved]})
-    _, kept_B = twice.collector.advantages(judged)
+    _, kept_B = twice.collector.advantages(rewarded)
     assert kept_B.tolist() == [each for each in (False, False, True) for _ in range(4)]
     with pytest.raises(ConfigError, match=r"difficulty_reward: no reward function 'solve'. Did you mean 'solved'"):
         make("grpo", tmp_path, difficulty_reward="solve", **shape)

@@ -23,7 +23,7 @@ from unmask.rl.methods import Rollout
 from unmask.rl.methods.spg import lower_bound, upper_bound
 from unmask.rl.prompts import GroupSampler
 from unmask.rl.rollout import make_rollout
-from unmask.rl.rollout_collector import Judged
+from unmask.rl.rollout_collector import RewardedCompletions
 from unmask.rl.trainer import GRPOTrainer
 from unmask.rl.update_buffer import Update, load_updates, save_updates
 from unmask.tasks import get_task
@@ -41,7 +41,7 @@ def run(folder: Path, reward: Any, lm: DiffusionLM | None = None, **more: Any) -
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_each_step_holds_whole_groups_and_each_epoch_each_prompt(repeats):
-    sampler = GroupSampler(7, prompts=3, group=4, repeats=repeats, seed=0)
+    sampler = GroupSampler(7, prompts_per_step=3, group_size=4, repeats=repeats, seed=0)
     first = list(sampler)
     assert len(first) == len(sampler) == 2 * repeats * 12
     steps = [first[at : at + 12] for at in range(0, len(first), 12)]
@@ -113,11 +113,11 @@ def test_completions_compete_with_their_own_group(size, tmp_path):
 class Stepwise(GRPOTrainer):
     """Advantages from the reward of a completion and from the fraction of `a` among the tokens of its first steps."""
 
-    def token_advantages(self, judged: Judged, rollout: Any, advantage_B: torch.Tensor) -> torch.Tensor:
-        assert judged.total_B.shape == advantage_B.shape and len(judged.generation.tokens) == len(judged.rows) == len(rollout.ids_BT)
+    def token_advantages(self, rewarded: RewardedCompletions, rollout: Any, advantage_B: torch.Tensor) -> torch.Tensor:
+        assert rewarded.total_B.shape == advantage_B.shape and len(rewarded.generation.tokens) == len(rewarded.rows) == len(rollout.ids_BT)
         is_a_BT = rollout.ids_BT == self.lm.tokenizer.convert_tokens_to_ids("a")
         by_step_BT = torch.zeros(rollout.ids_BT.shape)
-        for row, steps in enumerate(rollout.steps_BT.tolist()):
+        for row, steps in enumerate(rollout.step_BT.tolist()):
             for column, step in enumerate(steps):
                 known = [is_a_BT[row, other].item() for other, earlier in enumerate(steps) if 0 <= earlier <= step]
                 by_step_BT[row, column] = sum(known) / max(len(known), 1)
@@ -127,7 +127,7 @@ class Stepwise(GRPOTrainer):
 def test_single_steps_can_have_advantages_of_their_own(tmp_path):
     args = GRPOConfig(**settings(tmp_path, num_generations=4, max_completion_length=5, num_iterations=2, aggregation="token", epsilon=0.1))
     trainer = Stepwise(tiny(dtype=torch.float64), ranks, args, PAIRS)
-    [[_, update]] = trainer.experience([[trainer.train_dataset[index] for index in range(8)]])
+    [[_, update]] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(8)]])
     moved(trainer.lm, 0.05)
     with torch.no_grad():
         gap_BT = (trainer.per_view.log_probs(trainer.lm, update) - update.old_BMT)[:, 0]
@@ -146,8 +146,8 @@ def test_single_steps_can_have_advantages_of_their_own(tmp_path):
 
 def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(tmp_path, monkeypatch):
     trainer = make("grpo", tmp_path, num_generations=4)
-    monkeypatch.setattr(trainer, "token_advantages", lambda judged, rollout, advantage_B: advantage_B)
-    with pytest.raises(TrainingError, match=r"token_advantages: a tensor of shape \[4\]\. Give one of shape \[4, 1\] or \[4, \d+\]"):
+    monkeypatch.setattr(trainer, "token_advantages", lambda rewarded, rollout, advantage_B: advantage_B)
+    with pytest.raises(TrainingError, match=r"token_advantages: returned a tensor of shape \[4\]\. Give .* \[4, 1\] or \[4, \d+\]"):
         trainer.train()
 
 
@@ -238,10 +238,10 @@ def test_a_rollout_ends_where_its_completion_does(eos, tmp_path):
         prompt, tokens = generation.prompts[2 + row], generation.tokens[2 + row]
         assert rollout.ids_BT[row, rollout.prompt_BT[row]].tolist() == prompt
         assert rollout.ids_BT[row, rollout.completion_BT[row]].tolist() == tokens
-        assert rollout.documents_BT[row].sum() == len(prompt) + 8
+        assert rollout.document_BT[row].sum() == len(prompt) + 8
         assert rollout.beyond_BT[row].sum() == 8 - len(tokens)
         traced = [-1] * len(prompt) + generation.trace[2 + row].steps
-        assert rollout.steps_BT[row].tolist() == traced + [-1] * (rollout.steps_BT.shape[1] - len(traced))
+        assert rollout.step_BT[row].tolist() == traced + [-1] * (rollout.step_BT.shape[1] - len(traced))
         ends.append(tokens[-1] == lm.eos_token_id)
         assert ends[-1] or len(tokens) == 8  # truncated: the whole canvas counts
     assert any(ends) if eos else not all(ends)
@@ -256,12 +256,12 @@ def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions
     for each in (trainer, plain):
         assert isinstance(each, GRPOTrainer)
         rows = next(iter(each.get_train_dataloader()))
-        drawn.append(each.experience([rows]))
+        drawn.append(each.collect_updates([rows]))
     (_, later), ids_BT = drawn[0][0], drawn[1][0][0].rollout.ids_BT
     assert torch.equal(later.rollout.ids_BT, ids_BT)  # what is sampled is not touched
     completion_BT, mask = later.rollout.completion_BT, lm.mask_token_id
     noisy_BT = torch.where(later.views.hidden_BMT[:, 0], mask, ids_BT)
-    log_prob_BTV = (lm.logits(noisy_BT, later.rollout.documents_BT) / expected).log_softmax(2)
+    log_prob_BTV = (lm.logits(noisy_BT, later.rollout.document_BT) / expected).log_softmax(2)
     expected_BT = log_prob_BTV.gather(2, ids_BT[:, :, None]).squeeze(2)
     for target_BMT in (trainer.per_view.log_probs(lm, later), later.old_BMT, later.reference_BMT):
         torch.testing.assert_close(target_BMT[:, 0][completion_BT], expected_BT[completion_BT], rtol=0, atol=1e-12)
@@ -271,10 +271,10 @@ def test_log_probabilities_are_of_the_temperature_asked_for_whatever_completions
 def test_what_stands_behind_an_end_is_learnt_only_where_it_is_asked_for(beyond, tmp_path):
     trainer = make("grpo", tmp_path, method="coupled-grpo", beyond_eos=beyond, stop_at_eos=False, max_completion_length=8, reward=ranks)
     assert isinstance(trainer, GRPOTrainer)
-    [[update]] = trainer.experience([next(iter(trainer.get_train_dataloader()))])
+    [[update]] = trainer.collect_updates([next(iter(trainer.get_train_dataloader()))])
     rollout = update.rollout
     behind_BT = (rollout.ids_BT == trainer.lm.eos_token_id).cumsum(1).roll(1, 1) > 0
-    behind_BT &= (rollout.documents_BT > 0) & ~rollout.prompt_BT
+    behind_BT &= (rollout.document_BT > 0) & ~rollout.prompt_BT
     assert behind_BT.any()
     assert update.learnt_BT[behind_BT].all() if beyond == "learnt" else not update.learnt_BT[behind_BT].any()
     shown_BMT = ~update.views.hidden_BMT & behind_BT[:, None]
@@ -307,7 +307,7 @@ def test_rewards_and_losses_have_nothing_from_behind_any_end(tmp_path):
     ends = lm.eos_token_ids = (lm.eos_token_id, *lm.tokenizer.convert_tokens_to_ids(["c", "d"]))
     trainer = make("grpo", tmp_path, lm, reward=look, max_steps=1, stop_at_eos=False, max_completion_length=8, mask_truncated=True)
     rows = [[trainer.train_dataset[index] for index in range(16)]]
-    update = trainer.experience(rows)[0][0]
+    update = trainer.collect_updates(rows)[0][0]
     closed = [ids[-1] in ends for _, ids in seen]
     assert sum(ids[-1] in ends[1:] for _, ids in seen) > 0 and 0 < sum(closed) < 16
     for row, (text, ids) in enumerate(seen):
@@ -394,7 +394,7 @@ def test_a_broken_policy_is_found_in_its_rollout(tmp_path):
         ({"aggregation": "mean"}, "unknown aggregation 'mean'.*token"),
         ({"method": "agrpo", "num_iterations": 2}, "num_iterations: must be 1 with agrpo"),
         ({"difficulty": [0.8, 0.2]}, "difficulty.*the lower first"),
-        ({"overlong_buffer": 200}, "200 tokens of 128"),
+        ({"overlong_buffer": 200}, "200 is not between 1 and max_completion_length .128."),
         ({"reference_sync_steps": 8}, "reference_sync_steps: needs beta"),
         ({"method": "just-grpo", "policy": "confidence"}, "policy: must be left_to_right with just-grpo"),
         ({"method": "just-grpo", "steps": 4}, "steps: must be unset with just-grpo"),
@@ -421,7 +421,7 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
 def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
     shape = {"curriculum": 0.5, "save_strategy": "steps", "save_steps": 2, "reward": ranks}
     make("grpo", tmp_path, max_steps=6, **shape).train()
-    with pytest.raises(TrainingError, match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the data set has 4"):
+    with pytest.raises(TrainingError, match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the dataset has 4"):
         make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
 
 
@@ -440,7 +440,7 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
         ({"per_device_train_batch_size": 2}, r"holds micro-batches of \[4, 4\] completions for update 1 of a rollout, not of \[2, 2\]"),
         ({"num_iterations": 3}, "was made with num_iterations 2, not 3"),
         ({"method": "cj-grpo"}, "was made with method diffu-grpo, not cj-grpo"),
-        ({"score_temperature": 0.5}, "was made with scored_at 1.0, not 0.5"),
+        ({"score_temperature": 0.5}, "was made with log_prob_temperature 1.0, not 0.5"),
         ({"beta": 0.1}, "was made with needs_reference False, not True"),
     ],
 )
@@ -462,7 +462,7 @@ def test_rollouts_of_more_processes_are_not_gone_on_with(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()
     (tmp_path / "checkpoint-1" / "rollouts-1.pt").touch()
-    with pytest.raises(TrainingError, match="checkpoint-1: cannot be resumed from: it is of more than 1 processes"):
+    with pytest.raises(TrainingError, match="checkpoint-1: cannot be resumed from: it was saved by more than 1 processes"):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -501,7 +501,7 @@ def test_what_does_not_end_is_masked_or_earns_less(change, tmp_path):
         lm.model.model.embed_tokens.weight[lm.eos_token_id] *= 2
     plain, changed = (make("grpo", tmp_path, lm, max_steps=1, learning_rate=0.0, **more) for more in ({}, change))
     rows = [[plain.train_dataset[index] for index in range(16)]]
-    update, other = plain.experience(rows)[0][0], changed.experience(rows)[0][0]
+    update, other = plain.collect_updates(rows)[0][0], changed.collect_updates(rows)[0][0]
     rollout = update.rollout
     ends_B = (rollout.completion_BT & (rollout.ids_BT == lm.eos_token_id)).any(1)
     length_B = rollout.completion_BT.sum(1)
@@ -559,7 +559,7 @@ def test_what_hangs_on_no_draw_is_scored_once_for_all_updates(attention, method,
     trainer = make("grpo", tmp_path, tiny(attention), method=method, num_iterations=4, beta=0.1, reward=ranks)
     calls_made, score_views = [], trainer.per_view.log_probs
     trainer.per_view.log_probs = lambda lm, update, *piece: calls_made.append(lm) or score_views(lm, update, *piece)
-    [updates] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
+    [updates] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(4)]])
     assert len(calls_made) == calls
     for update in updates:
         with torch.no_grad():
@@ -579,7 +579,7 @@ def test_the_best_model_is_that_of_the_highest_reward(tmp_path):
 def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
     """Its likelihood is exact, so the lower and the upper bound are equal."""
     trainer = make("grpo", tmp_path, tiny("causal"), method="spg", reward=ranks, epsilon=None)
-    [[update]] = trainer.experience([[trainer.train_dataset[index] for index in range(4)]])
+    [[update]] = trainer.collect_updates([[trainer.train_dataset[index] for index in range(4)]])
     with torch.no_grad():
         scores = trainer.loss_inputs(update, trainer.per_view.log_probs(trainer.lm, update))
     above_B1 = upper_bound(scores.policy_BMT, scores.views.target_BMT, scores.length_B1, 1.5)
@@ -617,17 +617,22 @@ def test_updates_that_an_earlier_version_stored_are_read(tmp_path, monkeypatch):
     """In its checkpoints the modules of the classes, and their fields, have other names."""
     trainer = make("grpo", tmp_path, num_iterations=2, reward=ranks, beta=0.1)
     rows = [trainer.train_dataset[index] for index in range(4)]
-    updates, expected = trainer.experience([rows]), trainer.experience([rows])
+    updates, expected = trainer.collect_updates([rows]), trainer.collect_updates([rows])
     for update in updates[0]:
-        for record in (update, update.views):
-            for name in [name for name in vars(record) if name.endswith("_BMT")]:
-                vars(record)[name.replace("target", "scored").replace("_BMT", "_BVT")] = vars(record).pop(name)
+        for record in (update, update.views, update.rollout):
+            for name in [name for name in vars(record) if name.endswith("_BMT") or name in ("document_BT", "step_BT")]:
+                old = name.replace("target", "scored").replace("_BMT", "_BVT").replace("document", "documents").replace("step", "steps")
+                vars(record)[old] = vars(record).pop(name)
     for kind, module in ((Update, "unmask.training.grpo"), (Rollout, "unmask.methods.base")):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{kind.__name__: kind}))
         monkeypatch.setattr(kind, "__module__", module)
     save_updates(tmp_path, updates, trainer.args)
+    path = tmp_path / "rollouts-0.pt"
+    stored = torch.load(path, weights_only=False)
+    torch.save({"scored_at": stored.pop("log_prob_temperature")} | stored, path)
     monkeypatch.undo()
     for update, same in zip(load_updates(tmp_path, trainer.args, trainer.lm.device)[0], expected[0], strict=True):
-        assert update.views.equals(same.views) and torch.equal(update.rollout.ids_BT, same.rollout.ids_BT)
+        assert update.views.equals(same.views) and torch.equal(update.rollout.step_BT, same.rollout.step_BT)
+        assert vars(update.rollout).keys() == vars(same.rollout).keys()
         assert torch.equal(update.advantage_BT, same.advantage_BT) and torch.equal(update.reference_BMT, same.reference_BMT)
         assert (update.old_BMT is None) == (same.old_BMT is None)

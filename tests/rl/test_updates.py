@@ -43,7 +43,7 @@ def test_the_first_update_has_a_ratio_of_one_and_no_divergence_bit_for_bit(metho
     calls = watched(trainer)
     trainer.model.train()
     rows = [trainer.train_dataset[index] for index in range(4)]
-    buffer = trainer.experience([rows[:2], rows[2:]])
+    buffer = trainer.collect_updates([rows[:2], rows[2:]])
     for iteration in range(2):
         for updates in buffer:
             trainer.training_step(trainer.model, updates[iteration], trainer.count_items(updates[iteration]))

@@ -46,7 +46,7 @@ def trainer_of(
 def experience(trainer: GRPOTrainer, *sizes: int) -> list[list[Update]]:
     """Micro-batches of completions with these sizes."""
     rows = iter([trainer.train_dataset[index] for index in range(sum(sizes))])
-    return trainer.experience([[next(rows) for _ in range(size)] for size in sizes])
+    return trainer.collect_updates([[next(rows) for _ in range(size)] for size in sizes])
 
 
 def gradients(trainer: GRPOTrainer) -> list[torch.Tensor]:

@@ -178,5 +178,5 @@ def test_weights_that_are_shared_out_have_no_reference_that_would_not_be_right(t
         make("grpo", tmp_path, lm, beta=0.1)
     monkeypatch.setattr(GRPOTrainer, "shards_weights", True)
     make("grpo", tmp_path, beta=0.1)
-    with pytest.raises(ConfigError, match=r"reference_sync_steps: a reference cannot follow sharded weights\. Leave it out"):
+    with pytest.raises(ConfigError, match=r"reference_sync_steps: .* cannot follow sharded weights\. Leave reference_sync_steps out"):
         make("grpo", tmp_path, beta=0.1, reference_sync_steps=2)

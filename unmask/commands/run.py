@@ -22,7 +22,7 @@ from unmask.console import Progress
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
-from unmask.rl.completion_log import SAMPLES_NAME
+from unmask.rl.completion_log import COMPLETIONS_FILE
 from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
@@ -140,5 +140,5 @@ def forget_earlier_run(output: Path) -> None:
     for path in output.glob("*-*"):
         if re.fullmatch(r"(checkpoint|stage)-\d+", path.name) and path.is_dir():
             shutil.rmtree(path)
-    for name in (LOG_NAME, SAMPLES_NAME):
+    for name in (LOG_NAME, COMPLETIONS_FILE):
         (output / name).unlink(missing_ok=True)

@@ -189,7 +189,7 @@ class RunConfig(Config):
     """The hardware that the run is planned for; recorded, and read by `--dry-run`. Its `max_memory_gb` bounds the run on a GPU."""
     rewards: list[str] = Field(default_factory=list)
     """Tasks (gsm8k, or sudoku/partial for another shaping), package.module:function or file.py:function, model:PATH_OR_ID (a sequence
-    classifier), or the address of an HTTP judge; unset: the task's."""
+    classifier), or the address of a reward server; unset: the task's."""
     output_dir: str = Field(min_length=1)
     """The folder for checkpoints, metrics and the resolved config."""
     overwrite: bool = False

@@ -26,14 +26,14 @@ class ConvertConfig(NoisingConfig, TextConfig):
     learning_rate: float = setting(5e-4, "The base learning rate; the default stages use 0.5, 1 and 0.3 times it")
     attention: AttentionName = field(default="bidirectional", metadata={"help": "The pattern to convert to: bidirectional or block_causal"})
     block_size: int | None = setting(None, f"The attention block, for block_causal; unset: {DEFAULT_BLOCK}")
-    logit_shift: bool | None = setting(None, "Keep predicting token i + 1 at row i; unset: no")
+    logit_shift: bool | None = setting(None, "Keep predicting token i + 1 at position i; unset: no")
     causal_context: bool = setting(
-        False, "block_causal: attend causally within finished blocks, as the causal model does; its loss then costs nothing"
+        False, "block_causal: attend causally within finished blocks, as the causal model does; `lm_loss` then needs no extra forward pass"
     )
     time_embedding: bool = setting(False, "Give the model the fraction of hidden tokens as an input")
     complementary: bool = setting(False, "Use two views of each row; each hides the tokens that the other shows")
     attention_annealing: float = setting(
-        0.0, "The fraction of the steps over which later tokens become visible at random; 0: at once", low=0, high=1
+        0.0, "The fraction of the steps over which later tokens gradually become visible; 0: all from the first step", low=0, high=1
     )
     distillation: float = setting(
         0.0, "The weight of the KL divergence from the frozen causal model, where no later token is visible", low=0, high=1
@@ -41,8 +41,8 @@ class ConvertConfig(NoisingConfig, TextConfig):
     teacher_top_k: int = setting(
         64, "Most probable tokens of the causal model that are compared one by one; the others count as one", low=1
     )
-    on_policy: float = setting(0.0, "The fraction of rows that the model continues, to learn from its own text", low=0, high=1)
-    rollout_tokens: int = setting(32, "Tokens that it generates per continued row", low=1)
+    on_policy: float = setting(0.0, "The fraction of rows whose end is replaced by the model's own continuation", low=0, high=1)
+    rollout_tokens: int = setting(32, "Tokens that the model generates for each row of `on_policy`", low=1)
     alignment: float = setting(0.0, "The weight of the cosine distance to the hidden states of the frozen causal model", low=0)
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}
@@ -61,9 +61,11 @@ class ConvertConfig(NoisingConfig, TextConfig):
             raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
         check_settings(self)
         if self.attention == "causal":
-            raise ConfigError("conversion to causal attention", where="attention", remedy="Use bidirectional or block_causal")
+            what, remedy = "a model cannot be converted to causal attention", "Use bidirectional or block_causal"
+            raise ConfigError(what, where="attention", remedy=remedy)
         if self.attention_annealing and self.attention != "bidirectional":
-            raise ConfigError("annealing of block-causal attention", where="attention_annealing", remedy="Use stages of growing block_size")
+            what, remedy = "only bidirectional attention can be annealed", "Use stages of growing block_size"
+            raise ConfigError(what, where="attention_annealing", remedy=remedy)
         if self.attention == "block_causal" and self.block_size is None:
             self.block_size = DEFAULT_BLOCK
         check_pattern(self.attention, self.block_size, self.causal_context)
@@ -98,7 +100,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
         work = super().workload(blueprint, run)
         return work and replace(work, teacher=bool(self.distillation or self.alignment))
 
-    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+    def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         if run.lora:
             self.refuse_adapters(timed=self.time_embedding)
 

@@ -18,7 +18,7 @@ from unmask.models.attention import Layout, segments
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks import head
 
-SMALLEST = 1e-9
+MIN_REST_PROBABILITY = 1e-9
 """Lower bound of the total probability of the tokens outside the top K."""
 
 
@@ -53,14 +53,14 @@ def compare(lm: DiffusionLM, teacher: DiffusionLM, ids_BT: Tensor, document_BT: 
     target_N = ids_BT[:, None].expand_as(target_BMT)[target_BMT]
     inputs = forward_inputs(lm, ids_BT, document_BT, views.hidden_BMT, target_BMT)
     with lm.capturing() as student:
-        log_q = lm.log_probs(inputs, torch.cat([target_N[:, None], top_UK[index_N]], 1))
-    divergence_N = forward_kl(log_p_UK[index_N], log_q[:, 1:])
+        log_q_NK = lm.log_probs(inputs, torch.cat([target_N[:, None], top_UK[index_N]], 1))  # column 0: the real token
+    divergence_N = forward_kl(log_p_UK[index_N], log_q_NK[:, 1:])
     distance_N = 1 - F.cosine_similarity(student[0].float(), teacher_UD[index_N].float(), dim=-1)
-    taught_N = ~later_shown(lm, views, document_BT)[target_BMT]
-    return Comparison(log_q[:, 0], taught_N, divergence_N, distance_N)
+    taught_N = ~later_visible(lm, views, document_BT)[target_BMT]
+    return Comparison(log_q_NK[:, 0], taught_N, divergence_N, distance_N)
 
 
-def later_shown(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
+def later_visible(lm: DiffusionLM, views: Views, document_BT: Tensor | None) -> Tensor:
     """Where [B, M, T] a later token of the same block, or of the same document in a bidirectional model, is not hidden."""
     document_BT = torch.ones_like(views.hidden_BMT[:, 0], dtype=torch.long) if document_BT is None else document_BT
     segment_BMT = segments(Layout.of(document_BT), lm.attention, lm.block_size)[:, None].expand_as(views.hidden_BMT)
@@ -89,6 +89,6 @@ def predictions(
 
 def forward_kl(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
     """KL(p || q) [N] in nats, over K tokens and one token for the rest: a lower bound of the KL over the vocabulary."""
-    rest_p_N, rest_q_N = ((1 - log_NK.exp().sum(1)).clamp_min(SMALLEST) for log_NK in (log_p_NK, log_q_NK))
+    rest_p_N, rest_q_N = ((1 - log_NK.exp().sum(1)).clamp_min(MIN_REST_PROBABILITY) for log_NK in (log_p_NK, log_q_NK))
     top_N = (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(1)
     return top_N + rest_p_N * (rest_p_N.log() - rest_q_N.log())

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional
+from torch.nn import functional as F
 
 from unmask.config.run import AttentionName, Config
 from unmask.errors import ConfigError
@@ -22,7 +22,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
 
 MASK_TOKEN = "mask_token"
-ROW = "trainable_tokens_delta"
+PEFT_ROW_PARAMETER = "trainable_tokens_delta"
 """Part of the parameter name that PEFT gives to single trained embedding rows."""
 
 
@@ -54,7 +54,7 @@ class ConversionStage(Config):
         named = dict(lm.model.named_parameters())
         if self.train == "all":
             return set(named.values())
-        chosen = {name: _named(lm, name, named, where) for name in self.train}
+        chosen = {name: _parameters_named(lm, name, named, where) for name in self.train}
         empty = [name for name, found in chosen.items() if not found and name != "time_embedding"]
         if empty or not any(chosen.values()):
             what = f"{repr(empty[0]) if empty else 'the stage'} names no parameters of {type(lm.model).__name__}"
@@ -98,13 +98,13 @@ def _empty_stage(ends: list[int]) -> int | None:
     return next((number for number, (first, last) in enumerate(pairwise([0, *ends]), start=1) if first == last), None)
 
 
-def _named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: str = "train") -> set[nn.Parameter]:
+def _parameters_named(lm: DiffusionLM, name: str, named: dict[str, nn.Parameter], where: str = "train") -> set[nn.Parameter]:
     if name == "attention":
         return {parameter for module in attention_modules(lm.model) for parameter in module.parameters()}
     if name == "time_embedding":
         return {parameter for key, parameter in named.items() if f"{TIME_EMBEDDING}." in key}
     if name == MASK_TOKEN:  # with adapters PEFT holds its row in a parameter
-        return {parameter for key, parameter in named.items() if ROW in key} or {lm.model.get_input_embeddings().weight}
+        return {parameter for key, parameter in named.items() if PEFT_ROW_PARAMETER in key} or {lm.model.get_input_embeddings().weight}
     try:
         return {parameter for key, parameter in named.items() if re.search(name, key)}
     except re.error as error:
@@ -142,7 +142,7 @@ def _mask_row_alone(lm: DiffusionLM) -> Iterator[None]:
     hook = table.register_forward_hook(stop, prepend=True)  # later hooks add to the embeddings, with gradients of their own
     before = head.__dict__.get("forward")  # set by accelerate when a model is split over devices
     if head.weight is table.weight:
-        head.forward = lambda hidden: functional.linear(hidden.to(head.weight.device), head.weight.detach(), head.bias)
+        head.forward = lambda hidden: F.linear(hidden.to(head.weight.device), head.weight.detach(), head.bias)
     try:
         yield
     finally:
@@ -157,4 +157,4 @@ def only_mask_row(lm: DiffusionLM, stage: ConversionStage) -> bool:
     if stage.train == "all" or MASK_TOKEN not in stage.train or has_adapters(lm):
         return False
     named, table = dict(lm.model.named_parameters()), lm.model.get_input_embeddings().weight
-    return not any(table in _named(lm, name, named) for name in stage.train if name != MASK_TOKEN)
+    return not any(table in _parameters_named(lm, name, named) for name in stage.train if name != MASK_TOKEN)

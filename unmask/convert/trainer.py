@@ -19,7 +19,7 @@ from transformers.utils import CONFIG_NAME
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import compare
-from unmask.convert.stages import ROW, ConversionStage, freezing, only_mask_row, stage_ends
+from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
 from unmask.data.rows import Row, separate_documents
@@ -50,14 +50,16 @@ if TYPE_CHECKING:
 class StageTrainer(DiffusionTrainer):
     """The trainer of one stage, on `conversion_rows`: the diffusion loss and the auxiliary losses of the stage.
 
-    `teacher` is the frozen causal model, for distillation and alignment; `done` the steps of the stages before this one and of all stages.
+    `teacher`: the frozen causal model, for distillation and alignment. `steps_before`, `total_steps`: of the earlier stages, and of all.
     """
 
     streams = True
 
-    def __init__(self, *arguments: Any, stage: ConversionStage, teacher: DiffusionLM | None, done: tuple[int, int], **rest: Any):
+    def __init__(
+        self, *arguments: Any, stage: ConversionStage, teacher: DiffusionLM | None, steps_before: int, total_steps: int, **rest: Any
+    ):
         self.stage, self.teacher = stage, teacher
-        self.steps_before, self.steps_in_all = done
+        self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
         if teacher is not None:
             teacher.compile_as(self.lm)
@@ -100,7 +102,7 @@ class StageTrainer(DiffusionTrainer):
         return self._distillation_loss(lm, self.teacher, batch, noised) + self.cross_entropy(lm, batch, causal)
 
     def _annealed(self, lm: DiffusionLM) -> DiffusionLM:
-        step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.steps_in_all
+        step, end = self.steps_before + self.state.global_step, self.args.attention_annealing * self.total_steps
         if self.evaluating or step >= end or lm.attention != "bidirectional":
             return lm
         return lm.annealed((step + 1) / (end + 1), self.args.seed + step)
@@ -141,7 +143,7 @@ class StageTrainer(DiffusionTrainer):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         """The parameters with weight decay, without embeddings of which the stage trains only the mask token's row."""
-        names = [name for name in super().get_decay_parameter_names(model) if ROW not in name]
+        names = [name for name in super().get_decay_parameter_names(model) if PEFT_ROW_PARAMETER not in name]
         if not only_mask_row(self.lm, self.stage):
             return names
         table = model.get_input_embeddings().weight
@@ -295,7 +297,7 @@ class ConvertTrainer:
         return with_pattern(lm, attention, block_size, args.logit_shift, causal_context=context, time_embedding=time_embedding)
 
     def _run_stage(self, number: int, first: int, last: int, resume: str | Path | bool) -> StageTrainer:
-        steps = self.ends[-1]
+        total = self.ends[-1]
         stage, lm = self.args.stages[number - 1], self.lms[number - 1]
         args = with_fresh_accelerator_state(self.args)
         args.output_dir = str(self._stage_folder(number))
@@ -303,12 +305,12 @@ class ConvertTrainer:
         if stage.final_rate is not None:
             args.lr_scheduler_type, args.lr_scheduler_kwargs = "cosine_with_min_lr", {"min_lr_rate": stage.final_rate / stage.rate}
         args.seed = self.args.seed + number - 1  # otherwise every stage would see the same rows and masks
-        rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / steps, last / steps)}
+        rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / total, last / total)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
-        rows, done = rows_from_step(self.train_rows, args, first), (first, steps)
+        rows, place = rows_from_step(self.train_rows, args, first), {"steps_before": first, "total_steps": total}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
-        trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, done=done, log=log, **rest)
+        trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest)
         if not (resume is True and trainer.restore()):
             with freezing(trainer.lm, stage):
                 trainer.train(resume_from_checkpoint=resume if isinstance(resume, bool) else str(resume))

@@ -27,7 +27,7 @@ PAIRED, COMPARED = "loss_type=sigmoid|ipo|hinge|simpo", "loss_type=sigmoid|ipo|h
 """The losses of pairs, and the losses that compare the policy with a reference."""
 
 
-class Pattern(Protocol):
+class AttentionFacts(Protocol):
     """The facts of a model that decide how its likelihood is computed."""
 
     attention: Any
@@ -102,30 +102,34 @@ class DPOConfig(PairConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
-        remedy = "Set lora, or use reference stored or frozen"
-        yield Conflict("reference and lora", self.reference == "adapter" and run.lora is None, "the policy has no adapters", remedy)
+        yield self.adapter_conflict(has_adapters=run.lora is not None)
 
-    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        model = pattern()
+    def adapter_conflict(self, *, has_adapters: bool) -> Conflict:
+        """A reference under adapters, of a policy without them."""
+        what, remedy = "the policy has no adapters", "Set lora (in Python: peft_config), or use reference stored or frozen"
+        return Conflict("reference and lora", self.reference == "adapter" and not has_adapters, what, remedy)
+
+    def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+        model = read_attention()
         autoregressive = model["attention"] == "causal" and model["logit_shift"] is not False
         with naming_setting_too("model.path"):
             self.exact(SimpleNamespace(attention=model["attention"], block_size=model["block_size"], autoregressive=autoregressive))
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
-        """The largest forward pass of a step, and the number of passes. The chosen and the rejected response share a row. Each view has one
-        pass for the loss and one for its gradient, and one of a reference that is not stored; KTO's baseline adds as many mismatched ones.
-        """
+        """The largest forward pass of a step, and the number of passes. A chosen and a rejected response share a row. With more than one
+        pass, every pass is computed twice: once for the loss, once with gradients. A reference that is not stored adds one pass each. KTO
+        also passes the mismatched responses through the policy and such a reference."""
         work = super().workload(blueprint, run)
         assert work is not None
-        pattern: Any = work  # `passes` reads only the attention of a model
+        model: Any = work  # `passes` reads only `attention`, which a workload has too
         block = blueprint.settings_for("block_causal")["block_size"] if work.attention == "block_causal" else None
         if work.attention == "causal":
             views = 1
-        elif block and (self.bound == "exact" or (self.bound is None and block <= MAX_EXACT_BLOCK)):
+        elif block and self._wants_exact(block):
             views = 2**block - 1
         else:
             views = self.samples
-        all_passes = list(passes(pattern, work.batch, views, self.score_chunk or work.batch))
+        all_passes = list(passes(model, work.batch, views, self.score_chunk or work.batch))
         rows, copies = all_passes[0]
         paired, compared = self.loss_type != "kto", self.needs_reference and self.reference != "stored"
         count = len(all_passes)
@@ -153,14 +157,14 @@ class DPOConfig(PairConfig):
         epochs = self.max_steps / steps_per_epoch(self, rows) if self.max_steps > 0 else self.num_train_epochs
         return 1 if self.plan_reused or exact else math.ceil(epochs)
 
-    def exact(self, lm: Pattern) -> bool:
+    def exact(self, lm: AttentionFacts) -> bool:
         """Whether the likelihood of a model's responses is computed exactly.
 
         Raises:
             ConfigError: it would need too many passes, or a setting of the ELBO would have no effect.
         """
         width = exact_block_size(lm)
-        exact = self.bound == "exact" or (self.bound is None and width <= MAX_EXACT_BLOCK)
+        exact = self._wants_exact(width)
         if exact and width > MAX_EXACT_BLOCK:
             what = f"{lm.attention} attention{f' with blocks of {width} tokens' if lm.block_size else ''} would need 2**tokens passes"
             remedy = f"Use elbo; exact is for causal models and blocks of at most {MAX_EXACT_BLOCK} tokens"
@@ -173,7 +177,11 @@ class DPOConfig(PairConfig):
                 raise ConfigError("an exact likelihood draws no masks", where=name, remedy=remedy)
         return exact
 
+    def _wants_exact(self, block: float) -> bool:
+        """Whether the likelihood with attention blocks of this size is exact: if `bound` says so, or by default if they are small."""
+        return self.bound == "exact" or (self.bound is None and block <= MAX_EXACT_BLOCK)
 
-def exact_block_size(lm: Pattern) -> float:
-    """The block size in tokens; the exact likelihood takes 2**width - 1 passes. 1 for a causal model, infinite for a bidirectional one."""
+
+def exact_block_size(lm: AttentionFacts) -> float:
+    """The block size in tokens; the exact likelihood takes 2**size - 1 passes. 1 for a causal model, infinite for a bidirectional one."""
     return 1 if lm.attention == "causal" else lm.block_size or math.inf

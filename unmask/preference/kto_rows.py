@@ -30,7 +30,7 @@ def with_mismatched(rows: Sequence[Row], max_length: int, where: str) -> list[di
     prompt (the last row precedes the first), cut to `max_length` tokens. KTO's baseline is estimated on these, as in TRL (within batches).
 
     Raises:
-        DataError: all rows of the data set, called `where`, have the same prompt.
+        DataError: all rows of the dataset, called `where`, have the same prompt.
     """
     starts = [row["maskable"].index(True) for row in rows]
     prompts = [row["input_ids"][:start] for row, start in zip(rows, starts, strict=True)]

@@ -3,7 +3,7 @@
 The log-ratio of a response is log pi(response) - log pi_ref(response); for a loss without a reference it is log pi(response). The margin of
 a pair is the log-ratio of the chosen response minus that of the rejected one. Both are in nats, or in nats per token if normalised.
 
-Shapes: P pairs, B responses.
+Shapes: P pairs, N responses.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.nn import functional as F
 LossType = Literal["sigmoid", "ipo", "hinge", "simpo", "kto"]
 
 
-def margins(log_ratio_B: Tensor) -> Tensor:
+def margins(log_ratio_N: Tensor) -> Tensor:
     """The margins [P] of pairs, given the log-ratios of all chosen responses, then of all rejected ones."""
-    chosen_P, rejected_P = log_ratio_B.chunk(2)
+    chosen_P, rejected_P = log_ratio_N.chunk(2)
     return chosen_P - rejected_P
 
 
@@ -48,8 +48,8 @@ def simpo(margin_P: Tensor, *, beta: float, gamma: float, label_smoothing: float
 
 
 def kto(
-    log_ratio_B: Tensor,
-    desirable_B: Tensor,
+    log_ratio_N: Tensor,
+    desirable_N: Tensor,
     baseline: Tensor,
     *,
     beta: float,
@@ -60,13 +60,14 @@ def kto(
     (Ethayarajh et al. 2024, eq. 7 and 8), each with its weight.
 
     Args:
-        log_ratio_B, desirable_B: of each response; `desirable_B` is boolean.
+        log_ratio_N: the log-ratio of each response.
+        desirable_N: whether each response is desirable.
         baseline: a scalar >= 0 without a gradient: an estimate of the KL divergence of the policy from the reference, the mean log-ratio
             of mismatched responses.
     """
-    ahead_B = torch.where(desirable_B, log_ratio_B - baseline, baseline - log_ratio_B)
-    weight_B = torch.where(desirable_B, log_ratio_B.new_tensor(desirable_weight), log_ratio_B.new_tensor(undesirable_weight))
-    return weight_B * (1 - torch.sigmoid(beta * ahead_B))
+    ahead_N = torch.where(desirable_N, log_ratio_N - baseline, baseline - log_ratio_N)
+    weight_N = torch.where(desirable_N, log_ratio_N.new_tensor(desirable_weight), log_ratio_N.new_tensor(undesirable_weight))
+    return weight_N * (1 - torch.sigmoid(beta * ahead_N))
 
 
 def _smoothed(logit_P: Tensor, label_smoothing: float) -> Tensor:

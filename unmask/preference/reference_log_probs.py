@@ -1,6 +1,6 @@
-"""The reference's log-probabilities of all responses of a data set, computed once before training and stored on disk.
+"""The reference's log-probabilities of all responses of a dataset, computed once before training and stored on disk.
 
-Shapes: E view plans, I sample ids, B rows, R responses of a row, N responses (the first of every row, then the second of every row),
+Shapes: E view plans, I sample ids, B rows, S responses of a row, N responses (the first of every row, then the second of every row),
 M views, T tokens.
 """
 
@@ -36,11 +36,11 @@ class ReferenceTable:
     """Log-probabilities of responses by view plan and sample id.
 
     Attributes:
-        log_prob_EIR: in nats.
+        log_prob_EIS: the log-probabilities, in nats.
         digest_EI: the `digests` of the rows and masks.
     """
 
-    log_prob_EIR: Tensor
+    log_prob_EIS: Tensor
     digest_EI: Tensor
 
     def look_up(self, plan: int, sample_id_B: Tensor, digest_B: Tensor) -> Tensor:
@@ -49,15 +49,15 @@ class ReferenceTable:
         Raises:
             TrainingError: the table was computed on other rows or other masks.
         """
-        index_B, (plans, count) = sample_id_B.cpu(), self.digest_EI.shape
-        if plan >= plans or index_B.max() >= count or not torch.equal(self.digest_EI[plan, index_B], digest_B):
+        index_B, (num_plans, count) = sample_id_B.cpu(), self.digest_EI.shape
+        if plan >= num_plans or index_B.max() >= count or not torch.equal(self.digest_EI[plan, index_B], digest_B):
             what = f"the stored log-probabilities are of other responses, or of other masks than those of view plan {plan}"
             remedy = "Evaluate on the rows given as eval_dataset, or use reference frozen or adapter"
             raise TrainingError(what, where="reference", remedy=remedy)
-        return self.log_prob_EIR[plan, index_B].T.flatten().to(sample_id_B.device)
+        return self.log_prob_EIS[plan, index_B].T.flatten().to(sample_id_B.device)
 
     @classmethod
-    def read(cls, path: Path, hashes: Mapping[str, str], plans: int, *, replace: bool) -> ReferenceTable | None:
+    def read(cls, path: Path, hashes: Mapping[str, str], num_plans: int, *, replace: bool) -> ReferenceTable | None:
         """The table in a file, or None if it must be computed: the file is missing, has fewer view plans, or is stale and `replace` is set.
 
         Raises:
@@ -71,7 +71,7 @@ class ReferenceTable:
                 stale = [name for name in hashes if stored.get(name) != hashes[name]]
                 if not stale:
                     table = cls(file.get_tensor("scores"), file.get_tensor("digests"))
-                    return table if len(table.digest_EI) >= plans else None
+                    return table if len(table.digest_EI) >= num_plans else None
             what = f"holds log-probabilities of another {' and another '.join(stale)}"
         except SafetensorError as error:
             what = f"cannot be read ({error})"
@@ -98,26 +98,27 @@ class ReferenceTable:
             shape: the number of view plans, and of responses per row.
             report: called with the finished fraction.
         """
-        plans, responses = shape
+        num_plans, num_responses = shape
         ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
         mine = ordered[accelerator.process_index :: accelerator.num_processes]
         count = 1 + max(row["sample_id"] for row in rows)
-        log_prob_EIR, digest_EI = torch.zeros(plans, count, responses, dtype=dtype), torch.zeros(plans, count, dtype=torch.int64)
+        log_prob_EIS = torch.zeros(num_plans, count, num_responses, dtype=dtype)
+        digest_EI = torch.zeros(num_plans, count, dtype=torch.int64)
         for start in range(0, len(mine), batch_size):
             batch = mine[start : start + batch_size]
             ids = [row["sample_id"] for row in batch]
-            for plan in range(plans):
+            for plan in range(num_plans):
                 log_prob_N, digest_EI[plan, ids] = log_probs_of(batch, plan)
-                log_prob_EIR[plan, ids] = log_prob_N.view(responses, -1).T.cpu().to(dtype)
+                log_prob_EIS[plan, ids] = log_prob_N.view(num_responses, -1).T.cpu().to(dtype)
             report(min(1.0, (start + batch_size) / len(mine)))
-        whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_EIR, digest_EI)]
+        whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_EIS, digest_EI)]
         return cls(*whole)
 
     def write(self, path: Path, hashes: Mapping[str, str]) -> None:
         """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
-        save_file({"scores": self.log_prob_EIR, "digests": self.digest_EI}, unfinished, metadata=dict(hashes))
+        save_file({"scores": self.log_prob_EIS, "digests": self.digest_EI}, unfinished, metadata=dict(hashes))
         unfinished.replace(path)
 
 

@@ -41,7 +41,7 @@ from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.trainer import Batch, DiffusionTrainer
 
-MEASURED_PAIRS, REDRAWS = 32, 8
+MEASURED_PAIRS, LOGGED_REDRAWS = 32, 8
 """The variance of the margin is measured on this many pairs, each with this many redraws of its masks."""
 FIRST_REDRAW = 1 << 30
 """The number of the first redraw; smaller numbers are epochs."""
@@ -103,7 +103,7 @@ class DPOTrainer(DiffusionTrainer):
         super().__init__(model, args, *datasets, data_collator=rest.pop("data_collator", collator), **rest)
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
-        self.rows_given = len(self.train_dataset or ())
+        self.num_given_rows = len(self.train_dataset or ())
         if rehearsed is not None:
             self.train_dataset = self.train_dataset[:rehearsed]
             self.eval_dataset = self.eval_dataset and self.eval_dataset[:rehearsed]
@@ -117,7 +117,7 @@ class DPOTrainer(DiffusionTrainer):
         self.exact = args.exact(self.lm)
         self.reference = self._make_reference() if args.needs_reference and args.reference != "stored" else None
         self.stored: dict[str, ReferenceTable] = {}
-        self.scoring_seconds = 0.0  # time to compute the table of the training rows
+        self.table_seconds = 0.0  # time to compute the table of the training rows
         if args.needs_reference and args.reference == "stored":
             self._make_tables(rest.get("progress"))
 
@@ -134,12 +134,12 @@ class DPOTrainer(DiffusionTrainer):
         return report.attach(with_mismatched(rows, fits.max_length, where))
 
     def planned_steps(self, args: TrainingConfig) -> int:
-        return total_steps(args, range(self.rows_given))
+        return total_steps(args, range(self.num_given_rows))
 
     def setup_seconds(self, args: DPOConfig) -> float:
         """The time to compute the reference table of all rows."""
-        rows = range(self.rows_given)
-        return self.scoring_seconds * len(rows) / len(self.train_dataset) * args.num_plans(rows, exact=self.exact)
+        rows = range(self.num_given_rows)
+        return self.table_seconds * len(rows) / len(self.train_dataset) * args.num_plans(rows, exact=self.exact)
 
     # Views and log-probabilities.
 
@@ -284,12 +284,12 @@ class DPOTrainer(DiffusionTrainer):
         draw = self.draw(rows)
         return self._with_reference(rows, draw, "eval" if self.evaluating else "train", draw.iteration)
 
-    def _with_reference(self, rows: Batch, draw: Draw, table: str, number: int) -> PreferenceBatch:
+    def _with_reference(self, rows: Batch, draw: Draw, table_name: str, number: int) -> PreferenceBatch:
         """Rows with their views, and the reference's log-probabilities on them (0 for a loss without a reference).
 
         Args:
-            table: where they are stored, if the reference is `stored`.
-            number: of the view plan in that table.
+            table_name: the table that holds them, if the reference is `stored`.
+            number: the number of the view plan in that table.
         """
         batch = PreferenceBatch(rows, self.plan(rows, draw))
         if self.reference is not None:
@@ -299,13 +299,14 @@ class DPOTrainer(DiffusionTrainer):
         if not self.args.needs_reference:
             zero_N = torch.zeros(self.responses_per_row * len(sample_id_B), dtype=self.lm.log_prob_dtype, device=sample_id_B.device)
             return replace(batch, reference_N=zero_N)
-        stored = self.stored.get(table, EMPTY_TABLE)
+        stored = self.stored.get(table_name, EMPTY_TABLE)
         return replace(batch, reference_N=stored.look_up(number, sample_id_B, digests(rows, batch.views)))
 
     def _make_reference(self) -> Reference:
         args = self.args
-        if args.reference == "adapter" and not hasattr(self.lm.model, "disable_adapter"):
-            raise ConfigError("the policy has no adapters", where="reference", remedy="Set lora (peft_config), or use stored or frozen")
+        conflict = args.adapter_conflict(has_adapters=hasattr(self.lm.model, "disable_adapter"))
+        if conflict.on:
+            raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
         if args.reference == "adapter" and not starts_at_base(self.lm):
             remedy = "Use stored or frozen, or LoRA with bias none and init_lora_weights true"
             raise ConfigError("the adapters already change the policy, so that its base is another model", where="reference", remedy=remedy)
@@ -319,11 +320,11 @@ class DPOTrainer(DiffusionTrainer):
             if self.train_dataset is not None:
                 started, epochs = time.perf_counter(), range(args.num_plans(self.train_dataset, exact=self.exact))
                 self.stored["train"] = self._table("train", lm, hashes, self.train_dataset, epochs, progress)
-                self.scoring_seconds = time.perf_counter() - started
+                self.table_seconds = time.perf_counter() - started
             if self.eval_dataset is not None:
                 self.stored["eval"] = self._table("eval", lm, hashes, self.eval_dataset, range(1), progress)
             if args.log_variance_steps:
-                redraws = range(FIRST_REDRAW, FIRST_REDRAW + REDRAWS)
+                redraws = range(FIRST_REDRAW, FIRST_REDRAW + LOGGED_REDRAWS)
                 self.stored["redrawn"] = self._table("redrawn", lm, hashes, self.train_dataset[:MEASURED_PAIRS], redraws, progress)
 
     def _reference_before_training(self) -> contextlib.AbstractContextManager[DiffusionLM]:
@@ -370,7 +371,9 @@ class DPOTrainer(DiffusionTrainer):
         """The variance of the margin over redraws of the masks, in nats squared, averaged over the first pairs of the training data. The
         pairs are the same at every step, so that steps can be compared."""
         batches = list(self.in_batches(self.train_dataset[:MEASURED_PAIRS], self.args.train_batch_size))
-        margin_RP = torch.stack([torch.cat([self._redrawn_margins(batch, redraw) for batch in batches]) for redraw in range(REDRAWS)])
+        margin_RP = torch.stack(
+            [torch.cat([self._redrawn_margins(batch, redraw) for batch in batches]) for redraw in range(LOGGED_REDRAWS)]
+        )
         return margin_RP.var(0).mean()
 
     def in_batches(self, rows: Sequence[Any], size: int) -> Iterator[Batch]:

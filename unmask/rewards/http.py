@@ -13,8 +13,8 @@ from unmask.errors import ConfigError
 from unmask.rewards.timeouts import Arguments, LateError, in_thread
 
 TRIES = 3
-AT_ONCE = 16
-SECONDS = 600.0
+MAX_CONCURRENT = 16
+CALL_SECONDS = 600.0
 LATE = LateError("no answer in time")
 NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
@@ -37,7 +37,7 @@ class HttpReward:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The reward of each completion; None if the server gives none or does not answer."""
-        found = self.ask({"prompts": prompts, "completions": completions, **columns}, SECONDS)
+        found = self.ask({"prompts": prompts, "completions": completions, **columns}, CALL_SECONDS)
         return [None if isinstance(answer, Exception) else answer for answer in found]
 
     def ask(self, arguments: Arguments, seconds: float) -> list[Any]:
@@ -53,7 +53,7 @@ class HttpReward:
                 found[row] = self._ask(client, bodies[row], deadline)
 
         with httpx.Client() as client:
-            wait([in_thread(work) for _ in range(min(AT_ONCE, len(bodies)))], timeout=seconds)
+            wait([in_thread(work) for _ in range(min(MAX_CONCURRENT, len(bodies)))], timeout=seconds)
             return list(found)
 
     def _ask(self, client: httpx.Client, body: dict[str, Any], deadline: float) -> Any:

@@ -18,7 +18,7 @@ from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
 
 MAX_ANSWER = 512
-SECONDS = 5.0
+COMPARE_SECONDS = 5.0
 WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
@@ -49,7 +49,7 @@ SAME = [
 def equivalent(answer: str, reference: str) -> Verdict:
     """The verdict on whether an answer (LaTeX or plain text) equals the reference.
 
-    `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: it took longer than `SECONDS`.
+    `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: more than `COMPARE_SECONDS`.
     `infrastructure`: math-verify is not installed.
     """
     if not answer.strip() or len(answer) > MAX_ANSWER:
@@ -159,7 +159,7 @@ for _ in range(WORKERS):
 def _verified(answer: str, reference: str) -> Verdict:
     worker = _idle.get()
     try:
-        verdict: Verdict = worker.apply((answer, reference), {}, SECONDS)
+        verdict: Verdict = worker.apply((answer, reference), {}, COMPARE_SECONDS)
     finally:
         _idle.put(worker)
     return verdict

@@ -1,4 +1,4 @@
-"""Time limits for users' functions, and calls of reward functions that return an exception in place of a value."""
+"""Time limits for users' functions; calls of reward functions that return an exception in place of a value; checks of their arguments."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name
     except (Exception, SystemExit) as error:  # user code
         if isinstance(error, LateError) or not alone or count == 1:
             return [error] * count
-        return [_answer(call, part(arguments, slice(row, row + 1)), end - time.monotonic(), error) for row in range(count)]
+        return [_answer(call, select(arguments, slice(row, row + 1)), end - time.monotonic(), error) for row in range(count)]
     if not isinstance(values, Sequence) or len(values) != count:
         found = f"{len(values)} values" if isinstance(values, Sequence) else shown(values)
         what = f"returned {found} for {count} completions"
@@ -125,7 +125,7 @@ def check_signature(function: Callable[..., Any], arguments: Arguments, name: st
         raise TrainingError(f"cannot be called: {error}", where=f"reward function {name}", remedy=remedy) from error
 
 
-def part(arguments: Arguments, at: slice) -> Arguments:
+def select(arguments: Arguments, at: slice) -> Arguments:
     """The arguments for some of the completions."""
     return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
 

@@ -16,23 +16,23 @@ from transformers.integrations import TensorBoardCallback, TrackioCallback, Wand
 from unmask.artifacts import MetricsLog, plain, write_atomic
 from unmask.console import show_table
 
-SAMPLES_NAME = "completions.jsonl"
-SHOWN = 400
+COMPLETIONS_FILE = "completions.jsonl"
+SHOWN_CHARACTERS = 400
 """Characters of a text shown on the terminal; files and trackers get all of it."""
 
 
-class Samples:
+class CompletionLog:
     """Shows and stores a few completions at regular steps.
 
     Args:
-        folder: of `completions.jsonl`, one completion per line.
+        folder: where `completions.jsonl` is written, one completion per line.
         every: optimizer steps between two samples; 0: no samples.
         rows: completions in a sample.
     """
 
     def __init__(self, folder: Path, *, every: int, rows: int = 8):
         self.every, self.rows = every, rows
-        self._log = MetricsLog(folder / SAMPLES_NAME)
+        self._log = MetricsLog(folder / COMPLETIONS_FILE)
         self._last = 0
 
     def due(self, step: int) -> bool:
@@ -45,7 +45,7 @@ class Samples:
         Args:
             step: the optimizer step that the completions are for, from 1.
             columns: by name, a value per completion: texts, messages, numbers (NaN: none). Rows are taken at even distances.
-            callbacks: of the trainer; TensorBoard, W&B and trackio get the sample as a table `completions`.
+            callbacks: the trainer's callbacks; TensorBoard, W&B and trackio get the sample as a table `completions`.
         """
         self._last = step
         count = len(next(iter(columns.values())))
@@ -90,7 +90,7 @@ def _text(value: str | float | None) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= SHOWN else f"{text[: SHOWN // 2]} ... {text[-SHOWN // 2 :]}"
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS // 2]} ... {text[-SHOWN_CHARACTERS // 2 :]}"
 
 
 def _markdown(text: str) -> str:

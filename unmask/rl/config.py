@@ -24,6 +24,7 @@ from unmask.training.sharding import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
 """Bound of the logarithm of a ratio of whole sequences, or of tokens with large weights, whose exponential would overflow float32."""
+RewardErrors = Literal["unscored", "raise"]
 CAUSAL_RECIPE_HINT = "the recipe grpo-code-ocaml-causal is for causal models"
 
 
@@ -37,7 +38,7 @@ def of_method(otherwise: Any, help: str, **checks: Any) -> Any:
 class GRPOConfig(TrainingConfig):
     """Settings of `GRPOTrainer`. `per_device_train_batch_size` counts completions, as in TRL."""
 
-    max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion, besides the model's context", low=2)
+    max_length: int = setting(2**20, "Maximum tokens of a prompt with its completion (the model's context also limits them)", low=2)
     learning_rate: float = setting(3e-6, "The peak learning rate of AdamW")
     lr_scheduler_type: str = setting("constant_with_warmup", "The learning-rate schedule")
     method: str = setting("diffu-grpo", "The method: diffu-grpo, wd1, coupled-grpo, spg, espo, cj-grpo, trace-rl, ... (docs/rl.md)")
@@ -108,7 +109,7 @@ class GRPOConfig(TrainingConfig):
     difficulty_reward: str | None = setting(
         None, "The reward function that `difficulty` reads; unset: the weighted sum of all", needs=["difficulty"]
     )
-    drop_equal_groups: bool | None = of_method(Method.drop_equal_groups, "Whether groups of equal rewards are left out, of averages too")
+    drop_equal_groups: bool | None = of_method(Method.drop_equal_groups, "Leave out groups whose rewards are all equal, also from averages")
     dynamic_sampling: int = setting(0, "How often groups that are left out are replaced by those of other prompts (DAPO)", low=0)
     curriculum: float | None = setting(None, "Prefer prompts whose mean reward so far is near this; unset: all in turn")
     mask_truncated: bool = setting(False, "Whether completions without an end token are left out")
@@ -145,9 +146,11 @@ class GRPOConfig(TrainingConfig):
     performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0)
 
     reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch")
-    reward_errors: Literal["unscored", "raise"] = setting(
-        "unscored", "When a reward function fails: leave the completions unscored, or stop the run", choices=("unscored", "raise")
+    reward_errors: RewardErrors = setting(
+        "unscored", "When a reward function fails: leave the completions unscored, or stop the run", choices=get_args(RewardErrors)
     )
+
+    generates = True
 
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
@@ -155,9 +158,9 @@ class GRPOConfig(TrainingConfig):
             args.metric_for_best_model = "reward"  # transformers would use the loss, which evaluations lack
         super().__post_init__()
         method = get_method(self.method)
-        for each in fields(self):
-            if each.default is None and getattr(self, each.name) is None:
-                setattr(self, each.name, self._default_of(each))
+        for field in fields(self):
+            if field.default is None and getattr(self, field.name) is None:
+                setattr(self, field.name, self._default_of(field))
         exponential = self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
             self.log_ratio_clamp = LOG_RATIO_CLAMP
@@ -169,28 +172,28 @@ class GRPOConfig(TrainingConfig):
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
             raise ConfigError(error.what, where=where, remedy=error.remedy) from error
-        if self.corrected and "importance_cap" not in settings_of(method):
+        if self.corrects_for_server and "importance_cap" not in settings_of(method):
             what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
             raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")
         sampler = self.sampler(temperature=self.temperature, seed=self.seed)  # raises for settings that cannot be sampled with
         self._check_rollouts(sampler.model_copy(update={"trace": False}))
 
-    def _default_of(self, each: Field[Any]) -> Any:
+    def _default_of(self, field: Field[Any]) -> Any:
         """The default of a setting, which may be the method's."""
-        if each.default is not None:
-            return each.default
-        return settings_of(get_method(self.method)).get(each.name, each.metadata.get("otherwise"))
+        if field.default is not None:
+            return field.default
+        return settings_of(get_method(self.method)).get(field.name, field.metadata.get("otherwise"))
 
-    def _is_set(self, each: Field[Any]) -> bool:
+    def _is_set(self, field: Field[Any]) -> bool:
         """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
-        return getattr(self, each.name) not in (None, self._default_of(each))
+        return getattr(self, field.name) not in (None, self._default_of(field))
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:
         """Refuse settings that other methods read, but not this one.
 
         Args:
-            strategy: plans the views instead of the method.
-            final: whether the strategy is known; before, the trainer may still get one.
+            strategy: the masking strategy, if one replaces the method's plan.
+            final: False while the trainer may still be given a strategy.
             exact: whether no views are planned, because the likelihood is exact.
 
         Raises:
@@ -209,12 +212,12 @@ class GRPOConfig(TrainingConfig):
             read.update(strategy.uses)
         if not final and strategy is None and not method.separable:
             read.add("samples")
-        for each in fields(self):
-            readers = [name for name, other in METHODS.items() if each.name in settings_of(other)]
-            if readers and each.name not in read and self._is_set(each):
+        for field in fields(self):
+            readers = [name for name, other in METHODS.items() if field.name in settings_of(other)]
+            if readers and field.name not in read and self._is_set(field):
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
                 what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")
-                raise ConfigError(what, where=each.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
+                raise ConfigError(what, where=field.name, remedy=f"Leave it out: it is for {', '.join(readers)}")
 
     def _check(self, method: type[Method]) -> None:
         if self.train_sampling_strategy != "random":
@@ -223,16 +226,16 @@ class GRPOConfig(TrainingConfig):
                 where="train_sampling_strategy",
                 remedy="Leave it out, or set curriculum",
             )
-        for each in fields(self):
-            if each.name in fixed_settings(method) and self._is_set(each):
-                value = self._default_of(each)
+        for field in fields(self):
+            if field.name in fixed_settings(method) and self._is_set(field):
+                value = self._default_of(field)
                 what = f"must be {'unset' if value is None else value} with {self.method}"
-                raise ConfigError(what, where=each.name, remedy="Leave it out, or use another method")
+                raise ConfigError(what, where=field.name, remedy="Leave it out, or use another method")
         if method.estimator == "bound" and "ratio" in settings_of(method) and self.ratio == "token":
             remedy = "Use sequence, or product"
             raise ConfigError(f"{self.method} has one bound per sequence, and no ratios of tokens", where="ratio", remedy=remedy)
         if (self.aggregation or "").startswith("view") and (not method.separable or self.masking):
-            what = f"tokens of {self.method}{' with masking' if self.masking else ''} are scored in several views"
+            what = f"averages by view, but {self.method}{' with masking' if self.masking else ''} predicts a token in several views"
             raise ConfigError(
                 what, where="aggregation", remedy="Use another one, or a method that follows the sampler's steps (docs/rl.md)"
             )
@@ -240,10 +243,10 @@ class GRPOConfig(TrainingConfig):
             remedy = "Set drop_equal_groups, or difficulty"
             raise ConfigError("no group is dropped, so none is replaced", where="dynamic_sampling", remedy=remedy)
         if self.difficulty is not None and (len(self.difficulty) != 2 or self.difficulty[0] > self.difficulty[1]):
-            raise ConfigError(f"{self.difficulty} is no range", where="difficulty", remedy="Give two rewards, the lower first")
+            raise ConfigError(f"{self.difficulty} is not a range", where="difficulty", remedy="Give two rewards, the lower first")
         if self.overlong_buffer is not None and not 0 < self.overlong_buffer <= self.max_completion_length:
-            what = f"{self.overlong_buffer} tokens of {self.max_completion_length}"
-            raise ConfigError(what, where="overlong_buffer", remedy="Give at least 1 and at most max_completion_length")
+            what = f"{self.overlong_buffer} is not between 1 and max_completion_length ({self.max_completion_length})"
+            raise ConfigError(what, where="overlong_buffer", remedy="Give a number within these, or leave it out")
         if self.reference_sync_steps is not None and self.reference_model is not None:
             raise ConfigError(
                 "a reference loaded from reference_model is never updated",
@@ -263,15 +266,13 @@ class GRPOConfig(TrainingConfig):
             if self.rollout_config.sync == "nccl" and self.use_cpu:
                 what = "NCCL needs a GPU on both sides"
                 raise ConfigError(what, where="rollout.sync and use_cpu", remedy="Use disk or lora, or leave use_cpu out")
-            if self.corrected and self.scored_at != self.temperature:
-                what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.scored_at:g}"
+            if self.corrects_for_server and self.log_prob_temperature != self.temperature:
+                what = f"the server's log-probabilities are of temperature {self.temperature:g}, not of {self.log_prob_temperature:g}"
                 raise ConfigError(what, where="rollout.backend and score_temperature", remedy="Leave it out, or set importance_cap to null")
         elif self.importance_cap is not None and self.importance_cap != type(self).importance_cap:
             what = f"{self.rollout_config.backend} samples from the trained model itself, so there is nothing to correct"
             remedy = "Leave importance_cap out, or set rollout.backend to vllm"
             raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
-
-    generates = True
 
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:
@@ -280,20 +281,24 @@ class GRPOConfig(TrainingConfig):
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)
-        shards, lora = weight_sharding_setting(self), run.lora is not None
-        whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
-        what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
-        yield Conflict(f"rollout.backend and {shards}", self.rollout_config.backend != "local" and shards and not lora, what, remedy)
-        what, remedy = "a reference cannot follow sharded weights", f"Leave reference_sync_steps out, or {whole}"
-        moves = self.needs_reference and self.reference_sync_steps is not None
-        yield Conflict(f"reference_sync_steps and {shards}", moves and shards and not lora, what, remedy)
+        if (shards := weight_sharding_setting(self)) and run.lora is None:
+            yield from self.sharding_conflicts(shards)
         what, remedy = "there are no adapters to send", "Train with lora, or set rollout.sync to disk"
-        unsent = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and not lora
+        unsent = self.rollout_config.backend == "vllm" and self.rollout_config.sync == "lora" and run.lora is None
         yield Conflict("rollout.sync and lora", unsent, what, remedy)
 
-    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+    def sharding_conflicts(self, *shards: str) -> Iterator[Conflict]:
+        """Settings that exclude sharded weights. `shards`: the setting that shards them, if it is to be named."""
+        whole = "train without FSDP and ZeRO 3 (--recipe a40-48gb-x3-ddp replicates them)"
+        what, remedy = "sharded weights cannot be sent to a server", f"Use rollout.backend local, or {whole}"
+        yield Conflict(" and ".join(["rollout.backend", *shards]), self.rollout_config.backend != "local", what, remedy)
+        what, remedy = "a reference cannot follow sharded weights", f"Leave reference_sync_steps out, or {whole}"
+        moves = self.needs_reference and self.reference_sync_steps is not None
+        yield Conflict(" and ".join(["reference_sync_steps", *shards]), moves, what, remedy)
+
+    def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
         """Refuse decoding blocks other than the attention blocks, settings of views for a causal model, and vllm for a diffusion model."""
-        read = pattern()
+        read = read_attention()
         causal = read["attention"] == "causal"
         unit = {"causal": 1, "block_causal": read["block_size"], "bidirectional": None}[read["attention"]]
         for key, size in {"sampler.block_size": run.sampler.block_size, "block_size": self.block_size}.items():
@@ -323,12 +328,12 @@ class GRPOConfig(TrainingConfig):
         return method(**{name: getattr(self, name) for name in known if hasattr(self, name)}).for_attention(attention)
 
     @property
-    def corrected(self) -> bool:
+    def corrects_for_server(self) -> bool:
         """Whether importance weights correct for a server's log-probabilities."""
         return self.rollout_config.backend == "vllm" and self.importance_cap is not None
 
     @property
-    def scored_at(self) -> float:
+    def log_prob_temperature(self) -> float:
         """The temperature of the trained log-probabilities."""
         return self.temperature if self.score_temperature is None else self.score_temperature
 
@@ -372,9 +377,9 @@ def for_method(recipe: Mapping[str, Any], method: str | None) -> dict[str, Any]:
         return dict(recipe)
     defaults = [settings_of(other) for other in METHODS.values()]
     names = {name for values in defaults for name in values}
-    dropped = {name for name in names if any(name not in each or each[name] != defaults[0][name] for each in defaults)}
+    dropped = {name for name in names if any(name not in values or values[name] != defaults[0][name] for values in defaults)}
     dropped |= {"method"} | fixed_settings(get_method(method))
-    for each in fields(GRPOConfig):  # a field is declared after the fields that it needs
-        if any(needed.partition("=")[0] in dropped for needed in each.metadata.get("needs", ())):
-            dropped.add(each.name)
+    for field in fields(GRPOConfig):  # a field is declared after the fields that it needs
+        if any(needed.partition("=")[0] in dropped for needed in field.metadata.get("needs", ())):
+            dropped.add(field.name)
     return {name: value for name, value in recipe.items() if name not in dropped}

@@ -16,7 +16,7 @@ Divergence = Literal["k1", "k2", "k3"]
 Aggregation = Literal["token", "sequence", "step", "view", "view-constant", "constant", "sum"]
 
 
-LARGEST = 80.0
+MAX_EXPONENT = 80.0
 """A logarithm whose exponential does not overflow float32."""
 
 
@@ -95,7 +95,7 @@ def clipped_surrogate(
     advantage is negative, since the loss grows with it there (Ye et al. 2020).
     """
     # Where the loss is bounded, a ratio that overflows would still have the gradient 0 * inf.
-    limit = torch.where(advantage < 0, torch.inf if dual_clip is None else LARGEST, LARGEST)
+    limit = torch.where(advantage < 0, torch.inf if dual_clip is None else MAX_EXPONENT, MAX_EXPONENT)
     ratio = log_ratio.clamp(max=limit).exp()
     plain, bounded = ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage
     value = torch.minimum(plain, bounded)
@@ -130,7 +130,7 @@ def token_weights(learnt_BT: Tensor, kind: Aggregation, unit_BT: Tensor, limit: 
 
     Args:
         learnt_BT: the tokens that are learnt from.
-        unit_BT: for `step` the step that revealed a token, for `view` the view that scores it, below T; any number where not learnt.
+        unit_BT: for `step` the step that revealed a token, for `view` the view that has it as a target, below T; any where not learnt.
         limit: tokens of the longest possible completion.
     """
     learnt = learnt_BT.float()

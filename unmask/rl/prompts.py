@@ -1,6 +1,6 @@
-"""The prompts of a data set: their groups, their order, and the choice of prompts by the rewards so far.
+"""The prompts of a dataset: their groups, their order, and the choice of prompts by the rewards so far.
 
-Shapes: N prompts of the data set.
+Shapes: N prompts of the dataset.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class PromptRow(NamedTuple):
     """A prompt for one completion.
 
     Attributes:
-        columns: of the data set, with the prompt.
-        sample_id: index of the prompt in the data set.
+        columns: the columns of the dataset row, with the prompt.
+        sample_id: index of the prompt in the dataset.
         repeat: index of the completion in its group.
     """
 
@@ -62,7 +62,7 @@ class PromptRows(Dataset):
 
 
 def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
-    """The prompts of a data set, each of which fits into a row with a completion.
+    """The prompts of a dataset, each of which fits into a row with a completion.
 
     Raises:
         DataError: a prompt does not fit, or is malformed.
@@ -78,27 +78,29 @@ def prompt_rows(lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str
 
 
 class GroupSampler(Sampler[int]):
-    """Shuffled prompts in steps of `prompts`; each prompt comes `group` times in a row, each step `repeats` times."""
+    """Shuffled prompts, as in TRL's RepeatSampler: each prompt `group_size` times in a row, and each step (`prompts_per_step` prompts)
+    `repeats` times."""
 
-    def __init__(self, count: int, *, prompts: int, group: int, repeats: int, seed: int):
-        self.count, self.prompts, self.group, self.repeats, self.seed, self.epoch = count, prompts, group, repeats, seed, 0
+    def __init__(self, count: int, *, prompts_per_step: int, group_size: int, repeats: int, seed: int):
+        self.count, self.prompts_per_step, self.group_size, self.repeats = count, prompts_per_step, group_size, repeats
+        self.seed, self.epoch = seed, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
     def __len__(self) -> int:
-        return self.count // self.prompts * self.prompts * self.group * self.repeats
+        return self.count // self.prompts_per_step * self.prompts_per_step * self.group_size * self.repeats
 
     def __iter__(self) -> Iterator[int]:
         order = torch.randperm(self.count, generator=torch.Generator().manual_seed(self.seed + self.epoch)).tolist()
-        for start in range(0, self.count - self.prompts + 1, self.prompts):
+        for start in range(0, self.count - self.prompts_per_step + 1, self.prompts_per_step):
             for _ in range(self.repeats):
-                for sample_id in order[start : start + self.prompts]:
-                    yield from range(sample_id * self.group, (sample_id + 1) * self.group)
+                for sample_id in order[start : start + self.prompts_per_step]:
+                    yield from range(sample_id * self.group_size, (sample_id + 1) * self.group_size)
 
 
 def completion_key(row: PromptRow, step: int | None) -> int:
-    """The key of a completion's noise, for one seed of the run. `step`: as of `RolloutCollector.sample`."""
+    """The key of a completion's noise, for one seed of the run. `step`: as in `RolloutCollector.sample`."""
     return sequence_key([row.sample_id] if step is None else [row.sample_id, step], row.repeat)
 
 
@@ -106,7 +108,7 @@ def prompts_per_step(args: GRPOConfig, dataset: Sequence[Any] | None) -> int:
     """The number of prompts in an optimizer step, over all ranks.
 
     Raises:
-        ConfigError: a step cannot hold whole groups, or the data set has fewer prompts than a step.
+        ConfigError: a step cannot hold whole groups, or the dataset has fewer prompts than a step.
     """
     completions = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     if completions % args.num_generations:
@@ -129,10 +131,10 @@ class PromptHistory:
     """The mean reward of every prompt so far, and draws of prompts without replacement.
 
     Args:
-        count: prompts in the data set.
-        target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread), the spread being the
-            standard deviation of all means (at least a millionth of the largest distance, and of 1). New prompts have the weight of
-            those at the target. None: all weights are equal.
+        count: prompts in the dataset.
+        target: prompts whose mean reward is near this are preferred: their weight is exp(-distance / spread); spread is the standard
+            deviation of all means, but at least 1e-6 * max(1, largest distance). New prompts have the weight of those at the target.
+            None: all weights are equal.
     """
 
     def __init__(self, count: int, target: float | None = None):
@@ -173,9 +175,9 @@ class PromptHistory:
         """Read the history of a checkpoint.
 
         Raises:
-            ValueError: it has prompts that the data set lacks, and a target needs them.
+            ValueError: it has prompts that the dataset lacks, and a target needs them.
         """
         seen = {prompt: (number, mean) for prompt, number, mean in json.loads((folder / HISTORY_FILE).read_text())}
         if self.target is not None and (last := max(seen, default=0)) >= self.count:
-            raise ValueError(f"{HISTORY_FILE} is of {last + 1} prompts or more, but the data set has {self.count}")
+            raise ValueError(f"{HISTORY_FILE} is of {last + 1} prompts or more, but the dataset has {self.count}")
         self.seen = seen

@@ -18,12 +18,14 @@ import torch
 
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.rewards.logged import Log
-from unmask.rewards.timeouts import EVENT_LOOP, Arguments, check_signature, in_thread, limited, part, reward_values
+from unmask.rewards.timeouts import EVENT_LOOP, Arguments, check_signature, in_thread, limited, reward_values, select
 from unmask.rewards.workers import Worker, describe_error
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward
 
-THREAD = re.compile("signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread")
+MAIN_THREAD_ERRORS = re.compile(
+    "signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread"
+)
 """The beginnings of messages about functions that only work in the main thread."""
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,8 @@ class WorkerReward:
             start.result()
 
     def ask(self, arguments: Arguments, seconds: float, *, name: str, alone: bool) -> list[Any]:
-        """As `reward_values`, in parallel. Workers get the attributes of the trainer's state; what they log is logged here, None for
-        completions without an answer.
+        """The value for each completion, or the exception in its place (`reward_values` in rewards/timeouts.py), in parallel.
+        Workers get the attributes of the trainer's state; what they log is logged here, None for completions without an answer.
 
         Raises:
             TrainingError: the function does not accept these arguments.
@@ -58,7 +60,7 @@ class WorkerReward:
         for worker, start in zip(self.workers, range(0, count, size), strict=False):
             logs.append(Log())
             call = functools.partial(self._call, worker, name, logs[-1])
-            chunk = part(sent, slice(start, start + size))
+            chunk = select(sent, slice(start, start + size))
             calls.append(in_thread(functools.partial(reward_values, call, chunk, seconds, name=name, alone=alone)))
         chunks = [call.result() for call in calls]
         columns = [log.columns(len(chunk)) for log, chunk in zip(logs, chunks, strict=True)]
@@ -92,7 +94,7 @@ class LocalReward:
         self.threaded = True
 
     def ask(self, arguments: Arguments, seconds: float, *, alone: bool) -> list[Any]:
-        """As `reward_values`.
+        """The value for each completion, or the exception in its place (`reward_values` in rewards/timeouts.py).
 
         Raises:
             TrainingError: the function does not accept these arguments, or its task cannot verify any completion.
@@ -129,4 +131,6 @@ class LocalReward:
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, says that a function must be called in the main thread."""
-    return error is not None and (THREAD.match(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__))
+    if error is None:
+        return False
+    return MAIN_THREAD_ERRORS.match(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__)

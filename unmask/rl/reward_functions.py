@@ -1,4 +1,5 @@
-"""All reward functions of a run: their arguments, as in TRL, and the weighted sum of their values. `reward_calls.py` calls each.
+"""All reward functions of a run, called with TRL's arguments, and the weighted sum of their values. A function that fails or is late leaves
+its completions unscored (`reward_errors: raise` stops the run instead). `reward_calls.py` calls each.
 
 Shapes: B completions, F reward functions.
 """
@@ -26,7 +27,7 @@ from unmask.rewards.logged import Log
 from unmask.rewards.timeouts import Arguments, LateError, in_thread, shown
 from unmask.rewards.verdict import Verdict
 from unmask.rewards.workers import WorkerError, describe_error, load_function
-from unmask.rl.config import GRPOConfig
+from unmask.rl.config import GRPOConfig, RewardErrors
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel
 from unmask.tasks import Reward, get_rewards
@@ -34,30 +35,29 @@ from unmask.tasks import Reward, get_rewards
 RewardFunction = Callable[..., Any]
 BoundCall = Callable[[Arguments, float], list[Any]]
 """Returns, within this number of seconds, a value or an exception for each completion."""
-Errors = Literal["unscored", "raise"]
 FailureKind = Literal["raised", "timeout", "invalid"]
 MAX_SECONDS = 1e6
-LARGEST = 1e12
+MAX_REWARD = 1e12
 """Bound of a weighted reward, so that the squares and sums of losses are finite in float32."""
 logger = logging.getLogger(__name__)
 
 
-def find_rewards(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction | WorkerReward]:
+def reward_functions_named(named: RewardFunction | str, workers: int = 0) -> list[RewardFunction | WorkerReward]:
     """The reward functions of a name.
 
     Args:
         named: a function, which is returned as it is; `task` or `task/shaping` (see `Task.rewards`); `package.module:function` or
-            `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence classifier; or the http(s) address of a judge.
+            `path/to/file.py:function`; `model:PATH_OR_ID`, a sequence classifier; or the http(s) address of a reward server.
         workers: processes for a function given by its path; 0: this process runs it.
 
     Raises:
-        ConfigError: it is no function, or no function has this name.
+        ConfigError: it is not a function, or no function has this name.
     """
     if callable(named):
         return [named]
     if not isinstance(named, str):
         remedy = "Give a function, or the name of one: a task, package.module:function, ..."
-        raise ConfigError(f"{shown(named)} is no reward function", where="reward_funcs", remedy=remedy)
+        raise ConfigError(f"{shown(named)} is not a reward function", where="reward_funcs", remedy=remedy)
     if named.startswith(("http://", "https://")):
         return [HttpReward(named)]
     if named.startswith("model:"):
@@ -88,7 +88,7 @@ class RewardResult:
     """What the reward functions returned for the completions of one call.
 
     Attributes:
-        value_BF: their values, without weights; NaN where a function does not apply, or failed.
+        reward_BF: their values, without weights; NaN where a function does not apply, or failed.
         failed_BF: where a function failed; boolean.
         total_B: the weighted sums; NaN: unscored.
         statuses: by function, how often each status occurred, for functions that return verdicts.
@@ -98,7 +98,7 @@ class RewardResult:
         extras: by name, the columns that they passed to `log_extra`, a value for each completion; the last one of each name.
     """
 
-    value_BF: Tensor
+    reward_BF: Tensor
     failed_BF: Tensor
     total_B: Tensor
     statuses: dict[str, Counter[str]]
@@ -116,7 +116,7 @@ class Failure(NamedTuple):
 
 
 class Rewards:
-    """The weighted sum of reward functions. `RolloutCollector.answer` calls it; `LocalReward` and `WorkerReward` call the functions.
+    """The weighted sum of reward functions. `RolloutCollector` calls it; `LocalReward` and `WorkerReward` call the functions.
 
     A function is called as TRL calls it, `f(prompts=..., completions=..., completion_ids=..., <dataset columns>=..., trainer_state=...,
     log_extra=..., log_metric=...)`, must accept `**kwargs`, and returns, or is a coroutine that returns, a float or None for each
@@ -126,12 +126,12 @@ class Rewards:
     as a whole: its sum would be on another scale than those of its group. When a call raises, the function is called again for each
     completion alone. A TrainingError that a function raises stops the run, as does a wrong number of values.
 
-    Async functions, worker processes and HTTP judges run in parallel; functions in this process one after another, each in a thread. A
+    Async functions, worker processes and HTTP rewards run in parallel; functions in this process one after another, each in a thread. A
     late thread cannot be stopped, and may run beside later calls; one that never yields to other threads (an endless regular expression)
     cannot be abandoned either. Worker processes (`workers`) are killed.
 
     Args:
-        functions: callables, or names (see `find_rewards`).
+        functions: callables, or names (see `reward_functions_named`).
         weights: one per function or name; None: all 1.
         workers: processes for each function named by its path.
         seconds: time limit of a function for all completions of a call.
@@ -139,7 +139,7 @@ class Rewards:
 
     Attributes:
         largest: a value beyond this is not accepted as a finite number.
-        names: of the functions in logs and errors, unique: `reward`, `reward_2`.
+        names: the names of the functions in logs and errors, unique: `reward`, `reward_2`.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Rewards:
         workers: int = 0,
         *,
         seconds: float = 600.0,
-        errors: Errors = "unscored",
+        errors: RewardErrors = "unscored",
     ):
         listed = list(functions) if isinstance(functions, Sequence) and not isinstance(functions, str) else [functions]
         if not listed:
@@ -159,19 +159,21 @@ class Rewards:
             what = f"{len(weights)} weights for {len(listed)} functions"
             raise ConfigError(what, where="reward_weights", remedy="Give one weight per reward function")
         for weight in weights:
-            if not (isinstance(weight, numbers.Real) and abs(weight) <= LARGEST):
-                raise ConfigError(f"{shown(weight)} is refused", where="reward_weights", remedy=f"Give numbers of at most {LARGEST:g}")
+            if not (isinstance(weight, numbers.Real) and abs(weight) <= MAX_REWARD):
+                raise ConfigError(f"{shown(weight)} is not valid", where="reward_weights", remedy=f"Give numbers of at most {MAX_REWARD:g}")
         if not 0 < seconds <= MAX_SECONDS:
             raise ConfigError(
-                f"{seconds} seconds for a reward", where="reward_timeout", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}"
+                f"{seconds} is not a valid number of seconds", where="reward_timeout", remedy=f"Give more than 0, at most {MAX_SECONDS:.0f}"
             )
-        if errors not in get_args(Errors):
-            raise ConfigError(f"unknown {errors!r}", where="reward_errors", remedy=f"Use one of {', '.join(get_args(Errors))}")
-        found = [(function, weight) for named, weight in zip(listed, weights, strict=True) for function in find_rewards(named, workers)]
+        if errors not in get_args(RewardErrors):
+            raise ConfigError(f"unknown {errors!r}", where="reward_errors", remedy=f"Use one of {', '.join(get_args(RewardErrors))}")
+        found = [
+            (function, weight) for named, weight in zip(listed, weights, strict=True) for function in reward_functions_named(named, workers)
+        ]
         self.functions, self.weights = [function for function, _ in found], [weight for _, weight in found]
         self.names = distinct(f.name if isinstance(f, Reward) else getattr(f, "__name__", type(f).__name__) for f in self.functions)
         self.seconds, self.errors = seconds, errors
-        self.largest = LARGEST / max(1.0, sum(map(abs, self.weights)))
+        self.largest = MAX_REWARD / max(1.0, sum(map(abs, self.weights)))
         self._calls = [self._call_of(function, name) for function, name in zip(self.functions, self.names, strict=True)]
         self._warned: set[tuple[str, str]] = set()
 
@@ -181,9 +183,9 @@ class Rewards:
         """Call the functions.
 
         Args:
-            rows: of the dataset, one per completion; all have the same columns.
+            rows: dataset rows, one per completion; all have the same columns.
             texts, ids: the completions.
-            state: the trainer's; None: functions get none.
+            state: the trainer's state; None: functions get none.
 
         Raises:
             TrainingError: see the class.
@@ -207,27 +209,27 @@ class Rewards:
         for name, values in values_of.items():
             self._report(name, values)
         failed_BF = torch.tensor([[isinstance(value, Failure) for value in values] for values in values_of.values()]).T
-        value_BF = torch.tensor(
+        reward_BF = torch.tensor(
             [[math.nan if isinstance(value, Failure) else value for value in values] for values in values_of.values()]
         ).T
         statuses: dict[str, Counter[str]] = {
             name: Counter(answer.status for answer in answers if isinstance(answer, Verdict)) for name, answers in answers_of.items()
         }
         return RewardResult(
-            value_BF=value_BF,
+            reward_BF=reward_BF,
             failed_BF=failed_BF,
-            total_B=self.total(value_BF, failed_BF),
+            total_B=self.total(reward_BF, failed_BF),
             statuses={name: counts for name, counts in statuses.items() if counts},
             failures={name: Counter(value.kind for value in values if isinstance(value, Failure)) for name, values in values_of.items()},
             logged=logged,
             extras=extras,
         )
 
-    def total(self, value_BF: Tensor, failed_BF: Tensor) -> Tensor:
+    def total(self, reward_BF: Tensor, failed_BF: Tensor) -> Tensor:
         """The weighted sum [B] of the functions that apply; NaN where none does, or where one failed (unless its weight is 0)."""
         weight_F = torch.tensor(self.weights)
-        unscored_B = value_BF.isnan().all(1) | (failed_BF & (weight_F != 0)).any(1)
-        return torch.where(unscored_B, torch.nan, (value_BF.nan_to_num() * weight_F).sum(1))
+        unscored_B = reward_BF.isnan().all(1) | (failed_BF & (weight_F != 0)).any(1)
+        return torch.where(unscored_B, torch.nan, (reward_BF.nan_to_num() * weight_F).sum(1))
 
     def _call_of(self, function: RewardFunction | WorkerReward, name: str) -> BoundCall:
         if isinstance(function, HttpReward):
@@ -252,7 +254,7 @@ class Rewards:
         """An answer as a number: NaN for None."""
         if isinstance(answer, Verdict):
             if answer.value is None:
-                return Failure("raised", f"could not judge: {answer.status} {answer.detail}", "See docs/sandbox.md, docs/tasks.md")
+                return Failure("raised", f"could not be verified: {answer.status} {answer.detail}", "See docs/sandbox.md, docs/tasks.md")
             answer = answer.value
         if answer is None:
             return math.nan
@@ -260,7 +262,7 @@ class Rewards:
             return Failure("timeout", f"gave no answer within {self.seconds:g} seconds", "Give it more, or let it answer sooner")
         if isinstance(answer, BaseException):
             what = answer.what if isinstance(answer, WorkerError) else f"raised {describe_error(answer)}"
-            return Failure("raised", what, "Mend it, or return None")
+            return Failure("raised", what, "Fix the function, or let it return None")
         is_number = isinstance(answer, numbers.Real)
         if is_number and abs(answer) <= self.largest:  # not NaN
             return float(answer)
@@ -280,7 +282,7 @@ class Rewards:
                 logger.warning("%s: %.400s. Where it fails, completions are unscored; further such failures are only counted", where, what)
 
 
-def rewards_of(reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig) -> Rewards:
+def make_rewards(reward_funcs: Sequence[RewardFunction | str] | RewardFunction | str, args: GRPOConfig) -> Rewards:
     """The reward functions of a run.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Rollouts: the canvases of completions as methods read them, and checks of the views that score them.
+"""Rollouts: the canvases of completions as methods read them, and checks of the views planned for them.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its end).
 """
@@ -26,10 +26,10 @@ class Rollout:
 
     Attributes:
         ids_BT: the canvas: prompt, completion, and the mask token where nothing was revealed.
-        documents_BT: 1 on the canvas, 0 on padding.
+        document_BT: 1 on the canvas, 0 on padding.
         prompt_BT: True on the prompt.
         completion_BT: True on the completion, up to and including its first EOS.
-        steps_BT: the denoising step that revealed a position; -1 for the prompt, padding and what stayed hidden.
+        step_BT: the denoising step that revealed a position; -1 for the prompt, padding and what stayed hidden.
         group_BT: the tokens that are noised together: one canvas, or an attention block of it; -1 on the prompt and padding.
         block_BT: the decoding block, from 0; -1 on the prompt and padding.
         sampled_BT: the completion's log-probabilities under the server that sampled it; None: this process sampled it.
@@ -37,10 +37,10 @@ class Rollout:
     """
 
     ids_BT: Tensor
-    documents_BT: Tensor
+    document_BT: Tensor
     prompt_BT: Tensor
     completion_BT: Tensor
-    steps_BT: Tensor
+    step_BT: Tensor
     group_BT: Tensor
     block_BT: Tensor
     sampled_BT: Tensor | None = None
@@ -49,14 +49,14 @@ class Rollout:
     @property
     def beyond_BT(self) -> Tensor:
         """The canvas after the end of the completion."""
-        return (self.documents_BT > 0) & ~self.prompt_BT & ~self.completion_BT
+        return (self.document_BT > 0) & ~self.prompt_BT & ~self.completion_BT
 
     @property
     def revealed_BT(self) -> Tensor:
         """The canvas as far as it was denoised: the completion, and what was revealed after its end."""
-        return self.completion_BT | (self.beyond_BT & (self.steps_BT >= 0))
+        return self.completion_BT | (self.beyond_BT & (self.step_BT >= 0))
 
-    def rows(self, index: slice) -> Rollout:
+    def select(self, index: slice) -> Rollout:
         """Some of the completions."""
         tensors: dict[str, Any] = {name: part[index] for name, part in vars(self).items() if isinstance(part, Tensor)}
         return replace(self, **tensors)
@@ -66,7 +66,7 @@ class Rollout:
         return replace(self, completion_BT=self.revealed_BT)
 
     def hiding(self, target_BMT: Tensor, weight_BMT: Tensor) -> Views:
-        """Views that hide their targets, and all after the end that no view scores, as when the text was sampled."""
+        """Views that hide their targets, and tokens after the end that are targets of none, as when the text was sampled."""
         rest_BT = self.beyond_BT & ~target_BMT.any(1)
         return Views(target_BMT | rest_BT[:, None], target_BMT, weight_BMT.float())
 
@@ -76,13 +76,13 @@ class Rollout:
 
 
 def learnable(rollout: Rollout, views: Views) -> Tensor:
-    """The tokens [B, T] that a loss is about: of the completion, and those scored after its end."""
+    """The tokens [B, T] that a loss is about: of the completion, and targets after its end."""
     return rollout.completion_BT | views.target_BMT.any(1)
 
 
 def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: str) -> Views:
-    """The views that a plan makes. With `beyond_eos` "shown" they noise what comes after the end like the completion, without scoring it.
-    (With "learnt" the rollout is `whole` already.)"""
+    """The views that a plan makes. With `beyond_eos` "shown" they noise what comes after the end like the completion, without making it
+    a target. (With "learnt" the rollout is `whole` already.)"""
     if beyond_eos != "shown":
         return plan(rollout)
     views, completion_B1T = plan(rollout.whole()), rollout.completion_BT[:, None]
@@ -90,7 +90,7 @@ def plan_views(plan: Callable[[Rollout], Views], rollout: Rollout, beyond_eos: s
 
 
 def check_views(views: Views, rollout: Rollout, where: str) -> None:
-    """Refuse views of a wrong type, shape or dtype, and views that score what they show or what is outside the completion's canvas.
+    """Refuse views of a wrong type, shape or dtype, and views whose targets are visible or outside the completion's canvas.
 
     Raises:
         TrainingError: the views are refused; names `where` they were planned.
@@ -98,19 +98,19 @@ def check_views(views: Views, rollout: Rollout, where: str) -> None:
     batch, length = rollout.ids_BT.shape
     remedy = "Return Views of hidden tokens, targets (boolean) and weights (floating), [batch, views, tokens]; `weighed` makes them"
     if not isinstance(views, Views):
-        raise TrainingError(f"{type(views).__name__} is no plan of views", where=where, remedy=remedy)
+        raise TrainingError(f"returned {type(views).__name__}, not Views", where=where, remedy=remedy)
     tensors = (views.hidden_BMT, views.target_BMT, views.weight_BMT)
     dtypes_fit = views.hidden_BMT.dtype == views.target_BMT.dtype == torch.bool and views.weight_BMT.is_floating_point()
     shapes = [tuple(part.shape) for part in tensors]
     count = shapes[0][1] if len(shapes[0]) == 3 else 0
     if not dtypes_fit or count == 0 or shapes != [(batch, count, length)] * 3:
         found = ", ".join(f"{part.dtype} {list(part.shape)}" for part in tensors)
-        raise TrainingError(f"tensors of {found}, for {batch} rows of {length} tokens", where=where, remedy=remedy)
+        raise TrainingError(f"returned tensors of {found} for {batch} rows of {length} tokens", where=where, remedy=remedy)
     noised = slice(-1 if views.causal else None)
     if (views.target_BMT & ~views.hidden_BMT)[:, noised].any():
-        raise TrainingError("tokens are scored that the model is shown", where=where, remedy="Hide what is scored")
+        raise TrainingError("a target is not hidden", where=where, remedy="Hide every target")
     if (views.target_BMT & ~(rollout.completion_BT | rollout.beyond_BT)[:, None]).any():
-        raise TrainingError("tokens are scored that are not the completion's", where=where, remedy="Score only tokens of completion_BT")
+        raise TrainingError("a target is outside the completion", where=where, remedy="Choose targets only from completion_BT")
 
 
 def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size: int | None = None, *, sampled: bool = False) -> Rollout:
@@ -131,18 +131,18 @@ def make_rollout(lm: DiffusionLM, generation: Generation, at: slice, block_size:
 
     completion = [[0] * len(p) + [1] * len(c) + [0] * (len(t.canvas) - len(c)) for p, c, t in zip(prompts, tokens, traces, strict=True)]
     canvas_BT = padded([[0] * len(p) + [1] * len(t.canvas) for p, t in zip(prompts, traces, strict=True)], 0).bool()
-    documents_BT = padded([[1] * (len(p) + len(t.canvas)) for p, t in zip(prompts, traces, strict=True)], 0)
-    group_BT = noise_groups(lm, canvas_BT, documents_BT)
+    document_BT = padded([[1] * (len(p) + len(t.canvas)) for p, t in zip(prompts, traces, strict=True)], 0)
+    group_BT = noise_groups(lm, canvas_BT, document_BT)
     if sampled and not all(trace.sampled_log_probs for trace in traces):
         remedy = "Start it with --logprobs-mode processed_logprobs, sample at temperature 1, or leave out importance_cap"
         raise GenerationError("the server does not return the log-probabilities of its tokens", where="rollout", remedy=remedy)
     log_probs = [[0.0] * len(p) + t.sampled_log_probs for p, t in zip(prompts, traces, strict=True)] if sampled else None
     return Rollout(
         ids_BT=padded([p + t.canvas for p, t in zip(prompts, traces, strict=True)], lm.pad_token_id),
-        documents_BT=documents_BT,
-        prompt_BT=(documents_BT > 0) & ~canvas_BT,
+        document_BT=document_BT,
+        prompt_BT=(document_BT > 0) & ~canvas_BT,
         completion_BT=padded(completion, 0).bool(),
-        steps_BT=padded([[-1] * len(p) + t.steps for p, t in zip(prompts, traces, strict=True)], -1),
+        step_BT=padded([[-1] * len(p) + t.steps for p, t in zip(prompts, traces, strict=True)], -1),
         group_BT=group_BT,
         block_BT=decoding_blocks(lm, canvas_BT, group_BT, block_size),
         sampled_BT=None if log_probs is None else padded(log_probs, 0.0),
@@ -163,6 +163,7 @@ def decoding_blocks(lm: DiffusionLM, canvas_BT: Tensor, group_BT: Tensor, block_
 def cut_at_end(lm: DiffusionLM, generation: Generation) -> Generation:
     """Cut completions after their first end token where the whole canvas was sampled; traces keep the canvas."""
     ends = [end_of(tokens, lm.eos_token_ids) for tokens in generation.tokens]
-    cut = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in ("tokens", "log_probs", "steps")}
+    names = ("tokens", "log_probs", "steps")
+    cut: Any = {name: [row[:end] for row, end in zip(getattr(generation, name), ends, strict=True)] for name in names}
     texts = [text_of(lm.tokenizer, ids, lm.eos_token_ids) for ids in cut["tokens"]]
-    return replace(generation, texts=texts, tokens=cut["tokens"], log_probs=cut["log_probs"], steps=cut["steps"])
+    return replace(generation, texts=texts, **cut)

@@ -20,7 +20,7 @@ from unmask.generation.remote.backends import make_backend
 from unmask.models.adapters import has_adapters, merged
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import evaluating
-from unmask.rl.completion_log import Samples
+from unmask.rl.completion_log import CompletionLog
 from unmask.rl.config import GRPOConfig
 from unmask.rl.losses import advantages, kept_groups, overlong_penalty
 from unmask.rl.prompts import PromptHistory, PromptRow, completion_key
@@ -47,16 +47,16 @@ class Collecting(Protocol):
     def lockstep(self) -> AbstractContextManager[None]: ...
     def is_world_process_zero(self) -> bool: ...
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation: ...
-    def judge(self, rows: list[PromptRow], step: int) -> Judged: ...
+    def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions: ...
     def shaped(self, total_B: Tensor, generation: Generation) -> Tensor: ...
 
 
 @dataclass(frozen=True)
-class Judged:
+class RewardedCompletions:
     """Completions and their rewards, one entry per row.
 
     Attributes:
-        reward_BF: of each function, NaN where it does not apply.
+        reward_BF: the value of each function, without weights; NaN where it does not apply.
         total_B: the weighted sum; NaN: unscored.
         extras: the columns that reward functions logged (`log_extra`), by name.
     """
@@ -68,18 +68,18 @@ class Judged:
     extras: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
-    def group_B(self) -> Tensor:
-        """The prompt of each completion."""
+    def prompt_B(self) -> Tensor:
+        """The number of each completion's prompt in the dataset."""
         return torch.tensor([row.sample_id for row in self.rows])
 
-    def part(self, at: slice) -> Judged:
+    def select(self, index: slice) -> RewardedCompletions:
         """Some of the completions."""
         generation = self.generation
-        lists: dict[str, Any] = {name: part[at] for name, part in vars(generation).items() if isinstance(part, list)}
-        extras = {name: values[at] for name, values in self.extras.items()}
-        return Judged(self.rows[at], replace(generation, **lists), self.reward_BF[at], self.total_B[at], extras)
+        lists: dict[str, Any] = {name: part[index] for name, part in vars(generation).items() if isinstance(part, list)}
+        extras = {name: values[index] for name, values in self.extras.items()}
+        return RewardedCompletions(self.rows[index], replace(generation, **lists), self.reward_BF[index], self.total_B[index], extras)
 
-    def replaced(self, at: Sequence[int], other: Judged) -> Judged:
+    def replaced(self, at: Sequence[int], other: RewardedCompletions) -> RewardedCompletions:
         """The same with the rows `at` replaced by those of another."""
         source = {row: index for index, row in enumerate(at)}
 
@@ -92,7 +92,7 @@ class Judged:
         reward_BF, total_B = self.reward_BF.clone(), self.total_B.clone()
         reward_BF[list(at)], total_B[list(at)] = other.reward_BF, other.total_B
         extras = {name: merge(values, other.extras.get(name, [None] * len(at))) for name, values in self.extras.items()}
-        return Judged(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B, extras)
+        return RewardedCompletions(merge(self.rows, other.rows), replace(self.generation, **lists), reward_BF, total_B, extras)
 
 
 class RolloutCollector:
@@ -102,7 +102,7 @@ class RolloutCollector:
         rewards: the reward functions.
         history: the mean reward of every prompt so far.
         backend: samples from the model itself, or from a server.
-        log: samples of completions for the user.
+        completion_log: samples of completions for the user.
     """
 
     def __init__(self, trainer: Collecting, rewards: Rewards):
@@ -111,10 +111,10 @@ class RolloutCollector:
         args = self.args
         self.history = PromptHistory(len(trainer.train_dataset.rows) if trainer.train_dataset is not None else 0, args.curriculum)
         self.backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
-        self.log = Samples(args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows)
-        self._reused, self._read = 0.0, 0
+        self.completion_log = CompletionLog(args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows)
+        self._reuse_sum, self._reuse_count = 0.0, 0
 
-    def collect(self, rows: list[PromptRow], step: int) -> Judged:
+    def collect(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Rewarded completions of the rows' prompts, or of those that the curriculum chooses. Groups without a learning signal are replaced
         by those of other prompts, at most `dynamic_sampling` times."""
         group = self.args.num_generations
@@ -122,35 +122,35 @@ class RolloutCollector:
         if self.args.curriculum is not None:
             rows = self._other_rows(len(rows) // group, step, used)
         used += [row.sample_id for row in rows]
-        judged = self.trainer.judge(rows, step)
+        rewarded = self.trainer.judge(rows, step)
         for attempt in range(self.args.dynamic_sampling):
-            _, kept_B = self.advantages(judged)
+            _, kept_B = self.advantages(rewarded)
             dropped = [start for start in range(0, len(rows), group) if not kept_B[start]]
             others = self._other_rows(len(dropped), step + (attempt + 1) * 2**20, used)
             self.trainer.record("groups_replaced", len(others) / len(rows))
             if not any(gather_object([len(others)])):
                 break
             replaced = [start + repeat for start in dropped for repeat in range(group)][: len(others)]
-            judged = judged.replaced(replaced, self.trainer.judge(others, step))
-        return judged
+            rewarded = rewarded.replaced(replaced, self.trainer.judge(others, step))
+        return rewarded
 
-    def judge(self, rows: list[PromptRow], step: int) -> Judged:
+    def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Sample and reward completions. All processes call it at the same time, even with no rows."""
-        answered = self.answer(rows, temperature=self.args.temperature, step=step)
-        judged = replace(answered, total_B=self.trainer.shaped(answered.total_B, answered.generation))
-        for prompt, reward in gather_object(list(zip(judged.group_B.tolist(), judged.total_B.tolist(), strict=True))):
+        rewarded = self.sample_and_reward(rows, temperature=self.args.temperature, step=step)
+        rewarded = replace(rewarded, total_B=self.trainer.shaped(rewarded.total_B, rewarded.generation))
+        for prompt, reward in gather_object(list(zip(rewarded.prompt_B.tolist(), rewarded.total_B.tolist(), strict=True))):
             self.history.add(prompt, reward)  # the same on every process
-        return judged
+        return rewarded
 
-    def answer(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> Judged:
-        """Completions and their rewards. Arguments as of `sample`."""
+    def sample_and_reward(self, rows: list[PromptRow], *, temperature: float, step: int | None) -> RewardedCompletions:
+        """Completions and their rewards. Arguments as in `sample`."""
         generation = self.trainer.sample(rows, temperature=temperature, step=step)
         with failing_together("rollout"), self.trainer.phases("reward"):
             if rows:
                 result = self.rewards([row.columns for row in rows], generation.texts, generation.tokens, self.trainer.state)
                 self._record_rewards(result)
-                return Judged(rows, generation, result.value_BF, result.total_B, result.extras)
-        return Judged(rows, generation, torch.zeros(0, len(self.rewards.names)), torch.zeros(0))
+                return RewardedCompletions(rows, generation, result.reward_BF, result.total_B, result.extras)
+        return RewardedCompletions(rows, generation, torch.zeros(0, len(self.rewards.names)), torch.zeros(0))
 
     def sample(self, rows: Sequence[PromptRow], *, temperature: float, step: int | None) -> Generation:
         """Completions of the rows' prompts. A completion depends only on the weights and (seed, step, sample, repeat).
@@ -171,8 +171,8 @@ class RolloutCollector:
         if generation.prompt_reuse is not None:
             self.trainer.record("prefix/reuse_rate", generation.prompt_reuse, len(rows))
             if step is not None:
-                self._reused += generation.prompt_reuse * len(rows)
-                self._read += len(rows)
+                self._reuse_sum += generation.prompt_reuse * len(rows)
+                self._reuse_count += len(rows)
         return cut_at_end(self.lm, generation)
 
     def sync_weights(self, step: int | None) -> None:
@@ -196,15 +196,15 @@ class RolloutCollector:
         length_B = torch.tensor([float(len(tokens)) for tokens in generation.tokens]) + self.truncated(generation)
         return total_B + overlong_penalty(length_B, limit, self.args.overlong_buffer)
 
-    def advantages(self, judged: Judged) -> tuple[Tensor, Tensor]:
+    def advantages(self, rewarded: RewardedCompletions) -> tuple[Tensor, Tensor]:
         """The advantages [B] of this process's completions, and which belong to groups that are learnt from. A group may lie on several
         processes."""
-        count, accelerator = len(judged.rows), self.trainer.accelerator
-        difficulty_B = judged.total_B
+        count, accelerator = len(rewarded.rows), self.trainer.accelerator
+        difficulty_B = rewarded.total_B
         if (name := self.args.difficulty_reward) is not None:
-            difficulty_B = torch.where(difficulty_B.isnan(), torch.nan, judged.reward_BF[:, self.rewards.names.index(name)])
+            difficulty_B = torch.where(difficulty_B.isnan(), torch.nan, rewarded.reward_BF[:, self.rewards.names.index(name)])
         local = slice(accelerator.process_index * count, (accelerator.process_index + 1) * count)
-        tensors = (judged.total_B, difficulty_B, judged.group_B)
+        tensors = (rewarded.total_B, difficulty_B, rewarded.prompt_B)
         reward_B, difficulty_B, group_B = (accelerator.gather(part.to(accelerator.device)).cpu() for part in tensors)
         advantage_B = advantages(reward_B, group_B, self.args.advantage or "r-mean", temperature=self.args.softmax_temperature)
         low, high = self.args.difficulty or (-torch.inf, torch.inf)
@@ -231,8 +231,8 @@ class RolloutCollector:
         mine = range(trainer.accelerator.process_index, len(prompts) // group, trainer.accelerator.num_processes)
         with evaluating(self.lm):
             self.sync_weights(None)
-            judged = self.answer([prompts[index * group] for index in mine], temperature=0.0, step=None)
-        everyone = gather_object(list(zip(mine, judged.total_B.tolist(), judged.reward_BF.tolist(), strict=True)))
+            rewarded = self.sample_and_reward([prompts[index * group] for index in mine], temperature=0.0, step=None)
+        everyone = gather_object(list(zip(mine, rewarded.total_B.tolist(), rewarded.reward_BF.tolist(), strict=True)))
         _, totals, values = zip(*sorted(everyone), strict=True)  # sorted: sums are the same for any number of processes
         total_B, reward_BF = torch.tensor(totals), torch.tensor(values)
         means = {"reward": total_B.nanmean(), "unscored": total_B.isnan().float().mean()}
@@ -242,7 +242,7 @@ class RolloutCollector:
     @property
     def prompt_reuse(self) -> float | None:
         """The mean fraction of prompts whose key-value cache a group shared, in this process's rollouts; None: unknown."""
-        return self._reused / self._read if self._read else None
+        return self._reuse_sum / self._reuse_count if self._reuse_count else None
 
     # Metrics.
 
@@ -258,9 +258,9 @@ class RolloutCollector:
             for value in values:
                 self.trainer.record(metric_of_function(metric), value)
 
-    def record_rollout(self, judged: Judged, advantage_B: Tensor) -> None:
+    def record_rollout(self, rewarded: RewardedCompletions, advantage_B: Tensor) -> None:
         """Record the metrics of a rollout batch, and show some of its completions."""
-        generation, total_B, count = judged.generation, judged.total_B, len(judged.rows)
+        generation, total_B, count = rewarded.generation, rewarded.total_B, len(rewarded.rows)
         lengths, truncated_B = [len(tokens) for tokens in generation.tokens], self.truncated(generation)
         self.trainer.record("unscored", total_B.isnan().float().mean(), count)
         self.trainer.record("truncated", truncated_B.float().mean(), count)
@@ -268,7 +268,7 @@ class RolloutCollector:
         entropies = [e for trace, n in zip(generation.trace or [], lengths, strict=True) for e in trace.entropies[:n]]
         if entropies:
             self.trainer.record("entropy", sum(entropies) / len(entropies), len(entropies))
-        named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, judged.reward_BF.unbind(1), strict=True)}
+        named = {f"rewards/{name}": reward_B for name, reward_B in zip(self.rewards.names, rewarded.reward_BF.unbind(1), strict=True)}
         for name, reward_B in {"reward": total_B, **named}.items():
             scored_B = reward_B[~reward_B.isnan()]
             if len(scored_B) > 0:
@@ -276,7 +276,8 @@ class RolloutCollector:
             if name == "reward" and len(scored_B) > 1:
                 self.trainer.record("reward_std", scored_B.std(), len(scored_B))
         step = self.trainer.state.global_step + 1
-        if self.trainer.is_world_process_zero() and self.log.due(step):
-            texts = {**judged.extras, "prompt": [row.prompt for row in judged.rows], "completion": generation.texts}
+        if self.trainer.is_world_process_zero() and self.completion_log.due(step):
+            columns = {**rewarded.extras, "prompt": [row.prompt for row in rewarded.rows], "completion": generation.texts}
             figures = {"reward": total_B, **named, "advantage": advantage_B, "truncated": truncated_B}
-            self.log.write(step, texts | {n: part.tolist() for n, part in figures.items()}, self.trainer.callback_handler.callbacks)
+            columns |= {name: figure_B.tolist() for name, figure_B in figures.items()}
+            self.completion_log.write(step, columns, self.trainer.callback_handler.callbacks)

@@ -1,6 +1,7 @@
 """Reinforcement learning with group-relative advantages: sample, reward, plan views, take log-probabilities, update.
 
-Shapes: B completions, M views, T positions, F reward functions. A rollout batch is the completions of one optimizer step.
+Shapes: B completions, M views, T positions, F reward functions. A rollout batch is sampled once, and serves `num_iterations`
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,9 @@ from unmask.rl.losses import count_items, token_weights
 from unmask.rl.methods.base import LossInputs, averaging_units
 from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
-from unmask.rl.reward_functions import RewardFunction, rewards_of
+from unmask.rl.reward_functions import RewardFunction, make_rewards
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
-from unmask.rl.rollout_collector import Judged, RolloutCollector
+from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.training.checkpoints import steps_done
 from unmask.training.per_view_backward import Chunk, PerViewBackward
@@ -43,14 +45,14 @@ class GRPOTrainer(DiffusionTrainer):
 
     Args:
         model: the policy; a DiffusionLM, or a path or id to load.
-        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see `find_rewards`).
+        reward_funcs: functions as TRL calls them (sync or async), or names (of tasks and others, see `reward_functions_named`).
         args: the config.
         train_dataset: rows with `prompt`; all other columns go to the reward functions.
         eval_dataset: the same; `evaluate` reports the mean reward of greedy completions.
         masking: a strategy that plans the views instead of the method; None: the one that the config names, if any.
         rest: as in DiffusionTrainer.
 
-    Views are planned once per rollout and inner iteration, and the same views score the policy, the old policy and the reference.
+    Views are planned once per rollout and inner iteration, and the policy, the old policy and the reference share them.
     Dropout is off, so the first update has a ratio of exactly 1. A step holds the activations of one view at a time.
 
     Override `sample` for partial rollouts or inpainted hints, `judge` for the rewards of completions, `shaped` for additions to a reward,
@@ -72,19 +74,19 @@ class GRPOTrainer(DiffusionTrainer):
         **rest: Any,
     ):
         args = args or GRPOConfig()
-        rewards = rewards_of(reward_funcs, args)
+        rewards = make_rewards(reward_funcs, args)
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
-        if self.shards_weights and args.rollout_config.backend != "local":
-            remedy = "Use local, or train without FSDP and ZeRO 3"
-            raise ConfigError("sharded weights cannot be sent to a server", where="rollout.backend", remedy=remedy)
+        for conflict in args.sharding_conflicts() if self.shards_weights else ():
+            if conflict.on:
+                raise ConfigError(conflict.what, where=conflict.where, remedy=conflict.remedy)
         disable_dropout(self.lm.model)
         self.masking = find_masking(args, masking, exact=self.lm.autoregressive)
         args.refuse_unread(self.masking, exact=self.lm.autoregressive)
         self.method = args.build_method(self.lm.attention)
         assert self.method.aggregation is not None
         self.aggregation = self.method.aggregation
-        self.per_view = PerViewBackward(self, separable=self.method.sums_over_views(), temperature=args.scored_at)
+        self.per_view = PerViewBackward(self, separable=self.method.sums_over_views(), temperature=args.log_prob_temperature)
         self.reference = self._make_reference() if args.needs_reference else None
         self.collector = RolloutCollector(self, rewards)
         self.buffer: list[list[Update]] = []
@@ -96,7 +98,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     # Methods to override.
 
-    def judge(self, rows: list[PromptRow], step: int) -> Judged:
+    def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Sample and reward completions of the rows' prompts for this rollout."""
         return self.collector.judge(rows, step)
 
@@ -108,15 +110,15 @@ class GRPOTrainer(DiffusionTrainer):
         """The rewards [B] with the penalty of nearly truncated completions (`overlong_buffer`)."""
         return self.collector.shaped(total_B, generation)
 
-    def token_advantages(self, judged: Judged, rollout: Rollout, advantage_B: Tensor) -> Tensor:
+    def token_advantages(self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor) -> Tensor:
         """The advantages of the tokens of a micro-batch [B, T], or [B, 1] if all tokens of a completion have the same.
 
-        For rewards of single steps (MDPO, He et al. 2025), `rollout.steps_BT` has the step that revealed each token.
+        For rewards of single steps (MDPO, He et al. 2025), `rollout.step_BT` has the step that revealed each token.
 
         Args:
-            judged: the completions and their rewards.
+            rewarded: the completions and their rewards.
             rollout: their canvases.
-            advantage_B: of each completion in its group.
+            advantage_B: the advantage of each completion in its group.
         """
         return advantage_B[:, None]
 
@@ -129,7 +131,7 @@ class GRPOTrainer(DiffusionTrainer):
         return batch.views
 
     def tokens_of(self, batch: Update) -> tuple[Tensor, Tensor | None]:
-        return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.documents_BT
+        return batch.rollout.ids_BT, None if batch.rollout.one_document else batch.rollout.document_BT
 
     def loss_on(self, batch: Update, log_prob_BMT: Tensor, chunk: Chunk | None = None) -> Tensor:
         if chunk is None or chunk[1].start == 0:
@@ -146,7 +148,7 @@ class GRPOTrainer(DiffusionTrainer):
         rollout, views = batch.rollout, batch.views
         weight_BT = token_weights(batch.learnt_BT, self.aggregation, self._units(batch), self.args.max_completion_length)[rows]
         if chunk is not None:
-            rollout, views = rollout.rows(rows), views.select(rows, columns)
+            rollout, views = rollout.select(rows), views.select(rows, columns)
             weight_BT = weight_BT * views.target_BMT.any(1)
         old_BMT = log_prob_BMT.detach() if batch.old_BMT is None else batch.old_BMT[rows, columns]
         reference_BMT = None if batch.reference_BMT is None else batch.reference_BMT[rows, columns]
@@ -173,7 +175,7 @@ class GRPOTrainer(DiffusionTrainer):
         return averaging_units(batch.rollout, batch.views, self.aggregation)
 
     def count_tokens(self, batch: Any) -> Tensor:
-        return (batch.rollout.documents_BT > 0).sum()
+        return (batch.rollout.document_BT > 0).sum()
 
     def count_samples(self, batch: Any) -> int:
         """Completions."""
@@ -219,7 +221,7 @@ class GRPOTrainer(DiffusionTrainer):
 
     def rewind(self, step: int) -> None:
         super().rewind(step)
-        self.collector.log.rewind(step)
+        self.collector.completion_log.rewind(step)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         every = self.args.performance_log_interval
@@ -267,35 +269,35 @@ class GRPOTrainer(DiffusionTrainer):
         """All micro-batches of an optimizer step: new completions, or the buffered ones with the next views."""
         if not self.over:
             self.phases.begin_step()
-        micro_batches = [rows for _, rows in zip(range(0 if self.over else num_batches), epoch_iterator, strict=False)]
+        micro_batches = list(islice(epoch_iterator, 0 if self.over else num_batches))
         iteration = self.state.global_step % self.args.num_iterations
         if micro_batches and (iteration == 0 or not self.buffer):
             with self.saved_if_it_fails():
-                self.buffer = self.experience(micro_batches)
+                self.buffer = self.collect_updates(micro_batches)
         batches = [updates[iteration] for updates in self.buffer[: len(micro_batches)]]
         return batches, self._get_num_items_in_batch(batches, device)
 
     @torch.no_grad()
-    def experience(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
+    def collect_updates(self, micro_batches: Sequence[Sequence[PromptRow]]) -> list[list[Update]]:
         """Sample and reward completions for one optimizer step, and take the log-probabilities that its updates need."""
         step = self.state.global_step // self.args.num_iterations
         self.collector.sync_weights(step)
-        judged = self.collector.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        rewarded = self.collector.collect([row for micro_batch in micro_batches for row in micro_batch], step)
         self._move_reference()
-        generation = judged.generation
-        advantage_B, kept_B = self.collector.advantages(judged)
+        generation = rewarded.generation
+        advantage_B, kept_B = self.collector.advantages(rewarded)
         self.record("groups_kept", kept_B.float().mean(), len(kept_B))
-        self.collector.record_rollout(judged, advantage_B)
-        kept_B &= ~judged.total_B.isnan()
+        self.collector.record_rollout(rewarded, advantage_B)
+        kept_B &= ~rewarded.total_B.isnan()
         if self.args.mask_truncated:
             kept_B &= ~self.collector.truncated(generation)
         updates, start = [], 0
         for micro_batch in micro_batches:
             at = slice(start, start + len(micro_batch))
-            rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrected)
+            rollout = make_rollout(self.lm, generation, at, self.args.block_size, sampled=self.args.corrects_for_server)
             rollout = rollout.whole() if self.args.beyond_eos == "learnt" else rollout
             with self.phases("scoring"):
-                updates.append(self._score_rollout(judged.part(at), rollout, advantage_B[at], kept_B[at], step))
+                updates.append(self.make_updates(rewarded.select(at), rollout, advantage_B[at], kept_B[at], step))
             start = at.stop
         if (stats := self.get_cache_stats())["hits"] + stats["misses"]:
             self.record("masks/reuse_rate", stats["rate"])
@@ -327,13 +329,13 @@ class GRPOTrainer(DiffusionTrainer):
         """The cache statistics of the masking strategy."""
         return self.masking_strategy.get_cache_stats()
 
-    def _score_rollout(self, judged: Judged, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
+    def make_updates(self, rewarded: RewardedCompletions, rollout: Rollout, advantage_B: Tensor, kept_B: Tensor, step: int) -> list[Update]:
         device = self.lm.device
-        key_B = torch.tensor([completion_key(row, step) for row in judged.rows], device=device)
-        advantage_BT, kept_B1 = self.token_advantages(judged, rollout, advantage_B.to(device)).to(device), kept_B[:, None].to(device)
+        key_B = torch.tensor([completion_key(row, step) for row in rewarded.rows], device=device)
+        advantage_BT, kept_B1 = self.token_advantages(rewarded, rollout, advantage_B.to(device)).to(device), kept_B[:, None].to(device)
         if advantage_BT.shape not in (kept_B1.shape, rollout.ids_BT.shape):
             remedy = f"Give one of shape {list(kept_B1.shape)} or {list(rollout.ids_BT.shape)}"
-            raise TrainingError(f"a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
+            raise TrainingError(f"returned a tensor of shape {list(advantage_BT.shape)}", where="token_advantages", remedy=remedy)
         updates: list[Update] = []
         with evaluating(self.lm), self.accelerator.autocast(), self.lockstep():
             for iteration in range(self.args.num_iterations):
@@ -352,9 +354,6 @@ class GRPOTrainer(DiffusionTrainer):
 
     def _make_reference(self) -> Reference:
         moves = self.args.reference_sync_steps is not None
-        if self.shards_weights and moves:
-            remedy = "Leave it out, or train without FSDP and ZeRO 3"
-            raise ConfigError("a reference cannot follow sharded weights", where="reference_sync_steps", remedy=remedy)
         return make_reference(self.lm, self.accelerator, copy=moves, path=self.args.reference_model)
 
     def _move_reference(self) -> None:
@@ -365,8 +364,8 @@ class GRPOTrainer(DiffusionTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return GroupSampler(
             len(train_dataset if train_dataset is not None else self.train_dataset) // self.args.num_generations,
-            prompts=self.prompts_per_step,
-            group=self.args.num_generations,
+            prompts_per_step=self.prompts_per_step,
+            group_size=self.args.num_generations,
             repeats=self.args.num_iterations,
             seed=self.args.data_seed if self.args.data_seed is not None else self.args.seed,
         )

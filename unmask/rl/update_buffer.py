@@ -23,7 +23,7 @@ from unmask.rl.config import GRPOConfig
 from unmask.rl.rollout import Rollout
 
 BUFFER_FILE = "rollouts-{rank}.pt"
-OF_A_ROLLOUT = ("method", "num_iterations", "scored_at", "needs_reference")
+FIXED_WITHIN_ROLLOUT = ("method", "num_iterations", "log_prob_temperature", "needs_reference")
 """The settings that cannot change between the updates of a rollout, whose log-probabilities are taken beforehand."""
 
 
@@ -32,10 +32,12 @@ class Update:
     """A micro-batch of completions with the views and log-probabilities of one inner iteration.
 
     Attributes:
-        advantage_BT: of each completion [B, 1] or of each token [B, T] (`token_advantages`).
+        rollout: the completions.
+        views: the views of this iteration.
+        advantage_BT: the advantage of each completion [B, 1] or of each token [B, T] (`token_advantages`).
         learnt_BT: the tokens that are learnt from.
         old_BMT: log-probabilities under the policy that sampled; None: the weights have not changed since.
-        reference_BMT: those under the reference; None: there is none.
+        reference_BMT: log-probabilities under the reference; None: there is none.
     """
 
     rollout: Rollout
@@ -53,7 +55,7 @@ STORED += [(Rollout, "unmask.methods.base.Rollout"), (Rollout, "unmask.rl.method
 
 def save_updates(folder: Path, updates: Sequence[Sequence[Update]], args: GRPOConfig) -> None:
     """Store the updates of this process in a checkpoint."""
-    settings = {name: getattr(args, name) for name in OF_A_ROLLOUT}
+    settings = {name: getattr(args, name) for name in FIXED_WITHIN_ROLLOUT}
     torch.save(settings | {"updates": updates}, folder / BUFFER_FILE.format(rank=args.process_index))
 
 
@@ -64,17 +66,19 @@ def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[l
         OSError, ValueError: the file is missing, truncated, or of other settings.
     """
     if (folder / BUFFER_FILE.format(rank=args.world_size)).exists():
-        raise ValueError(f"it is of more than {args.world_size} processes")
+        raise ValueError(f"it was saved by more than {args.world_size} processes")
     path = folder / BUFFER_FILE.format(rank=args.process_index)
     if not zipfile.is_zipfile(path):
         raise OSError(f"{path.name} is missing or truncated")
     with torch.serialization.safe_globals(STORED):
         stored: dict[str, Any] = torch.load(path, map_location=device)
+    if "scored_at" in stored:
+        stored["log_prob_temperature"] = stored.pop("scored_at")
     for updates in stored["updates"]:
         for update in updates:
-            _rename_fields(update)
-            _rename_fields(update.views)
-    for name in OF_A_ROLLOUT:
+            for record in (update, update.views, update.rollout):
+                _rename_fields(record)
+    for name in FIXED_WITHIN_ROLLOUT:
         if stored.get(name, now := getattr(args, name)) != now:
             raise ValueError(f"{path.name} was made with {name} {stored[name]}, not {now}")
     wanted = [args.train_batch_size] * args.gradient_accumulation_steps
@@ -86,10 +90,12 @@ def load_updates(folder: Path, args: GRPOConfig, device: torch.device) -> list[l
     return stored["updates"]
 
 
-def _rename_fields(record: Update | Views) -> None:
+def _rename_fields(record: Update | Views | Rollout) -> None:
     """Give the fields of a record from an earlier version the names that they have now."""
-    for name in [name for name in vars(record) if "V" in name]:
-        vars(record)[name.replace("scored", "target").replace("V", "M")] = vars(record).pop(name)
+    renamed = {name: name.replace("scored", "target").replace("V", "M") for name in vars(record) if "V" in name}
+    renamed |= {"documents_BT": "document_BT", "steps_BT": "step_BT"}
+    for old in renamed.keys() & vars(record).keys():
+        vars(record)[renamed[old]] = vars(record).pop(old)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class PretrainConfig(TextConfig):
 class PretrainTrainer(DiffusionTrainer):
     """Trains a causal model to predict the next token.
 
-    The data set has a text column, and may be a stream (see `corpus_rows`). Every document begins with BOS and ends with EOS.
+    The dataset has a text column, and may be a stream (see `corpus_rows`). Every document begins with BOS and ends with EOS.
 
     Raises:
         ModelError: the model is not causal.

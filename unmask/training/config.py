@@ -161,8 +161,8 @@ class TrainingConfig(TrainingArguments):
         both = model.quantization and model.device_map
         yield Conflict("model.quantization and model.device_map", both, "quantised weights are not spread over devices", one)
 
-    def check_model(self, pattern: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
-        """Raise ConfigError for settings that the model's attention ignores. `pattern` reads it (`unmask.models.load.pattern_settings`)."""
+    def check_model(self, read_attention: Callable[[], Mapping[str, Any]], run: RunConfig) -> None:
+        """Raise ConfigError for settings that the model's attention ignores (`unmask.models.load.pattern_settings` reads it)."""
 
     def workload(self, blueprint: Blueprint, run: RunConfig) -> Workload | None:
         """A training step for the cost model, of rows of `max_length`; None: there is no formula."""

@@ -1,6 +1,6 @@
 """The reference model of a KL term: the base under the policy's adapters, or a frozen copy, which may follow the policy slowly.
 
-`GRPOTrainer._score_rollout` (with `kl_to: reference`) and the DPO trainer compute its log-probabilities.
+`GRPOTrainer.make_updates` (with `kl_to: reference`) and the DPO trainer compute its log-probabilities.
 """
 
 from __future__ import annotations

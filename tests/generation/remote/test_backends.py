@@ -86,7 +86,7 @@ def test_every_pattern_is_sampled_by_a_server_as_in_process(attention: str, bloc
         generation = server.generate(PROMPTS, CONFIG, KEYS)
         server.close()
     assert generation == LocalBackend(trained).generate(PROMPTS, CONFIG, KEYS) != local.generate(PROMPTS, CONFIG, KEYS)
-    assert make_rollout(lm, generation, slice(0, 4)).steps_BT.max() > 0
+    assert make_rollout(lm, generation, slice(0, 4)).step_BT.max() > 0
 
 
 def test_adapters_are_sent_merged(tmp_path: Path) -> None:
@@ -203,7 +203,7 @@ def test_traces_of_vllm_have_only_known_log_probs(fake, tmp_path, settings, proc
         assert trace.log_probs == pytest.approx([*expected[log_probs], 0.0, 0.0], nan_ok=True)
         assert trace.sampled_log_probs == ([] if sampled == "none" else [*expected[sampled], 0.0, 0.0])
     rollout = make_rollout(lm, generation, slice(0, 2))
-    assert rollout.completion_BT.sum(1).tolist() == [3, 3] and rollout.steps_BT[0].tolist() == [-1, -1, 0, 1, 2, -1, -1]
+    assert rollout.completion_BT.sum(1).tolist() == [3, 3] and rollout.step_BT[0].tolist() == [-1, -1, 0, 1, 2, -1, -1]
 
 
 def test_vllm_gets_the_end_tokens_of_the_model(fake, tmp_path):

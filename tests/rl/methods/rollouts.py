@@ -53,7 +53,7 @@ def tensors(rollout: Rollout) -> dict[str, torch.Tensor]:
 
 def one(rollout: Rollout, row: int) -> Rollout:
     """One row of a rollout, without its padding."""
-    own_T = rollout.documents_BT[row] > 0
+    own_T = rollout.document_BT[row] > 0
     return replace(rollout, **{name: part_BT[row][None, own_T] for name, part_BT in tensors(rollout).items()}, one_document=True)
 
 
@@ -67,10 +67,10 @@ def whole(group_BT: torch.Tensor) -> Rollout:
 
 def padded(lm, rollout: Rollout, views: Views, count: int = 3) -> tuple[Rollout, Views]:
     """The same with padding on the left."""
-    fills = {"steps_BT": -1, "block_BT": -1}
+    fills = {"step_BT": -1, "block_BT": -1}
     moved = {name: F.pad(part_BT, (count, 0), value=fills.get(name, 0)) for name, part_BT in tensors(rollout).items()}
     moved = replace(rollout, **moved, one_document=False)
-    group_BT = noise_groups(lm, moved.completion_BT | moved.beyond_BT, moved.documents_BT)
+    group_BT = noise_groups(lm, moved.completion_BT | moved.beyond_BT, moved.document_BT)
     return replace(moved, group_BT=group_BT), Views(*(F.pad(part_BMT, (count, 0)) for part_BMT in masks(views)))
 
 
@@ -161,7 +161,7 @@ def completions(scores: LossInputs) -> list[Completion]:
                 scores.views.weight_BMT[row].double(),
                 [view_T.nonzero().flatten().tolist() for view_T in scores.views.target_BMT[row]],
                 scores.rollout.completion_BT[row].nonzero().flatten().tolist(),
-                scores.rollout.steps_BT[row].tolist(),
+                scores.rollout.step_BT[row].tolist(),
                 scores.rollout.group_BT[row].tolist(),
                 scores.advantage_BT[row].item(),
                 scores.views.count,

@@ -66,7 +66,7 @@ def test_what_is_scored_is_hidden_and_belongs_to_the_completion(name, attention,
     assert weight_BMT.dtype == torch.float32 and torch.equal(weight_BMT > 0, target_BMT)
     assert not (target_BMT & ~hidden_BMT).any()
     assert not (target_BMT & ~(rollout.revealed_BT if name == "espo" else rollout.completion_BT)[:, None]).any()
-    clean_BT = rollout.documents_BT == 0 if name in ("diffu-grpo", "wd1", "spg") else (rollout.documents_BT == 0) | rollout.prompt_BT
+    clean_BT = rollout.document_BT == 0 if name in ("diffu-grpo", "wd1", "spg") else (rollout.document_BT == 0) | rollout.prompt_BT
     assert not (hidden_BMT & clean_BT[:, None]).any()
     never_BT = rollout.beyond_BT & ~rollout.revealed_BT
     together_BTT = rollout.group_BT[:, None] == rollout.group_BT[:, :, None]
@@ -82,9 +82,9 @@ def test_the_views_of_a_completion_are_its_own(name, attention, block_size):
     _, rollout = usual(attention, block_size)
     views = plan(name, rollout)
     order_B = torch.tensor([3, 5, 0, 4, 1, 2])
-    moved = plan(name, rollout.rows(order_B), order_B)
+    moved = plan(name, rollout.select(order_B), order_B)
     for row in range(len(PROMPTS)):
-        own_T = rollout.documents_BT[row] > 0
+        own_T = rollout.document_BT[row] > 0
         own = states(views, row, own_T)
         assert own == states(moved, order_B.tolist().index(row), own_T)
         assert own == states(plan(name, one(rollout, row), torch.tensor([row])), 0, own_T[own_T])
@@ -109,7 +109,7 @@ def test_padding_on_the_left_changes_no_score_and_no_loss(name, attention, block
         assert all(torch.equal(*parts) for parts in zip(masks(plan(name, moved)), masks(moved_views), strict=True))
     with torch.no_grad():
         here, there = (
-            view_log_probs(lm, part.ids_BT, part.documents_BT, v, chunk=12) for part, v in ((rollout, views), (moved, moved_views))
+            view_log_probs(lm, part.ids_BT, part.document_BT, v, chunk=12) for part, v in ((rollout, views), (moved, moved_views))
         )
     torch.testing.assert_close(there[..., 3:], here, rtol=0, atol=1e-10)
     losses = []
@@ -138,7 +138,7 @@ def test_what_stands_behind_the_end_is_hidden_shown_or_learnt(name, end):
     assert end == "hidden" or torch.equal(views.hidden_BMT, noised.hidden_BMT)
     other_BT = torch.where(tail_BT, 4, rollout.ids_BT)
     with torch.no_grad():
-        here, there = (view_log_probs(lm, ids_BT, rollout.documents_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
+        here, there = (view_log_probs(lm, ids_BT, rollout.document_BT, views, chunk=12) for ids_BT in (rollout.ids_BT, other_BT))
     assert not torch.equal(rollout.ids_BT, other_BT)
     assert torch.equal(here, there) == (end == "hidden" or not get_method(name).partial)
 
@@ -303,7 +303,7 @@ def test_trace_rl_divides_the_sum_over_a_view_by_a_constant_where_a_model_goes_b
     assert args.aggregation is None
     by_blocks = args.build_method("block_causal")
     assert (by_blocks.aggregation, by_blocks.log_ratio_clamp) == ("view-constant", 10.0)
-    with pytest.raises(ConfigError, match=r"^aggregation: tokens of coupled-grpo are scored in several views"):
+    with pytest.raises(ConfigError, match=r"^aggregation: averages by view, but coupled-grpo predicts a token in several views"):
         config("coupled-grpo", aggregation="view")
 
 
@@ -427,5 +427,5 @@ def test_a_rollout_is_the_canvas_with_its_parts_told_apart(attention, block_size
             assert mask_T[:length].tolist() == [name == part for name in parts] and not mask_T[length:].any()
         assert rollout.ids_BT[row, :length].tolist() == prompt + trace.canvas
         assert rollout.ids_BT[row][rollout.completion_BT[row]].tolist() == tokens
-        assert rollout.documents_BT[row].tolist() == [1] * length + [0] * (rollout.ids_BT.shape[1] - length)
-        assert rollout.steps_BT[row].tolist() == [-1] * len(prompt) + trace.steps + [-1] * (rollout.ids_BT.shape[1] - length)
+        assert rollout.document_BT[row].tolist() == [1] * length + [0] * (rollout.ids_BT.shape[1] - length)
+        assert rollout.step_BT[row].tolist() == [-1] * len(prompt) + trace.steps + [-1] * (rollout.ids_BT.shape[1] - length)

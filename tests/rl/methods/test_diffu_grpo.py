@@ -20,7 +20,7 @@ def test_the_completion_is_hidden_and_scored(name, attention, block_size, rate):
     views = plan(name, rollout, prompt_mask_rate=rate)
     (hidden_BT,), (scored_BT,) = views.hidden_BMT.unbind(1), views.target_BMT.unbind(1)
     assert torch.equal(scored_BT, rollout.completion_BT) and torch.equal(views.weight_BMT, views.target_BMT.float())
-    real_BT = rollout.documents_BT > 0
+    real_BT = rollout.document_BT > 0
     assert torch.equal(hidden_BT & ~rollout.prompt_BT, real_BT & ~rollout.prompt_BT)
     hidden = int((hidden_BT & rollout.prompt_BT).sum())
     assert {0.0: hidden == 0, 0.15: True, 1.0: hidden == rollout.prompt_BT.sum()}[rate]
@@ -53,7 +53,7 @@ def test_masks_follow_from_seed_key_and_iteration_alone():
     assert torch.equal(hidden_BT[0][:3], hidden_BT[2][:3])  # equal keys, wherever they stand
     for row in range(len(PROMPTS)):
         [alone_T] = hidden(one(rollout, row), 0.5, key_B[row : row + 1])
-        assert torch.equal(alone_T, hidden_BT[row][rollout.documents_BT[row] > 0])
+        assert torch.equal(alone_T, hidden_BT[row][rollout.document_BT[row] > 0])
     long = prompts_only(2, 60)
     drawn = {str(hidden(long, 0.5, seed=seed, iteration=iteration).tolist()) for seed in (0, 1) for iteration in (0, 1)}
     assert len(drawn) == 4
@@ -64,6 +64,6 @@ def test_a_causal_model_is_scored_as_it_is():
     lm = stopping()
     generation, rollout = rollout_of(lm)
     with torch.no_grad():
-        log_prob_BT = view_log_probs(lm, rollout.ids_BT, rollout.documents_BT, plan("diffu-grpo", rollout, prompt_mask_rate=0.5))[:, 0]
+        log_prob_BT = view_log_probs(lm, rollout.ids_BT, rollout.document_BT, plan("diffu-grpo", rollout, prompt_mask_rate=0.5))[:, 0]
     for log_prob_T, completion_T, sampled in zip(log_prob_BT, rollout.completion_BT, generation.log_probs, strict=True):
         assert log_prob_T[completion_T].tolist() == pytest.approx(sampled, abs=1e-10)

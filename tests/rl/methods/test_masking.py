@@ -67,7 +67,7 @@ def test_plans_follow_from_the_completion_and_its_key_alone(name):
     assert same(views, strategy.plan(rollout, Draw(0, key_B), settings, 0.5))
     for row in range(len(key_B)):  # by itself, by a strategy that has seen nothing yet
         at = slice(row, row + 1)
-        alone = find_masking(settings).plan(rollout.rows(at), Draw(0, key_B[at]), settings, 0.5)
+        alone = find_masking(settings).plan(rollout.select(at), Draw(0, key_B[at]), settings, 0.5)
         assert same(alone, views.select(at))
     others = {str(strategy.plan(rollout, Draw(0, key_B, iteration), settings, 0.5).hidden_BMT.tolist()) for iteration in range(3)}
     assert len(others) == 3
@@ -130,7 +130,7 @@ def test_optimized_plans_are_those_of_the_key_modulo_the_patterns(method, monkey
     monkeypatch.setattr(masking, "drawn_patterns", lambda *place: calls.append(place) or drawn(*place))
     strategy = Optimized(patterns=4)
     short, long = sampled(), rollout_of(stopping("bidirectional"), max_new_tokens=32)[1]
-    for rollout in (short, long, short.rows(slice(2, 4)), long):
+    for rollout in (short, long, short.select(slice(2, 4)), long):
         key_B = torch.arange(len(rollout.ids_BT)) + 10**12
         for iteration in (0, 1):
             views = strategy.plan(rollout, Draw(7, key_B, iteration), settings, 0.5)
@@ -173,7 +173,7 @@ class EverySet(MaskingStrategy):
 
 def test_weights_of_one_over_the_mask_rate_estimate_the_elbo_without_bias():
     """Compared with the mean over all orders of the summed log-probabilities, each with the later tokens of the order hidden."""
-    rollout = sampled().rows(slice(0, 1))
+    rollout = sampled().select(slice(0, 1))
     length = 4
     completion_BT = torch.zeros_like(rollout.completion_BT)
     completion_BT[:, -length:] = True
@@ -247,8 +247,8 @@ def test_a_strategy_is_refused_where_its_views_are_not_what_the_loss_needs(name)
     ("given", "message"),
     [
         ({"masking": "difusion"}, r"masking: unknown strategy 'difusion'.*diffusion"),
-        ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: 1 rates"),
-        ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: rates of 0.0 and 0.5"),
+        ({"masking": "adaptive", "mask_rate": [0.5]}, "mask_rate: needs two rates, not 1"),
+        ({"masking": "adaptive", "mask_rate": [0.0, 0.5]}, "mask_rate: 0.0 and 0.5 are not mask rates"),
         ({"masking": "diffusion", "mask_rate": [0.2, 0.5]}, "mask_rate: needs masking=adaptive"),
         ({"adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
         ({"masking": "diffusion", "adaptive_loss": True}, "adaptive_loss: needs masking=adaptive or optimized"),
@@ -338,15 +338,15 @@ class Wrong(MaskingStrategy):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda views, rollout: None, "NoneType is no plan of views"),
-        (lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]), r"tensors of .*\[4, 1, 7\], for 4 rows of 7 tokens"),
-        (lambda views, rollout: views.select(slice(1, None)), r"\[3, 2, 7\], for 4 rows"),
-        (lambda views, rollout: views.select(slice(None), slice(0)), r"\[4, 0, 7\], for 4 rows"),
+        (lambda views, rollout: None, "returned NoneType, not Views"),
+        (lambda views, rollout: replace(views, weight_BMT=views.weight_BMT[:, :1]), r"tensors of .*\[4, 1, 7\] for 4 rows of 7 tokens"),
+        (lambda views, rollout: views.select(slice(1, None)), r"\[3, 2, 7\] for 4 rows"),
+        (lambda views, rollout: views.select(slice(None), slice(0)), r"\[4, 0, 7\] for 4 rows"),
         (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT[:, 0]), r"\[4, 7\]"),
         (lambda views, rollout: replace(views, target_BMT=views.target_BMT.long()), r"torch.int64 \[4, 2, 7\]"),
-        (lambda views, rollout: replace(views, weight_BMT=views.target_BMT), r"torch.bool \[4, 2, 7\], for"),
-        (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT), "scored that the model is shown"),
-        (lambda views, rollout: weighed(rollout, (rollout.documents_BT > 0)[:, None], GRPOConfig()), "that are not the completion's"),
+        (lambda views, rollout: replace(views, weight_BMT=views.target_BMT), r"torch.bool \[4, 2, 7\] for"),
+        (lambda views, rollout: replace(views, hidden_BMT=views.hidden_BMT & ~views.target_BMT), "a target is not hidden"),
+        (lambda views, rollout: weighed(rollout, (rollout.document_BT > 0)[:, None], GRPOConfig()), "a target is outside the completion"),
     ],
 )
 def test_a_plan_that_a_loss_cannot_read_is_refused(change, message, tmp_path):
@@ -357,9 +357,9 @@ def test_a_plan_that_a_loss_cannot_read_is_refused(change, message, tmp_path):
 
 @pytest.mark.parametrize("strategy", ["diffusion", Diffusion, object()])
 def test_what_is_no_strategy_is_refused(strategy, tmp_path):
-    with pytest.raises(ConfigError, match=r"masking: .* is no MaskingStrategy"):
+    with pytest.raises(ConfigError, match=r"masking: .* is not a MaskingStrategy"):
         trainer(tmp_path, strategy)
-    with pytest.raises(ConfigError, match="patterns: 0 patterns"):
+    with pytest.raises(ConfigError, match="patterns: must be at least 1, not 0"):
         Optimized(patterns=0)
 
 
@@ -391,7 +391,7 @@ def test_a_causal_model_and_a_second_strategy_are_refused(tmp_path):
         trainer(tmp_path, Halves(), method="cj-grpo")
     with pytest.raises(ConfigError, match=r"masking: espo compares bounds .* Adaptive"):
         trainer(tmp_path, Adaptive(), method="espo")
-    with pytest.raises(ConfigError, match="masking: 'block', but a strategy was given too"):
+    with pytest.raises(ConfigError, match="masking: is 'block', but a strategy was passed as well"):
         trainer(tmp_path, Halves(), masking="block")
 
 

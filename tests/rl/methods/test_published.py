@@ -48,10 +48,10 @@ def made(record: dict[str, Any]) -> Rollout:
     canvas_BT, end_BT = place_BT >= 0, torch.eq(IDS_BT, PUBLISHED["eos"])
     ended_BT = (end_BT & canvas_BT).cumsum(1)
     completion_BT = canvas_BT & ((ended_BT == 0) | ((ended_BT == 1) & end_BT))
-    steps_BT = torch.full_like(IDS_BT, -1)
-    steps_BT[:, PROMPT:] = torch.tensor(record.get("steps", [[0] * (LENGTH - PROMPT)] * BATCH))
+    step_BT = torch.full_like(IDS_BT, -1)
+    step_BT[:, PROMPT:] = torch.tensor(record.get("steps", [[0] * (LENGTH - PROMPT)] * BATCH))
     blocks_BT, group_BT = torch.where(canvas_BT, place_BT // 2, -1), torch.where(canvas_BT, 0, -1)
-    return Rollout(IDS_BT, torch.ones_like(IDS_BT), ~canvas_BT, completion_BT, steps_BT, group_BT, blocks_BT)
+    return Rollout(IDS_BT, torch.ones_like(IDS_BT), ~canvas_BT, completion_BT, step_BT, group_BT, blocks_BT)
 
 
 class Injected:

@@ -115,7 +115,7 @@ def test_uni_grpo_hides_something_of_every_group():
 @pytest.mark.parametrize("samples", [1, 3])
 def test_espo_scores_the_whole_canvas_once_in_each_pair_where_it_is_learnt(samples):
     _, rollout = usual("bidirectional", stop_at_eos=False)
-    assert rollout.beyond_BT.any() and torch.equal(rollout.revealed_BT, (rollout.documents_BT > 0) & ~rollout.prompt_BT)
+    assert rollout.beyond_BT.any() and torch.equal(rollout.revealed_BT, (rollout.document_BT > 0) & ~rollout.prompt_BT)
     rollout = rollout.whole()
     views = plan("espo", rollout, samples=samples)
     assert views.count == 2 * samples and torch.equal(views.hidden_BMT, views.target_BMT)

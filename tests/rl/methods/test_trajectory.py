@@ -25,7 +25,7 @@ from unmask.rl.rollout import learnable
 def scores_of(lm, rollout, views, chunk=None):
     """The log-probability of every token [B, T]."""
     with torch.no_grad():
-        log_prob_BMT = view_log_probs(lm, rollout.ids_BT, rollout.documents_BT, views, chunk=chunk)
+        log_prob_BMT = view_log_probs(lm, rollout.ids_BT, rollout.document_BT, views, chunk=chunk)
     return (views.weight_BMT * log_prob_BMT).sum(1)
 
 
@@ -37,7 +37,7 @@ def assert_the_samplers(generation, rollout, log_prob_BT):
 
 def within(rollout, row):
     """The step of every revealed position of a row, counted from the first of its group."""
-    steps, groups = rollout.steps_BT[row].tolist(), rollout.group_BT[row].tolist()
+    steps, groups = rollout.step_BT[row].tolist(), rollout.group_BT[row].tolist()
     first = {}
     for step, group in zip(steps, groups, strict=True):
         if step >= 0:
@@ -123,7 +123,7 @@ def test_a_short_completion_beside_a_long_one_is_divided_as_it_is_alone(attentio
     _, rollout = usual(attention, block_size)
     views = plan("step-merge", rollout, segments=segments)
     for row in range(len(PROMPTS)):
-        own_T = rollout.documents_BT[row] > 0
+        own_T = rollout.document_BT[row] > 0
         alone = plan("step-merge", one(rollout, row), segments=segments)
         assert states(views, row, own_T) == states(alone, 0, own_T[own_T])
 
@@ -176,7 +176,7 @@ def test_just_grpo_scores_each_token_from_those_before_it(attention, block_size)
     lm, rollout = usual(attention, block_size)
     log_prob_BT = scores_of(lm, rollout, plan("just-grpo", rollout))
     for row in range(len(PROMPTS)):
-        ids_T = rollout.ids_BT[row][rollout.documents_BT[row] > 0]
+        ids_T = rollout.ids_BT[row][rollout.document_BT[row] > 0]
         positions = rollout.completion_BT[row].nonzero().flatten()
         hidden_NT = torch.arange(len(ids_T)) >= positions[:, None]
         with torch.no_grad():
@@ -202,12 +202,12 @@ class Orders:
 @pytest.mark.parametrize("samples", [1, 2, 3, 4, 9])
 def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
     _, rollout = rollout_of(stopping("bidirectional"), steps=4)
-    row = max(range(len(PROMPTS)), key=lambda at: len(rollout.steps_BT[at][rollout.completion_BT[at]].unique()))
-    alone = rollout.rows(slice(row, row + 1))
+    row = max(range(len(PROMPTS)), key=lambda at: len(rollout.step_BT[at][rollout.completion_BT[at]].unique()))
+    alone = rollout.select(slice(row, row + 1))
     every = plan("cj-grpo", alone)
     assert every.count == 4
     orders = list(itertools.permutations(range(4)))
-    repeated = rollout.rows(torch.tensor([row] * len(orders)))
+    repeated = rollout.select(torch.tensor([row] * len(orders)))
     sampled = config("agrpo", samples=samples).build_method().plan(repeated, Orders(orders))
     assert sampled.count == min(samples, 4)
     assert {len(sets(sampled, index)) for index in range(len(orders))} == {sampled.count}
@@ -217,7 +217,7 @@ def test_the_mean_over_all_choices_of_steps_is_the_whole_trajectory(samples):
     def value_and_gradient(views, part):
         args = config("agrpo", samples=samples)
         log_prob_BMT = torch.where(views.target_BMT, token_T, 0)
-        token_weight_BT = token_weights(learnable(part, views), args.aggregation, part.steps_BT.clamp_min(0), LENGTH)
+        token_weight_BT = token_weights(learnable(part, views), args.aggregation, part.step_BT.clamp_min(0), LENGTH)
         scores = LossInputs(log_prob_BMT, log_prob_BMT.detach(), None, part, views, torch.full((len(part.ids_BT), 1), 1.5), token_weight_BT)
         total = args.build_method().loss(scores).total / len(part.ids_BT)
         return total, torch.autograd.grad(total, token_T)[0]
@@ -231,7 +231,7 @@ def test_steps_are_chosen_by_chance_and_without_repeats():
     _, rollout = rollout_of(stopping("bidirectional"), stop_at_eos=False)
     row = int(rollout.completion_BT.sum(1).argmax())
     count, many = 3, 2000
-    repeated = rollout.rows(torch.tensor([row] * many))
+    repeated = rollout.select(torch.tensor([row] * many))
     views = plan("agrpo", repeated, keys(repeated), samples=count)
     steps = int(rollout.completion_BT[row].sum())
     assert steps > 4 and torch.equal(views.target_BMT.sum((1, 2)), torch.full((many,), count))
@@ -245,7 +245,7 @@ def test_a_completion_of_few_steps_keeps_them_all():
     _, rollout = rollout_of(stopping("bidirectional"))
     views = plan("agrpo", rollout, samples=5)
     for row in range(len(PROMPTS)):
-        steps = len(rollout.steps_BT[row][rollout.completion_BT[row]].unique())
+        steps = len(rollout.step_BT[row][rollout.completion_BT[row]].unique())
         assert len(sets(views, row)) == min(5, steps)
         assert views.weight_BMT[row].max().item() == pytest.approx(max(1, steps / 5))
 
@@ -256,5 +256,5 @@ def test_tokens_behind_the_end_are_seen_once_they_were_revealed():
     views = plan("cj-grpo", rollout)
     shown_BMT = rollout.beyond_BT[:, None] & ~views.hidden_BMT & views.target_BMT.any(2, keepdim=True)
     assert shown_BMT.any() and not (views.target_BMT & rollout.beyond_BT[:, None]).any()
-    fewer = replace(rollout, steps_BT=torch.where(rollout.beyond_BT, -1, rollout.steps_BT))
+    fewer = replace(rollout, step_BT=torch.where(rollout.beyond_BT, -1, rollout.step_BT))
     assert not (rollout.beyond_BT[:, None] & ~plan("cj-grpo", fewer).hidden_BMT).any()

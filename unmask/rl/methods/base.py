@@ -1,4 +1,4 @@
-"""What a reinforcement-learning method is: its settings, the views that score a rollout, and the loss of their log-probabilities.
+"""What a reinforcement-learning method is: its settings, the views of a rollout, and the loss of their log-probabilities.
 
 Shapes: B completions, M views, T positions of the canvas (prompt, completion and what is hidden after its end).
 Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
@@ -25,12 +25,13 @@ class LossInputs:
     """All that a loss reads. Log-probabilities [B, M, T] are of the same views, and 0 outside their targets.
 
     Attributes:
-        policy_BMT: of the trained model, with gradients.
-        old_BMT: of the model that sampled.
-        reference_BMT: of the model in the KL divergence, by `kl_to` the reference or the old policy; None: there is no divergence.
-        rollout, views: the completions; what the views hide and score, and how much each target weighs.
-        advantage_BT: of each token, or of each completion [B, 1].
-        token_weight_BT: weight of each token in the loss; 0 for tokens that are not learnt from.
+        policy_BMT: log-probabilities under the trained model, with gradients.
+        old_BMT: log-probabilities under the model that sampled.
+        reference_BMT: log-probabilities under the other model of the KL divergence (`kl_to`: the reference or the old policy); None: no
+            divergence.
+        rollout, views: the completions; what the views hide, their targets, and the weight of each.
+        advantage_BT: the advantage of each token [B, T] or of each completion [B, 1].
+        token_weight_BT: the weight of each token in the loss; 0 for tokens that are not learnt from.
         importance_BT: the weight that corrects for a server's own log-probabilities; None: 1.
     """
 
@@ -64,7 +65,7 @@ class LossInputs:
 
     @property
     def length_B1(self) -> Tensor:
-        """The tokens of each completion, and those scored after its end."""
+        """The number of tokens of each completion, with the targets after its end; at least 1."""
         return learnable(self.rollout, self.views).sum(1, keepdim=True).clamp_min(1)
 
 
@@ -89,9 +90,9 @@ def weighted_sum(
 
 
 def averaging_units(rollout: Rollout, views: Views, aggregation: str | None) -> Tensor:
-    """The unit [B, T] over whose tokens `token_weights` averages: the view that scores a token, else the step that revealed it."""
+    """The unit [B, T] over whose tokens `token_weights` averages: the view in which a token is a target, else the step that revealed it."""
     by_view = aggregation is not None and aggregation.startswith("view")
-    return views.target_BMT.int().argmax(1) if by_view else rollout.steps_BT.clamp_min(0)
+    return views.target_BMT.int().argmax(1) if by_view else rollout.step_BT.clamp_min(0)
 
 
 def plan_setting(default: Any) -> Any:
@@ -138,7 +139,7 @@ class Method:
     beyond_eos: str = "hidden"
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """The views that score the policy, the old policy and the reference in one inner iteration; `draw` is the source of randomness."""
+        """The views of one inner iteration, for the policy, the old policy and the reference; `draw` is the source of randomness."""
         raise NotImplementedError
 
     def loss(self, inputs: LossInputs) -> Loss:
@@ -276,7 +277,7 @@ def register(method: type[M]) -> type[M]:
     Raises:
         ConfigError: a default was changed without an annotation, so that it would be no field.
     """
-    inherited = {each.name for base in method.__mro__[1:] if issubclass(base, Method) for each in fields(base)}
+    inherited = {setting.name for base in method.__mro__[1:] if issubclass(base, Method) for setting in fields(base)}
     for name in inherited & vars(method).keys() - method.__annotations__.keys():
         raise ConfigError(f"{method.__name__}.{name} has no annotation", where=method.__module__, remedy=f"Write {name}: TYPE = VALUE")
     method = dataclass(frozen=True, kw_only=True)(method)
@@ -298,9 +299,9 @@ def get_method(name: str) -> type[Method]:
 def settings_of(method: type[Method], *, plan: bool = True) -> dict[str, Any]:
     """A method's settings and their defaults, with or without those that only its plan reads."""
     defaults = method()
-    return {each.name: getattr(defaults, each.name) for each in fields(method) if plan or not each.metadata.get("plan")}
+    return {setting.name: getattr(defaults, setting.name) for setting in fields(method) if plan or not setting.metadata.get("plan")}
 
 
 def fixed_settings(method: type[Method]) -> set[str]:
     """The settings for which a method accepts only one value."""
-    return {each.name for each in fields(method) if not each.init}
+    return {setting.name for setting in fields(method) if not setting.init}

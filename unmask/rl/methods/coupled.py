@@ -1,4 +1,4 @@
-"""coupled-GRPO (Gong et al. 2025, DiffuCoder): each token is scored with all hidden, and in one of two complementary views."""
+"""coupled-GRPO (Gong et al. 2025, DiffuCoder): each token is a target where all are hidden, and in one of two complementary views."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from unmask.rl.rollout import Rollout
 
 
 def completion_hidden(rollout: Rollout, draw: Draw, prompt_mask_rate: float) -> Views:
-    """The completion hidden and scored; prompt tokens hidden with probability `prompt_mask_rate`."""
+    """The completion hidden, all of it targets; prompt tokens hidden with probability `prompt_mask_rate`."""
     views = all_masked_views(rollout.completion_BT, rollout.prompt_BT, draw, prompt_rate=prompt_mask_rate)
     return replace(views, hidden_BMT=views.hidden_BMT | rollout.beyond_BT[:, None])
 

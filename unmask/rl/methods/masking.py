@@ -7,7 +7,7 @@ Your own strategy is a class with `plan`, for `GRPOTrainer(..., masking=Growing(
             hidden_BMT = draw.uniform(columns(rollout.ids_BT), config.samples, Stream.MASK) < 0.2 + 0.6 * progress
             return weighed(rollout, hidden_BMT & rollout.completion_BT[:, None], config)
 
-Shapes: B completions, M views, T positions, N patterns, R completions times views; L tokens of a group, k of them hidden.
+Shapes: B completions, M views, T positions, N patterns, C completions times views; L tokens of a group, k of them hidden.
 """
 
 from __future__ import annotations
@@ -63,9 +63,8 @@ class MaskingStrategy:
 def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estimator | None = None) -> Views:
     """Views that hide some of the completion and all after its end, with the weights that the method's loss needs.
 
-    token: one over the number of views that hide the token, so that the sum is its mean log-probability over these; a token that no view
-    hides has sum 0 and ratio 1. mean: one over the number of tokens that the view hides. bound: L/k over the number of views, which
-    estimates the ELBO where k ~ U{1..L}.
+    token: 1 / (views that hide the token), so that the sum is its mean log-probability over these; a token that no view hides has sum 0 and
+    ratio 1. mean: 1 / (tokens that the view hides). bound: L / (k M), which estimates the ELBO where k ~ U{1..L}.
 
     Args:
         target_BMT: the hidden tokens of the completion [B, M, T].
@@ -80,10 +79,10 @@ def weighed(rollout: Rollout, target_BMT: Tensor, config: Any, estimator: Estima
 
 
 def weights_by_rate(rollout: Rollout, target_BMT: Tensor) -> Tensor:
-    """L/k over the number of views for each hidden token [B, M, T]: one over the mask rate of its group in that view."""
+    """L / (k M) for each hidden token [B, M, T]: the inverse mask rate of its group in that view, averaged over views."""
     group_BT = rollout.groups_of(rollout.completion_BT)
-    hidden_RT = torch.where(target_BMT, group_BT[:, None], -1).flatten(0, 1)
-    count_BMT = group_sizes(hidden_RT).view_as(target_BMT)
+    hidden_CT = torch.where(target_BMT, group_BT[:, None], -1).flatten(0, 1)
+    count_BMT = group_sizes(hidden_CT).view_as(target_BMT)
     return target_BMT * group_sizes(group_BT)[:, None] / count_BMT / target_BMT.shape[1]
 
 
@@ -103,15 +102,15 @@ class Adaptive(MaskingStrategy):
 
     Args:
         start, end: r at the first step, and at the last one; linear in the steps.
-        adaptive_loss: whether hidden tokens weigh L/k over the number of views, about 1/r: the weights of a view then add up to those of a
-            completion hidden whole, at any rate. They are in the exponent of the ratio, which a low rate inflates.
+        adaptive_loss: whether hidden tokens weigh L / (k M), about 1 / (r M): the weights of a view then add up to those of a completion
+            hidden whole, at any rate. They are in the exponent of the ratio, which a low rate inflates.
     """
 
     estimators = ("token",)
 
     def __init__(self, start: float = 0.3, end: float = 0.9, *, adaptive_loss: bool = False):
         if not (0 < start <= 1 and 0 < end <= 1):
-            raise ConfigError(f"rates of {start} and {end}", where="mask_rate", remedy="Give two rates above 0 and up to 1")
+            raise ConfigError(f"{start} and {end} are not mask rates", where="mask_rate", remedy="Give two rates above 0 and up to 1")
         self.start, self.end, self.adaptive_loss = start, end, adaptive_loss
 
     def plan(self, rollout: Rollout, draw: Draw, config: Any, progress: float) -> Views:
@@ -164,14 +163,14 @@ class Optimized(MaskingStrategy):
     Args:
         inner: the strategy; None: the method's own plan. Its random numbers come from `draw.uniform`, at positions below T.
         patterns: N.
-        adaptive_loss: whether hidden tokens weigh L/k over the number of views, as with `Adaptive`, in place of the plan's weights. If k is
-            uniform from 1 to L, and all sets of k tokens are equally likely, the weighted sum is an unbiased estimate of the ELBO. A plan
-            that hides the completion whole keeps its weights: the rate is 1.
+        adaptive_loss: whether hidden tokens weigh L / (k M), as with `Adaptive`, in place of the plan's weights. If k is uniform from 1 to
+            L, and all sets of k tokens are equally likely, the weighted sum is an unbiased estimate of the ELBO. A plan that hides the
+            completion whole keeps its weights: the rate is 1.
     """
 
     def __init__(self, inner: MaskingStrategy | None = None, patterns: int = 64, *, adaptive_loss: bool = False):
         if patterns < 1:
-            raise ConfigError(f"{patterns} patterns", where="patterns", remedy="Use 1 or more")
+            raise ConfigError(f"must be at least 1, not {patterns}", where="patterns", remedy="Use 1 or more")
         self.inner, self.patterns, self.adaptive_loss = inner, patterns, adaptive_loss
         self.estimators = MaskingStrategy.estimators if inner is None else inner.estimators
         self.uses = None if inner is None else inner.uses
@@ -188,10 +187,12 @@ class Optimized(MaskingStrategy):
         return {"hits": info.hits, "misses": info.misses, "rate": rate, "hit_rate": rate, "size": info.currsize}
 
 
-def drawn_patterns(patterns: int, seed: int, iteration: int, stream: Stream, views: int, length: int, device: torch.device) -> Tensor:
-    """`Draw.uniform` of the keys below `patterns` at all positions [N, M, T]."""
-    draw = Draw(seed, torch.arange(patterns, device=device), iteration)
-    return draw.uniform(torch.arange(length, device=device).expand(patterns, -1), views, stream)
+def drawn_patterns(
+    num_patterns: int, seed: int, iteration: int, stream: Stream, num_views: int, length: int, device: torch.device
+) -> Tensor:
+    """`Draw.uniform` of the keys below `num_patterns` at all positions [N, M, T]."""
+    draw = Draw(seed, torch.arange(num_patterns, device=device), iteration)
+    return draw.uniform(torch.arange(length, device=device).expand(num_patterns, -1), num_views, stream)
 
 
 STRATEGIES: dict[str, type[MaskingStrategy]] = {
@@ -212,18 +213,20 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     Raises:
         ConfigError: there is none of this name, or its views do not fit the method's loss.
     """
-    named = _named(config)
+    named = _strategy_named(config)
     strategy = named if given is None else given
     if strategy is None:
         return None
     if not isinstance(strategy, MaskingStrategy):
-        raise ConfigError(f"{strategy!r} is no MaskingStrategy", where="masking", remedy="Give an instance of a class made from it")
+        remedy = "Pass an instance of a subclass of MaskingStrategy"
+        raise ConfigError(f"{strategy!r} is not a MaskingStrategy", where="masking", remedy=remedy)
     if named is not None and given is not None:
-        raise ConfigError(f"{config.masking!r}, but a strategy was given too", where="masking", remedy="Leave one of them out")
+        what = f"is {config.masking!r}, but a strategy was passed as well"
+        raise ConfigError(what, where="masking", remedy="Leave one of them out")
     if exact:
         raise ConfigError("a causal model's likelihood is exact, whatever is hidden", where="masking", remedy="Leave it out")
     method = get_method(config.method)
-    if method.separable:  # its loss needs each token to be scored in a single view
+    if method.separable:  # its loss needs each token to be a target in a single view
         what = f"the views of {config.method} are the steps of its rollouts"
         raise ConfigError(what, where="masking", remedy="Leave it out, or use another method")
     if isinstance(strategy, Optimized) and strategy.adaptive_loss and method.estimator != "token":
@@ -236,13 +239,14 @@ def find_masking(config: Any, given: MaskingStrategy | None = None, *, exact: bo
     return strategy
 
 
-def _named(config: Any) -> MaskingStrategy | None:
+def _strategy_named(config: Any) -> MaskingStrategy | None:
     name, rates = config.masking, config.mask_rate
     if name not in (None, *STRATEGIES):
         raise ConfigError(f"unknown strategy {name!r}", where="masking", remedy=did_you_mean(name, STRATEGIES))
     if name == "adaptive":
         if rates is not None and len(rates) != 2:
-            raise ConfigError(f"{len(rates)} rates", where="mask_rate", remedy="Give two: at the first step, and towards the last")
+            what, remedy = f"needs two rates, not {len(rates)}", "Give one for the first step, and one for the last"
+            raise ConfigError(what, where="mask_rate", remedy=remedy)
         return Adaptive(*rates or (), adaptive_loss=config.adaptive_loss)
     if name == "optimized":
         return Optimized(adaptive_loss=config.adaptive_loss)

@@ -10,7 +10,7 @@ import torch
 
 from unmask.diffusion.rng import Stream, uniform
 from unmask.diffusion.views import Draw, Views, exact_count_views, group_sizes, hide, pairs_of_counts
-from unmask.rl.losses import LARGEST, AdvantageKind, Aggregation, Divergence, divergence
+from unmask.rl.losses import MAX_EXPONENT, AdvantageKind, Aggregation, Divergence, divergence
 from unmask.rl.methods.base import ClippedMethod, Loss, LossInputs, Method, TokenMethod, plan_setting, register, weighted_sum
 from unmask.rl.rollout import Rollout
 
@@ -125,7 +125,7 @@ class BGPO(Method):
     samples: int = plan_setting(16)
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """Views of k ~ U{1..L} hidden tokens, stratified, with weight L/k over their number."""
+        """Views of k ~ U{1..L} hidden tokens, stratified, with weight L / (k M)."""
         views = exact_count_views(rollout.groups_of(rollout.completion_BT), draw, num_views=self.samples)
         return rollout.hiding(views.target_BMT, views.weight_BMT)
 
@@ -136,7 +136,7 @@ class BGPO(Method):
         delta_BM = (views.weight_BMT * (inputs.policy_BMT - inputs.old_BMT)).sum(2) * count / inputs.length_B1
         advantage_B1 = inputs.advantage_B1
         bound = torch.inf if self.dual_clip is None else self.dual_clip
-        ratio_BM = delta_BM.clamp_max(LARGEST).exp()  # an infinite value would have no valid gradient, even where it is not selected
+        ratio_BM = delta_BM.clamp_max(MAX_EXPONENT).exp()  # an infinite value would have no valid gradient, even where it is not selected
         value_BM = torch.where(advantage_B1 > 0, 1 + delta_BM, ratio_BM.clamp_max(bound))
         weight_BM = (inputs.weight_B1 / count).expand_as(delta_BM)
         ratio_BM = ratio_BM.detach()

@@ -70,9 +70,9 @@ class SPG(Method):
     eubo_share: float = 0.5
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
-        """Views as in sampling block by block (`block_by_block`), whose hidden tokens have weight 1 over their number.
+        """Views as in sampling block by block (`block_by_block`). The weight of a target is 1 / (targets of its view).
 
-        Each clean token is hidden with probability `prompt_mask_rate`, and then scored if it is the completion's, as published. Blocks
+        Each clean token is hidden with probability `prompt_mask_rate`, and then a target if it is the completion's, as published. Blocks
         are drawn evenly; the published code draws them unevenly, by a permutation of the canvas's blocks modulo the completion's.
         """
         hidden_BMT, clean_BMT = block_by_block(rollout, draw, self.samples)

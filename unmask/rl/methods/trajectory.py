@@ -1,12 +1,12 @@
-"""Methods that replay the sampler's steps: each token is scored in the state in which it was drawn, or in one shortly before.
+"""Methods that replay the sampler's steps: each token is predicted in the state in which it was drawn, or in one shortly before.
 
-With one step per view this is the exact policy gradient of the sampler's token choices. Each token is scored in one view, so
-that the loss is a sum over views.
+With one step per view this is the exact policy gradient of the sampler's token choices. Each token is a target in one view,
+so that the loss is a sum over views.
 
 In a block-causal model every block attends to its clean past: its steps are counted from its first, and one view holds the same step of
 every block.
 
-Shapes: B completions, M views, T positions, S steps.
+Shapes: B completions, M views, T positions.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from unmask.rl.rollout import Rollout
 
 def steps_within(rollout: Rollout) -> Tensor:
     """The step [B, T] that revealed a token, counted from the first step of its group; -1 for tokens that were never revealed."""
-    revealed_BT = rollout.steps_BT >= 0
+    revealed_BT = rollout.step_BT >= 0
     index_BT = rollout.group_BT.clamp_min(0)
-    late_BT = torch.where(revealed_BT, rollout.steps_BT, torch.iinfo(torch.long).max)
+    late_BT = torch.where(revealed_BT, rollout.step_BT, torch.iinfo(torch.long).max)
     first_BT = torch.zeros_like(late_BT).scatter_reduce(1, index_BT, late_BT, "amin", include_self=False)
-    return torch.where(revealed_BT, rollout.steps_BT - first_BT.gather(1, index_BT), -1)
+    return torch.where(revealed_BT, rollout.step_BT - first_BT.gather(1, index_BT), -1)
 
 
 def replay(rollout: Rollout, order_BT: Tensor) -> Views:
-    """View v hides the tokens of order v and later, and scores the completion's tokens of order v.
+    """View v hides the tokens of order v and later; its targets are the completion's tokens of order v.
 
     Args:
-        order_BT: from 0; -1 for tokens that are never revealed.
+        order_BT: numbers from 0; -1 for tokens that are never revealed.
     """
     never_B1T = ((order_BT < 0) & rollout.beyond_BT)[:, None]
     last = torch.where(rollout.completion_BT, order_BT, 0).amax() if order_BT.numel() else 0
@@ -53,8 +53,8 @@ def sampled_steps(rollout: Rollout, draw: Draw, samples: int) -> Views:
     has_targets_BM = views.target_BMT.any(2)
     chosen_BM = torch.where(has_targets_BM, draw.per_sequence(views.count, Stream.ORDER), torch.inf).argsort(1)[:, :samples]
     chosen_BMT = chosen_BM[:, :, None].expand(-1, -1, rollout.ids_BT.shape[1])
-    steps_B1 = has_targets_BM.sum(1, keepdim=True)
-    weight_B11 = (steps_B1 / steps_B1.clamp(1, samples))[:, :, None]
+    num_steps_B1 = has_targets_BM.sum(1, keepdim=True)
+    weight_B11 = (num_steps_B1 / num_steps_B1.clamp(1, samples))[:, :, None]
     hidden_BMT, target_BMT = (mask_BMT.gather(1, chosen_BMT) for mask_BMT in (views.hidden_BMT, views.target_BMT))
     return Views(hidden_BMT, target_BMT, target_BMT * weight_B11)
 
@@ -96,8 +96,8 @@ class StepMerge(ReplayMethod):
 
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
         step_BT = steps_within(rollout)
-        steps_B1 = step_BT.amax(1, keepdim=True) + 1
-        segment_BT = step_BT * steps_B1.clamp_max(self.segments) // steps_B1.clamp_min(1)
+        num_steps_B1 = step_BT.amax(1, keepdim=True) + 1
+        segment_BT = step_BT * num_steps_B1.clamp_max(self.segments) // num_steps_B1.clamp_min(1)
         return replay(rollout, torch.where(step_BT >= 0, segment_BT, -1))
 
 
@@ -156,7 +156,7 @@ class AGRPO(OnPolicyReplayMethod):
 
 @register
 class JustGRPO(OnPolicyReplayMethod):
-    """JustGRPO (2601.15165): sampled and scored from left to right, one token at a time."""
+    """JustGRPO (2601.15165): sampled and predicted from left to right, one token at a time."""
 
     name = "just-grpo"
     advantage: AdvantageKind = "z-score"
@@ -168,5 +168,5 @@ class JustGRPO(OnPolicyReplayMethod):
     def plan(self, rollout: Rollout, draw: Draw) -> Views:
         """A view for every token, which hides it and all that comes after it (in a block-causal model: within its block)."""
         canvas_BT = rollout.completion_BT | rollout.beyond_BT
-        as_steps = replace(rollout, steps_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
+        as_steps = replace(rollout, step_BT=torch.where(canvas_BT, columns(rollout.ids_BT), -1))
         return replay(as_steps, steps_within(as_steps))
