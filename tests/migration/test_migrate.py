@@ -170,7 +170,7 @@ def test_a_training_verb_that_is_given_an_old_file_names_the_command(tmp_path):
             refused = unmask(verb, "--config", path, "--print-config")
             assert refused.exit_code == 2 and f"unmask migrate {path}" in refused.stderr, refused.output
     own = write(tmp_path, {"own.yaml": "model: {path: m}\noutput_dir: o\nbeta: 1\n", "broken.yaml": "a: [", "odd.yaml": "colour: red\n"})
-    for path, words in zip(own, ("is not a known key", "Mend the YAML", "is not a known key"), strict=True):
+    for path, words in zip(own, ("is not a known key", "Fix the YAML", "is not a known key"), strict=True):
         refused = unmask("sft", "--config", path, "--print-config")
         assert refused.exit_code == 2 and words in refused.stderr and "migrate" not in refused.stderr
 

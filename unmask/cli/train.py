@@ -115,7 +115,7 @@ def train(
     resume_from, settings = split_resume(resume, resolve(layers))
     profiling = ctx.meta.get(PROFILE)
     if profiling and (resume_from or dry_run):
-        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
+        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out")
     with layers.naming_sources():
         if print_config:
             show_config(verb, settings)

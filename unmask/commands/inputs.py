@@ -77,7 +77,7 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         where = error.where or ""
         for name, source in (("train_dataset", data.train), ("eval_dataset", data.eval)):
             where = where.replace(name, source if isinstance(source, str) else " and ".join(one.path for one in source or ()) or name)
-        raise type(error)(error.what, where=where or None, remedy=error.remedy) from error
+        raise error.moved(where or None) from error
 
 
 def load_model(config: RunConfig) -> DiffusionLM:

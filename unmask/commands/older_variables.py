@@ -1,4 +1,4 @@
-"""Environment variables of other trainers, read as settings. `UNMASK_*` variables override them, and they override files."""
+"""Environment variables of other trainers, read as settings. They override files; `UNMASK_*` variables override them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
         try:
             settings = variables[name].read(text)
         except (KeyError, ValueError):
-            raise ConfigError(f"{text!r} is refused", where=source, remedy=f"It should be {variables[name].wanted}.") from None
+            raise ConfigError(f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}") from None
         layers.append(Layer(source, Layers(Layer(source, nested(key.split("."), settings[key])) for key in settings).merged()))
         if environ.get("RANK", "0") == "0":
             print(f"{name} is read as {' and '.join(settings)}", file=sys.stderr)

@@ -119,7 +119,7 @@ def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Set
             yield Change(key, value, "dropped", "", str(error)), {}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             what = f"{value!r} is not valid in {form.title}"
-            raise ConfigError(what, where=key, remedy="Correct it there, or remove it.") from error
+            raise ConfigError(what, where=key, remedy="Correct it there, or remove it") from error
         else:
             yield _change(key, value, found, rule), found
 

@@ -60,7 +60,7 @@ class Member:
     def wait_until_ready(self) -> None:
         """Wait for the first frame, which the process sends before it reads a job. SandboxError if it does not start."""
         if self.receive(START_SECONDS) != b"null":
-            raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`.")
+            raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`")
         if self.host.isolated:
             found = re.search(rb'"child-pid": ([0-9]+)', os.read(self.info, 4096))
             assert found, "bubblewrap reports the first process"
@@ -78,7 +78,7 @@ class Member:
             self.process.stdin.write(data)
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`.") from None
+            raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`") from None
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame. None after `seconds`; empty if the process ended, or sent more than `MAX_FRAME`."""
@@ -115,7 +115,7 @@ class Member:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         if not gone:
-            raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it.")
+            raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it")
 
 
 def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:

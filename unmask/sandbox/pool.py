@@ -132,7 +132,7 @@ class Pool:
         self.host, self.limits = probe(), limits or Limits()
         if not (self.host.isolated or accept_unsandboxed):
             what = f"programs cannot be isolated here: {self.host.missing['bubblewrap']}"
-            remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code."
+            remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code"
             raise SandboxError(what, where="sandbox", remedy=remedy)
         count = slots or max(2, min(MOST_SLOTS, 2 * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._slots = [Slot(self.host, self.limits) for _ in range(count)]

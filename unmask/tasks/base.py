@@ -173,7 +173,7 @@ class Puzzle(Task):
         ConfigError if the split is unknown, or the task has fewer problems.
         """
         if split not in get_args(Split):
-            raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'.")
+            raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'")
         rng = random.Random(f"{self.name} {split} {seed}")
         rows: dict[str, Row] = {}
         for _ in range(100 * count + 10_000):
@@ -183,7 +183,7 @@ class Puzzle(Task):
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"
-            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Request fewer, or widen the range of the task.")
+            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Request fewer, or widen the range of the task")
         return list(rows.values())
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
@@ -206,7 +206,7 @@ def get_task(name: str) -> Task:
 def as_puzzle(task: Task) -> Puzzle:
     """The task as a `Puzzle`. ConfigError if it does not generate problems."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a data set on the hub.")
+        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a data set on the hub")
     return task
 
 

@@ -115,9 +115,9 @@ class Countdown(Puzzle):
 
     def __init__(self, *, max_number: int = 20, max_target: int = 100):
         if not 1 <= max_number <= LARGEST:
-            raise ConfigError(f"max_number {max_number} is not within 1 to {LARGEST}", where=self.name, remedy="Use 20 or 100.")
+            raise ConfigError(f"max_number {max_number} is not within 1 to {LARGEST}", where=self.name, remedy="Use 20 or 100")
         if max_target < 1:
-            raise ConfigError(f"max_target {max_target} is not positive", where=self.name, remedy="Use 100.")
+            raise ConfigError(f"max_target {max_target} is not positive", where=self.name, remedy="Use 100")
         self.max_number, self.max_target = max_number, max_target
         self.max_completion = self.count * len(str(LARGEST)) + (self.count - 1) + (self.count - 2) * len("()") + 1
 
@@ -131,14 +131,14 @@ class Countdown(Puzzle):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found by search."""
         if not NUMBERS.fullmatch(str(record["input"])) or record["input"].count(",") + 1 != self.count:
-            remedy = f"Write {self.count} integers from 1 to {LARGEST}, as '30,100,93'."
+            remedy = f"Write {self.count} integers from 1 to {LARGEST}, as '30,100,93'"
             raise DataError(f"{record['input']!r} are not {self.count} numbers", where=f"{where}, key 'input'", remedy=remedy)
         if not TARGET.fullmatch(str(record["output"])):
-            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
+            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer"
             raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
         row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
         if row["completion"] is None:
-            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row.")
+            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row")
         return row
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:

@@ -44,7 +44,7 @@ class Math500(Task):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         for name in self.fields:
             if not (isinstance(record[name], str) and record[name].strip()):
-                raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string.")
+                raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string")
         problem, solution, answer = (record[name].strip() for name in self.fields)
         prompt = f"Problem: {problem}\nSolution:"
         return {"prompt": prompt, "completion": f" {solution}", "group": problem, "question": problem, "answer": answer}

@@ -19,7 +19,7 @@ _GRIDS_WITH = {(cell, digit): {grid for grid in GRIDS if grid[cell] == digit} fo
 def solve(puzzle: str) -> list[str]:
     """All solutions of a 4x4 puzzle (16 digits, 0 for an empty cell), in ascending order. DataError if the text is no such puzzle."""
     if len(puzzle) != 16 or not set(puzzle) <= set("01234"):
-        raise DataError(f"{puzzle!r} is not a 4x4 puzzle", remedy="Write 16 digits, row by row: 1 to 4, and 0 for an empty cell.")
+        raise DataError(f"{puzzle!r} is not a 4x4 puzzle", remedy="Write 16 digits, row by row: 1 to 4, and 0 for an empty cell")
     return sorted(set(GRIDS).intersection(*(_GRIDS_WITH[cell, digit] for cell, digit in enumerate(puzzle) if digit != "0")))
 
 
