@@ -22,7 +22,7 @@ from unmask.config.run import (
     RunConfig,
     SamplerConfig,
     build_training_args,
-    claim_output,
+    check_output_folder,
     resolve,
     to_yaml,
 )
@@ -397,16 +397,16 @@ def test_training_arguments_are_known_by_their_own_names(tmp_path: Path) -> None
 
 
 def test_an_output_folder_in_use_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim_output(tmp_path / "absent")
-    claim_output(tmp_path)
+    check_output_folder(tmp_path / "absent")
+    check_output_folder(tmp_path)
     kept = write(tmp_path, "kept.txt", "mine")
     with pytest.raises(TrainingError, match=r"not empty.*--resume.*--overwrite"):
-        claim_output(tmp_path)
-    claim_output(tmp_path, overwrite=True)
-    claim_output(tmp_path, resume=True)
+        check_output_folder(tmp_path)
+    check_output_folder(tmp_path, overwrite=True)
+    check_output_folder(tmp_path, resume=True)
     with pytest.raises(TrainingError, match="is a file"):
-        claim_output(kept, overwrite=True)
+        check_output_folder(kept, overwrite=True)
     monkeypatch.setenv("RANK", "1")
-    claim_output(tmp_path)
+    check_output_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
     assert kept.read_text() == "mine"

@@ -192,7 +192,7 @@ def test_deepspeed_and_shards_of_accelerate_become_settings(tmp_path):
 def test_tables_name_only_settings_that_there_are(name):
     """Every rule is tried with values of every type; those that it accepts must become settings of the verb."""
     form = FORMATS[name]
-    fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config)}
+    fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config_class)}
     others = {key: True for key in form.table} | {"dataset_name": "d", "loss_type": "sigmoid", "masking.strategy_type": "adaptive"}
     settled = 0
     for key, rule in form.table.items():

@@ -16,8 +16,8 @@ from typer.core import TyperGroup
 
 from unmask import __version__
 from unmask.config.cli_options import spread_configs
-from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, claim_output
-from unmask.console import show_table
+from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, check_output_folder, refuse_existing
+from unmask.console import is_first_process, show_table
 from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.sandbox.cli import app as sandbox
 
@@ -59,7 +59,7 @@ def main() -> None:
     for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_process():
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         app(prog_name="unmask")
 
@@ -105,7 +105,7 @@ def profile(
 def load_model(model: ModelConfig) -> DiffusionLM:
     import unmask
 
-    return unmask.load(model.path, **model.model_dump(exclude={"path", "from_scratch"}))
+    return unmask.load(model.path, **model.load_arguments())
 
 
 @app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
@@ -163,8 +163,8 @@ def evaluate(
     """Measure a model on a task, or the likelihood of a text."""
     if (task is None) == (likelihood is None):
         raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
-    if output and output.exists() and not overwrite:
-        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite")
+    if output:
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     if task:
         accept_unsandboxed_code(accept_unsandboxed)
         source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
@@ -250,7 +250,7 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
-    claim_output(output, overwrite=overwrite)
+    check_output_folder(output, overwrite=overwrite)
 
     from unmask.models.export import export as export_model
 
@@ -279,8 +279,8 @@ def migrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
 ) -> None:
     """Convert configurations of d1, dLLM, TRL and others into Unmask's; a table on stderr lists the changes."""
-    if output and output.exists() and not overwrite:
-        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite")
+    if output:
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     from unmask.artifacts import write_atomic
     from unmask.migration.migrate import migrate as migrate_files
 

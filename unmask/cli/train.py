@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
-from unmask.config.run import RunConfig, claim_output, continues, resolve, split_resume, to_yaml
+from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.console import show_table
 from unmask.errors import ConfigError
 
@@ -126,7 +126,9 @@ def train(
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, resume_from))
+            check_output_folder(
+                settings.output_dir, overwrite=settings.overwrite, resume=resumes_in_place(settings.output_dir, resume_from)
+            )
             from unmask.commands.run import run_verb
 
             run_verb(verb, settings, resume_from)

@@ -37,6 +37,6 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
 
 def _section_of(verb: str, name: str) -> str | None:
     """The section that has a setting of this name: training before data, and those before the others."""
-    if name in {field.name for field in dataclasses.fields(VERBS[verb].config) if field.init}:
+    if name in {field.name for field in dataclasses.fields(VERBS[verb].config_class) if field.init}:
         return "training"
     return next((section for section, config in SECTIONS.items() if name in config.model_fields), None)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from unmask.config.layers import Layer, Layers, nested
+from unmask.config.layers import Layer, nested_settings
+from unmask.console import is_first_process
 from unmask.errors import ConfigError
 from unmask.tasks import get_task
 
@@ -43,8 +44,8 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
             settings = variables[name].read(text)
         except (KeyError, ValueError):
             raise ConfigError(f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}") from None
-        layers.append(Layer(source, Layers(Layer(source, nested(key.split("."), settings[key])) for key in settings).merged()))
-        if environ.get("RANK", "0") == "0":
+        layers.append(Layer(source, nested_settings(settings)))
+        if is_first_process():
             print(f"{name} is read as {' and '.join(settings)}", file=sys.stderr)
     return layers
 

@@ -173,6 +173,11 @@ def nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
     return value
 
 
+def nested_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings of values by dotted key; later ones win."""
+    return Layers(Layer("", nested(key.split("."), value)) for key, value in settings.items()).merged()
+
+
 def _look_up(values: Any, key: str) -> list[Any]:
     """A list of the value of a dotted key, or an empty list. A key within a list finds the list."""
     for part in key.split("."):

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import typing
 from collections.abc import Collection, Mapping
@@ -21,6 +20,7 @@ from unmask.config.layers import Layers
 from unmask.config.rollout import RolloutConfig as RolloutConfig
 from unmask.config.sampler import SamplerConfig as SamplerConfig
 from unmask.config.yaml import dump_yaml
+from unmask.console import is_first_process
 from unmask.errors import ConfigError, TrainingError, UnmaskError, did_you_mean
 
 if TYPE_CHECKING:
@@ -58,6 +58,10 @@ class ModelConfig(Config):
     config.json and the chat template's end of turn."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Hold the weights of the linear layers in 4 or 8 bits (bitsandbytes); to train such a model, set `lora` (QLoRA)."""
+
+    def load_arguments(self) -> dict[str, Any]:
+        """The arguments of `unmask.load`, besides the path."""
+        return self.model_dump(exclude={"path", "from_scratch"})
 
 
 class DataSource(Config):
@@ -233,12 +237,12 @@ def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, R
     return str(wanted), settings
 
 
-def continues(output_dir: str | Path, resume: str | bool) -> bool:
+def resumes_in_place(output_dir: str | Path, resume: str | bool) -> bool:
     """Whether a run resumes in its own output folder, rather than from a checkpoint elsewhere."""
     return resume is True or (resume is not False and Path(resume).resolve().is_relative_to(Path(output_dir).resolve()))
 
 
-def claim_output(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
+def check_output_folder(path: str | Path, *, overwrite: bool = False, resume: bool = False) -> None:
     """Check that a run may write into `path`: it is absent or empty, or the user allows it. Nothing is created or deleted.
 
     Only the first process checks: it may already be writing when the others start.
@@ -247,13 +251,19 @@ def claim_output(path: str | Path, *, overwrite: bool = False, resume: bool = Fa
         TrainingError: the folder is in use, or `path` is a file.
     """
     path = Path(path)
-    if os.environ.get("RANK", "0") != "0" or not path.exists():
+    if not is_first_process() or not path.exists():
         return
     if not path.is_dir():
         raise TrainingError("is a file, not a folder", where=str(path), remedy="Choose another output folder")
     if any(path.iterdir()) and not (overwrite or resume):
         remedy = "Choose another, continue with --resume, or write into it with --overwrite"
         raise TrainingError("the output folder is not empty", where=str(path), remedy=remedy)
+
+
+def refuse_existing(path: Path, remedy: str, *, overwrite: bool) -> None:
+    """Raise ConfigError if a file to write exists and may not be overwritten."""
+    if path.exists() and not overwrite:
+        raise ConfigError("the file exists", where=str(path), remedy=remedy)
 
 
 def build_training_args(cls: type[Arguments], mapping: Mapping[str, Any], where: str = "training", **fixed: Any) -> Arguments:

@@ -98,12 +98,12 @@ def python_job(program: str, tests: PythonTests) -> Job:
     def job(slot: Slot) -> Outcome:
         with slot.cell() as cell:
             results = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
-        return outcome(results, slot.limits)
+        return python_outcome(results, slot.limits)
 
     return job
 
 
-def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
+def python_outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
     """The outcome of the results of a tester. Once the program is loaded, all failures count against it."""
     if results is None:
         return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")

@@ -22,7 +22,7 @@ def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The last box within the answer tags (or the text, without tags); without a box, the content of the tags."""
+    """The last box in the answer tags, or in the whole text without tags; if the tags hold no box, their content."""
     text = answer_of(completion)
     if text is None or (OPEN in completion and BOX not in text):
         return text

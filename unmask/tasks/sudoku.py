@@ -56,7 +56,7 @@ class Sudoku(GridPuzzle):
         return min(differences(grid, solution) for solution in solve(row["puzzle"]))
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """A mistake leaves the last third of the empty cells empty; it is likelier the more cells are empty."""
+        """A mistake leaves the last third of the empty cells empty; it is more likely the more cells are empty."""
         empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
         effort = (len(empty) - self.min_empty) / max(1, self.max_empty - self.min_empty)
         if rng.random() >= self.chance(effort, mistake_rate):
