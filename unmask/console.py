@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
@@ -20,9 +20,9 @@ PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a term
 PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
 
 
-def is_first_process() -> bool:
+def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether this is the first process of a run. Only this one prints and writes what the processes share."""
-    return os.environ.get("RANK", "0") == "0"
+    return environ.get("RANK", "0") == "0"
 
 
 class Phase:

@@ -45,7 +45,7 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
         except (KeyError, ValueError):
             raise ConfigError(f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}") from None
         layers.append(Layer(source, nested_settings(settings)))
-        if is_first_process():
+        if is_first_process(environ):
             print(f"{name} is read as {' and '.join(settings)}", file=sys.stderr)
     return layers
 
