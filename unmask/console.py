@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, TextIO
@@ -16,7 +17,12 @@ from rich.table import Column, Table
 from rich.text import Text
 
 PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a terminal
-PRIOR_WEIGHT = 0.05  # in the estimate of the time left, expected times weigh as much as an observation of this fraction of the run
+PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
+
+
+def is_first_process(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this is the first process of a run. Only this one prints and writes what the processes share."""
+    return environ.get("RANK", "0") == "0"
 
 
 class Phase:
@@ -99,9 +105,9 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last phase ends at the observed pace; None before there is anything to estimate from."""
+        """Estimated seconds until the last phase ends, at the observed pace; None if nothing is observed yet."""
         done, left = self._done_and_left()
-        prior = PRIOR_WEIGHT * (done + left) if len(self._names) > 1 else 0.0  # the run goes at the expected pace
+        prior = PRIOR_WEIGHT * (done + left) if len(self._names) > 1 else 0.0  # of the expected pace
         return left * (self._elapsed + prior) / (done + prior) if done + prior else None
 
     @property

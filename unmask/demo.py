@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaConfig
 
 from unmask.artifacts import write_atomic, write_manifest
-from unmask.config.run import SamplerConfig, claim_output
+from unmask.config.run import SamplerConfig, check_output_folder
 from unmask.console import Phase, Progress
 from unmask.convert.config import ConvertConfig
 from unmask.convert.trainer import ConvertTrainer
@@ -49,6 +49,8 @@ class DemoSettings:
         test_rows: number of held-out problems; none shares its solution with a training problem.
         text_mistakes: fraction of the answers in the text that contain a mistake.
         mistakes: the same fraction in the demonstrations for SFT.
+        hidden, layers: width and depth of the model.
+        batch: rows per step.
         pretrain, convert, sft, dpo, grpo: optimizer steps of each verb.
         seconds: duration of each verb on two cores, for the first estimate of the time left.
     """
@@ -181,7 +183,7 @@ def run_demo(
         TrainingError: the folder is not empty and `overwrite` is not given.
     """
     output = Path(output)
-    claim_output(output, overwrite=overwrite)
+    check_output_folder(output, overwrite=overwrite)
     settings = settings or DemoSettings()
     demo = Demo(as_puzzle(get_task(task)), output, seed, settings)
     phases = [phase for name, seconds in settings.seconds for phase in ((name, seconds), (f"{name}: evaluate", 7.0))]
@@ -199,7 +201,7 @@ def make_report(demo: Demo, manifest: Mapping[str, Any]) -> Report:
     names = list(demo.results)
     comparisons = [(f"{after} against {before}", demo.results[after].gain_over(demo.results[before])) for before, after in pairwise(names)]
     return Report(
-        title=f"Unmask: the whole way on {demo.task.name}",
+        title=f"Unmask: the whole pipeline on {demo.task.name}",
         subtitle=f"{len(demo.test)} held-out problems, whose solutions are not in the training data.",
         verbs=demo.verbs,
         comparisons=comparisons,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 from collections.abc import Iterable
+from typing import Self
 
 
 class UnmaskError(ValueError):
@@ -16,13 +17,18 @@ class UnmaskError(ValueError):
     Args:
         what: what is wrong, with the offending value.
         where: the file, row, key or argument with the problem.
-        remedy: what to do about it.
+        remedy: what to do, as a sentence (the final full stop is added).
     """
 
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None):
         self.what, self.where, self.remedy = what, where, remedy
         head = f"{where}: {what}" if where else what
-        super().__init__(f"{head}. {remedy}" if remedy else head)
+        stop = "" if (remedy or "").endswith((".", "?", "!")) else "."
+        super().__init__(f"{head}. {remedy}{stop}" if remedy else head)
+
+    def moved(self, where: str | None) -> Self:
+        """The same error with another location."""
+        return type(self)(self.what, where=where, remedy=self.remedy)
 
 
 class ConfigError(UnmaskError):
@@ -40,6 +46,9 @@ class DataError(UnmaskError):
     def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None, reason: str | None = None):
         super().__init__(what, where=where, remedy=remedy)
         self.reason = reason
+
+    def moved(self, where: str | None) -> Self:
+        return type(self)(self.what, where=where, remedy=self.remedy, reason=self.reason)
 
 
 class ModelError(UnmaskError):

@@ -37,7 +37,7 @@ def read_lines(path: str | os.PathLike[str]) -> Iterator[str]:
 
 def _byte_lines(path: Path) -> Generator[bytes, None, None]:
     if not path.is_file():
-        raise DataError("no such file", where=str(path), remedy="Check the path.")
+        raise DataError("no such file", where=str(path), remedy="Check the path")
     number, blank = 0, True
     try:
         with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
@@ -46,12 +46,12 @@ def _byte_lines(path: Path) -> Generator[bytes, None, None]:
                 blank = blank and not line.strip()
                 yield line
     except PermissionError as error:
-        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change its permissions.") from None
+        raise DataError(f"cannot be read: {error.strerror}", where=str(path), remedy="Change its permissions") from None
     except (EOFError, OSError, zlib.error) as error:  # gzip's own error is an OSError
         what = f"the compressed file is damaged or cut off: {error}"
-        raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again.") from None
+        raise DataError(what, where=f"{path}, after line {number}", remedy="Write or download it again") from None
     if blank:
-        raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row.")
+        raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row")
 
 
 def _text(line: bytes, path: str, number: int) -> str:
@@ -59,7 +59,7 @@ def _text(line: bytes, path: str, number: int) -> str:
         return line.decode("utf-8").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         what, where = f"byte {error.start} is not UTF-8 ({error.reason})", f"{path}, line {number}"
-        raise DataError(what, where=where, remedy="Save the file as UTF-8.", reason="not valid Unicode") from None
+        raise DataError(what, where=where, remedy="Save the file as UTF-8", reason="not valid Unicode") from None
 
 
 def read_records(path: str | os.PathLike[str], columns: Collection[str] = ()) -> Iterator[Record]:
@@ -113,7 +113,7 @@ def _rows(path: str) -> Generator[Record | tuple[str, DataError], None, None]:
         empty = False
         yield row
     if empty:
-        raise DataError("the file contains no rows", where=path, remedy="Give a file with at least one row.")
+        raise DataError("the file contains no rows", where=path, remedy="Give a file with at least one row")
 
 
 def _csv_rows(path: str) -> Iterator[Record]:
@@ -124,10 +124,10 @@ def _csv_rows(path: str) -> Iterator[Record]:
             where = f"{path}, row {number}"
             if None in row or None in row.values():
                 what = f"the number of fields differs from the header ({len(reader.fieldnames or ())})"
-                raise DataError(what, where=where, remedy="Quote fields that contain commas.")
+                raise DataError(what, where=where, remedy="Quote fields that contain commas")
             yield where, row
     except csv.Error as error:
-        raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Fix or remove the row.") from None
+        raise DataError(f"malformed CSV: {error}", where=f"{path}, row {number + 1}", remedy="Fix or remove the row") from None
 
 
 def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
@@ -144,7 +144,7 @@ def _jsonl_rows(path: str) -> Iterator[Record | tuple[str, DataError]]:
 def _json_rows(path: str) -> Iterator[Record]:
     rows = _decode("".join(read_lines(path)), path, 1)
     if not isinstance(rows, list):
-        raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file.")
+        raise DataError("not an array of objects", where=path, remedy="Write [{...}, {...}], or one object a line in a .jsonl file")
     for number, row in enumerate(rows, start=1):
         where = f"{path}, row {number}"
         yield where, _object(row, where)
@@ -161,11 +161,11 @@ def _decode(text: str, path: str, first_line: int) -> Any:
         where = f"{path}, line {first_line + error.lineno - 1}"
     except (ValueError, RecursionError) as error:  # a number too long, brackets too deep
         what, where = f"malformed JSON: {error}", f"{path}, line {first_line}"
-    raise DataError(what, where=where, remedy="Fix or remove the row.", reason="malformed JSON")
+    raise DataError(what, where=where, remedy="Fix or remove the row", reason="malformed JSON")
 
 
 def _object(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         what = f"a row is an object of named columns, not {type(value).__name__}"
-        raise DataError(what, where=where, remedy='Write {"column": value}.', reason="wrong type")
+        raise DataError(what, where=where, remedy='Write {"column": value}', reason="wrong type")
     return value

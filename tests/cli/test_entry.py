@@ -185,7 +185,7 @@ def test_an_output_folder_in_use_is_refused_unless_asked_for(stages: list[Any], 
         (
             ["--model", "m", "--output", "o"],
             {"UNMASK_DATA__MAX_ROWS": "none"},
-            "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is refused. It should be a valid integer.",
+            "data.max_rows (environment variable UNMASK_DATA__MAX_ROWS): 'none' is not valid. It should be a valid integer.",
         ),
         (["--config", "absent.yaml"], {}, "absent.yaml: cannot be read"),
         (["--recipe", "absent"], {}, "there is no recipe 'absent'"),
@@ -317,7 +317,7 @@ def test_generate_reads_stdin_and_writes_json_lines(model: dict[str, Any]) -> No
 def test_a_sampler_value_out_of_range_is_an_error_before_the_model_is_loaded(model: dict[str, Any]) -> None:
     result = run("generate", "m", "--prompt", "a", "--top-p", "1.5")
     assert result.exit_code == 2
-    assert result.stderr == "error: top_p: 1.5 is refused. It should be less than or equal to 1.\n"
+    assert result.stderr == "error: top_p: 1.5 is not valid. It should be less than or equal to 1.\n"
     assert not model
 
 
@@ -468,7 +468,7 @@ def test_a_bare_flag_that_is_a_setting_shows_the_form_that_works(verb: str, flag
     result = run(verb, *flags)
     assert result.exit_code == 2
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: --")]
-    assert len(errors) == 1 and "is a setting, not an option" in errors[0] and errors[0].endswith(form), result.stderr
+    assert len(errors) == 1 and "is a setting, not an option" in errors[0] and errors[0].endswith(f"{form}`."), result.stderr
 
 
 def test_a_column_of_text_and_a_setting_of_one_verb_are_found_where_they_are() -> None:

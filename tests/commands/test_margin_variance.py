@@ -90,7 +90,7 @@ def rows_file(folder: Path) -> Path:
 
 @pytest.mark.parametrize(("pattern", "exact"), [(("bidirectional", None), None), (("block_causal", 2), 3), (("causal", None), 1)])
 def test_the_command_prints_a_table_and_json_and_leaves_nothing(pattern, exact, tmp_path, monkeypatch):
-    monkeypatch.setattr("unmask.commands.margin_variance.REDRAWS", 2)
+    monkeypatch.setattr("unmask.commands.margin_variance.TABLE_REDRAWS", 2)
     monkeypatch.setattr("unmask.commands.margin_variance.BUDGETS", (1, 3))
     tiny(*pattern).save(tmp_path / "reference")
     moved(tiny(*pattern)).save(tmp_path / "policy")

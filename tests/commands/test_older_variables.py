@@ -58,7 +58,7 @@ def test_a_variable_is_read_as_the_setting_that_took_its_place(name, text, setti
     ],
 )
 def test_a_value_that_means_nothing_is_refused_by_the_name_of_its_variable(name, text):
-    with pytest.raises(ConfigError, match=rf"environment variable {name}: '{text}' is refused\. It should be "):
+    with pytest.raises(ConfigError, match=rf"environment variable {name}: '{text}' is not valid\. It should be "):
         read(**{name: text})
 
 

@@ -178,7 +178,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     def loaded(*_: Any, **__: Any) -> Any:
         raise AssertionError("the model was loaded")
 
-    for name in ("load_model", "read_data", "load"):
+    for name in ("load_or_initialise", "read_data", "load"):
         monkeypatch.setattr(run, name, loaded)
 
 

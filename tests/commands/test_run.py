@@ -306,7 +306,7 @@ def test_an_incomplete_model_is_refused(missing, model, tmp_path):
         ("pretrain", ["data.streaming=true"], ["data.task", "no stream and no mixture"]),
         ("pretrain", ["data.train=[{path: a.txt}]"], ["data.task", "no stream and no mixture"]),
         ("pretrain", ["data.shuffle_buffer=9"], ["data.shuffle_buffer", "data.streaming"]),
-        ("pretrain", ["data.train=[{path: a.txt, weight: 0}]"], ["data.train.0.weight (command line): 0 is refused", "greater than 0"]),
+        ("pretrain", ["data.train=[{path: a.txt, weight: 0}]"], ["data.train.0.weight (command line): 0 is not valid", "greater than 0"]),
     ],
 )
 def test_bad_settings_are_named_and_nothing_is_written(verb, options, words, model, tmp_path):

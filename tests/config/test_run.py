@@ -22,7 +22,7 @@ from unmask.config.run import (
     RunConfig,
     SamplerConfig,
     build_training_args,
-    claim_output,
+    check_output_folder,
     resolve,
     to_yaml,
 )
@@ -138,7 +138,9 @@ def test_later_sources_win_key_by_key(tmp_path: Path) -> None:
 def test_a_value_in_place_of_a_section_is_refused(tmp_path: Path) -> None:
     config = write(tmp_path, "1.yaml", "training: {a: 1}\n")
     for rest in ({"overrides": ["training.b=2"]}, {"config_files": [config]}):
-        with pytest.raises(ConfigError, match=r"^training \(environment variable UNMASK_TRAINING\): 5, but it is a section"):
+        with pytest.raises(
+            ConfigError, match=r"^training \(environment variable UNMASK_TRAINING\): is a section of settings, not the value 5"
+        ):
             read_layers(environ={"UNMASK_TRAINING": "5"}, **rest)
 
 
@@ -188,7 +190,7 @@ def test_an_error_in_a_file_names_that_file(tmp_path: Path) -> None:
     bad = write(tmp_path, "bad.yaml", "sampler: {top_p: 1.5}")
     with pytest.raises(ConfigError) as caught:
         resolve(read_layers(config_files=[good, bad]))
-    assert str(caught.value) == f"sampler.top_p ({bad}): 1.5 is refused. It should be less than or equal to 1."
+    assert str(caught.value) == f"sampler.top_p ({bad}): 1.5 is not valid. It should be less than or equal to 1."
 
 
 # Recipes
@@ -300,7 +302,7 @@ def test_errors_name_key_value_and_remedy(values: dict[str, Any], where: str, re
 
 
 def test_a_config_of_its_own_names_its_own_keys() -> None:
-    with pytest.raises(ConfigError, match=r"^steps: 0 is refused. It should be greater than or equal to 1.$"):
+    with pytest.raises(ConfigError, match=r"^steps: 0 is not valid. It should be greater than or equal to 1.$"):
         SamplerConfig(steps=0)
 
 
@@ -361,11 +363,11 @@ def test_what_pydantic_cannot_read_is_left_to_the_dataclass() -> None:
         ({"rat": 1}, "training.rat: is not a known key. Did you mean 'rate'?"),
         ({"derived": 1}, "training.derived: is not a known key. Known: extra, name, optional, other, rate, rows, smooth."),
         ({"output_dir": "b"}, "training.output_dir: is set by the run itself. Remove it from this section."),
-        ({"rows": True}, "training.rows: True is refused. It should be a valid integer."),
-        ({"rows": 1.5}, "training.rows: 1.5 is refused. It should be a valid integer, got a number with a fractional part."),
-        ({"rate": True}, "training.rate: True is refused. It should be a valid number."),
-        ({"name": "c"}, "training.name: 'c' is refused. It should be 'a' or 'b'."),
-        ({"extra": 3}, "training.extra: 3 is refused. It should be a valid dictionary or a valid string."),
+        ({"rows": True}, "training.rows: True is not valid. It should be a valid integer."),
+        ({"rows": 1.5}, "training.rows: 1.5 is not valid. It should be a valid integer, got a number with a fractional part."),
+        ({"rate": True}, "training.rate: True is not valid. It should be a valid number."),
+        ({"name": "c"}, "training.name: 'c' is not valid. It should be 'a' or 'b'."),
+        ({"extra": 3}, "training.extra: 3 is not valid. It should be a valid dictionary or a valid string."),
         ({"rate": 2.0, "rows": 2}, "training.rate: rate must be at most 1. Change it in this section."),
         ({"smooth": True, "rate": 0.5}, "training: smooth and rate exclude each other. Change it in this section."),
         ({"rows": 10}, "training.rows: too many. Take fewer."),
@@ -395,16 +397,16 @@ def test_training_arguments_are_known_by_their_own_names(tmp_path: Path) -> None
 
 
 def test_an_output_folder_in_use_is_refused_and_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    claim_output(tmp_path / "absent")
-    claim_output(tmp_path)
+    check_output_folder(tmp_path / "absent")
+    check_output_folder(tmp_path)
     kept = write(tmp_path, "kept.txt", "mine")
     with pytest.raises(TrainingError, match=r"not empty.*--resume.*--overwrite"):
-        claim_output(tmp_path)
-    claim_output(tmp_path, overwrite=True)
-    claim_output(tmp_path, resume=True)
+        check_output_folder(tmp_path)
+    check_output_folder(tmp_path, overwrite=True)
+    check_output_folder(tmp_path, resume=True)
     with pytest.raises(TrainingError, match="is a file"):
-        claim_output(kept, overwrite=True)
+        check_output_folder(kept, overwrite=True)
     monkeypatch.setenv("RANK", "1")
-    claim_output(tmp_path)
+    check_output_folder(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
     assert kept.read_text() == "mine"

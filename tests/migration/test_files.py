@@ -55,7 +55,7 @@ def test_a_yaml_that_a_script_names_is_read_and_its_flags_win(tmp_path):
 
 
 def test_files_that_are_not_read_say_why(tmp_path):
-    for name, text, words in [("a.json", "{", "is not JSON"), ("a.yaml", "a: [", "Mend the YAML"), ("b.json", "[]", "no keys and values")]:
+    for name, text, words in [("a.json", "{", "is not JSON"), ("a.yaml", "a: [", "Fix the YAML"), ("b.json", "[]", "no keys and values")]:
         with pytest.raises(ConfigError, match=words):
             read(text, tmp_path, name)
     with pytest.raises(ConfigError, match="cannot be read"):

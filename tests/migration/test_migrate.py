@@ -170,7 +170,7 @@ def test_a_training_verb_that_is_given_an_old_file_names_the_command(tmp_path):
             refused = unmask(verb, "--config", path, "--print-config")
             assert refused.exit_code == 2 and f"unmask migrate {path}" in refused.stderr, refused.output
     own = write(tmp_path, {"own.yaml": "model: {path: m}\noutput_dir: o\nbeta: 1\n", "broken.yaml": "a: [", "odd.yaml": "colour: red\n"})
-    for path, words in zip(own, ("is not a known key", "Mend the YAML", "is not a known key"), strict=True):
+    for path, words in zip(own, ("is not a known key", "Fix the YAML", "is not a known key"), strict=True):
         refused = unmask("sft", "--config", path, "--print-config")
         assert refused.exit_code == 2 and words in refused.stderr and "migrate" not in refused.stderr
 
@@ -192,7 +192,7 @@ def test_deepspeed_and_shards_of_accelerate_become_settings(tmp_path):
 def test_tables_name_only_settings_that_there_are(name):
     """Every rule is tried with values of every type; those that it accepts must become settings of the verb."""
     form = FORMATS[name]
-    fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config)}
+    fields = {field.name for field in dataclasses.fields(VERBS[form.verb or "sft"].config_class)}
     others = {key: True for key in form.table} | {"dataset_name": "d", "loss_type": "sigmoid", "masking.strategy_type": "adaptive"}
     settled = 0
     for key, rule in form.table.items():

@@ -79,7 +79,7 @@ def test_what_a_function_raises_is_told_and_the_worker_goes_on(path):
 @pytest.mark.parametrize("name", ["wrong", "later_wrong"])
 def test_a_training_error_is_raised_here_as_it_is(path, name):
     worker = Worker(f"{path}:{name}")
-    with pytest.raises(TrainingError, match=r"^f: no\. Mend it$") as caught:
+    with pytest.raises(TrainingError, match=r"^f: no\. Mend it\.$") as caught:
         worker.apply((), {}, 60)
     assert (caught.value.what, caught.value.where, caught.value.remedy) == ("no", "f", "Mend it")
     worker.close()

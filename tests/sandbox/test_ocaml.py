@@ -111,7 +111,7 @@ DONE = said(("finished", ""))
     ],
 )
 def test_a_run_counts_by_what_the_nonce_signs(frames, status, passed, total):
-    found = ocaml.outcome(frames, NONCE, 0)
+    found = ocaml.ocaml_outcome(frames, NONCE, 0)
     assert (found.status, found.passed, found.total) == (status, passed, total)
 
 

@@ -49,7 +49,7 @@ def test_mixed_precision_pays_on_gpus_since_ampere(available, capability, pays, 
 @pytest.mark.usefixtures("ampere")
 @pytest.mark.parametrize("verb", VERBS)
 def test_every_verb_computes_in_bfloat16_where_that_pays(verb, tmp_path):
-    args = config(tmp_path, VERBS[verb].config)
+    args = config(tmp_path, VERBS[verb].config_class)
     assert (args.bf16, args.fp16, args.mixed_precision) == (True, False, "bf16")
     assert chosen_settings(args)["bf16"] is True
 

@@ -237,7 +237,7 @@ def test_quantization_that_cannot_be_is_refused(tmp_path, monkeypatch):
         load(tmp_path, quantization="3bit")
     with pytest.raises(ModelError, match="4bit weights do not compute in float64"):
         load(tmp_path, quantization="4bit", dtype="float64")
-    with pytest.raises(ConfigError, match="quantization: '3bit' is refused"):
+    with pytest.raises(ConfigError, match="quantization: '3bit' is not valid"):
         ModelConfig(path="x", quantization="3bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelError, match=r"4bit weights need bitsandbytes.*unmask\[cuda\]"):

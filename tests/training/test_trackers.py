@@ -113,7 +113,7 @@ def test_an_absent_tracker_is_one_line_with_the_command(name, tmp_path, monkeypa
     with pytest.raises(ConfigError) as raised:
         SFTConfig(**settings(tmp_path) | {"report_to": [name]})
     assert str(raised.value).startswith(f"report_to: {name} needs ") and "\n" not in str(raised.value)
-    assert str(raised.value).endswith(f"pip install {' '.join(NEEDS[name].values())}")
+    assert str(raised.value).endswith(f"pip install {' '.join(NEEDS[name].values())}.")
 
 
 @pytest.mark.parametrize("verb", ["pretrain", "convert", "sft", "dpo", "grpo"])

@@ -16,8 +16,8 @@ from typer.core import TyperGroup
 
 from unmask import __version__
 from unmask.config.cli_options import spread_configs
-from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, claim_output
-from unmask.console import show_table
+from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, check_output_folder, refuse_existing
+from unmask.console import is_first_process, show_table
 from unmask.errors import ConfigError, DataError, UnmaskError
 from unmask.sandbox.cli import app as sandbox
 
@@ -59,7 +59,7 @@ def main() -> None:
     for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
     with contextlib.ExitStack() as stack:
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_process():
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         app(prog_name="unmask")
 
@@ -90,12 +90,12 @@ for _verb, _help in VERB_HELP.items():
 def profile(
     ctx: typer.Context,
     verb: Annotated[str, typer.Argument(metavar="VERB", help=f"{', '.join(VERB_HELP)}; its own options follow.")],
-    steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one to warm up; of grpo: rollouts with their updates.")] = 3,
+    steps: Annotated[int, typer.Option(min=1, help="Steps to record, after one warm-up (grpo: rollouts, each with all its updates).")] = 3,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="File for the trace; unset: trace.json in the output folder.")] = None,
 ) -> None:
     """Record a few steps of a training verb: a trace for Perfetto, and tables of where the time goes."""
     if verb not in VERB_HELP:
-        raise ConfigError(f"{verb} is no training verb", where="profile", remedy=f"Begin with one of {', '.join(VERB_HELP)}.")
+        raise ConfigError(f"{verb} is not a training verb", where="profile", remedy=f"Begin with one of {', '.join(VERB_HELP)}")
     ctx.meta[PROFILE] = steps, trace
     command = typing.cast(TyperGroup, ctx.find_root().command).commands[verb]
     with command.make_context(verb, ctx.args, parent=ctx) as inner:
@@ -105,7 +105,7 @@ def profile(
 def load_model(model: ModelConfig) -> DiffusionLM:
     import unmask
 
-    return unmask.load(model.path, **model.model_dump(exclude={"path", "from_scratch"}))
+    return unmask.load(model.path, **model.load_arguments())
 
 
 @app.command(epilog="Example: unmask generate runs/sft/model --prompt 'Once upon a time' --max-new-tokens 64 --steps 32")
@@ -122,7 +122,7 @@ def generate(
 
     prompts = [line for text in prompt for line in ((line.removesuffix("\n") for line in sys.stdin) if text == "-" else [text])]
     if not prompts:
-        raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line.")
+        raise DataError("stdin holds no prompt", where="--prompt -", remedy="Write one prompt per line")
     result = (unmask.infill if infill else unmask.generate)(load_model(model), prompts, sampler)
     if result.agreement is not None:
         typer.echo(f"{sampler.lossy}: {result.agreement:.1%} of the tokens are those of the exact sampler", err=True)
@@ -150,7 +150,7 @@ def evaluate(
         Path | None, typer.Option(metavar="FILE", help="Instead of a task: the likelihood of a file's documents.")
     ] = None,
     data: Annotated[str | None, typer.Option(metavar="PATH_OR_ID", help="The task's rows; unset: generated, held out.")] = None,
-    split: Annotated[str, typer.Option(metavar="NAME", help="The split of a hub data set.")] = "test",
+    split: Annotated[str, typer.Option(metavar="NAME", help="The split of a hub dataset.")] = "test",
     rows: Annotated[int, typer.Option(min=1, help="Rows or documents at most.")] = 200,
     estimator: Annotated[
         Literal["elbo", "exact"] | None,
@@ -162,17 +162,15 @@ def evaluate(
 ) -> None:
     """Measure a model on a task, or the likelihood of a text."""
     if (task is None) == (likelihood is None):
-        raise ConfigError(
-            "there is nothing to measure, or two things at once", where="evaluate", remedy="Give either --task or --likelihood."
-        )
-    if output and output.exists() and not overwrite:
-        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
+        raise ConfigError("takes either a task or a text to measure", where="evaluate", remedy="Give either --task or --likelihood")
+    if output:
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     if task:
         accept_unsandboxed_code(accept_unsandboxed)
         source = DataConfig(task=task, eval=data, eval_rows=rows + shots, style=style, split=split)
         metrics, report = _evaluate_task(model, sampler, source, shots, metric or [])
     elif metric:
-        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text.")
+        raise ConfigError("a likelihood compares no texts", where="--metric", remedy="Leave it out, or give --task text")
     else:
         from unmask.evaluation.likelihood import likelihood_of_file
 
@@ -212,11 +210,12 @@ def inspect(
     measure: Annotated[bool, typer.Option("--measure", help="Also time steps here, of at most 4 rows unless --batch-size is set.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what a model is, what conversion would change, and what a training step takes on which hardware. Reads no weights."""
+    """Describe a model, what conversion would change, and the memory and time of a training step on each machine. Does not read the
+    weights."""
     from unmask.planning.blueprint import Blueprint
     from unmask.planning.hardware import MEASURED_ROWS, HardwareRecipe, StepEstimator, hardware_recipe_names
 
-    dtype = None if model.dtype == "float32" else model.dtype  # which is what the recipes have
+    dtype = None if model.dtype == "float32" else model.dtype  # None: as in the recipe
     recipes = [HardwareRecipe.read(name, max_memory_gb, dtype, model.device_map) for name in hardware or hardware_recipe_names()]
     blueprint = Blueprint.read(model)
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
@@ -225,12 +224,12 @@ def inspect(
     estimates = {recipe.name: estimator.estimate(recipe, batch_size) for recipe in recipes}
     measured = {}
     for recipe in recipes if measure else ():
-        if recipe.device or hardware:  # without names only the recipes of this machine; every named one must be
+        if recipe.device or hardware:  # without names: only recipes of this machine
             rows = batch_size or min(estimates[recipe.name].workload.batch, MEASURED_ROWS)
             measured[recipe.name] = estimator.compare(recipe, rows)
     if as_json:
-        plain = {name: estimate.to_dict() for name, estimate in estimates.items()}
-        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": plain, "measured": measured}))
+        estimate_dicts = {name: estimate.to_dict() for name, estimate in estimates.items()}
+        typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": estimate_dicts, "measured": measured}))
         return
     show_table(facts.items(), title=model.path)
     show_table(changes.items(), title="what conversion would change")
@@ -251,19 +250,19 @@ def export(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Write into an output folder that is not empty.")] = False,
 ) -> None:
     """Write a model in the format of a released family, or a causal one as a stock model, for serving engines."""
-    claim_output(output, overwrite=overwrite)
+    check_output_folder(output, overwrite=overwrite)
 
-    from unmask.models.export import export as write
+    from unmask.models.export import export as export_model
 
-    write(load_model(model), output, layout)
+    export_model(load_model(model), output, layout)
 
 
-@app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. UNMASK_API_KEY is asked of clients, where it is set.")
+@app.command(epilog="Example: unmask serve runs/sft/model --device cuda --port 8000. If UNMASK_API_KEY is set, clients must send it.")
 @spread_configs
 def serve(
     model: ModelConfig,
-    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen at; 0.0.0.0: all of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free one.")] = 8000,
+    host: Annotated[str, typer.Option(metavar="HOST", help="The address to listen on; 0.0.0.0: all interfaces.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8000,
 ) -> None:
     """Sample for reinforcement learning over HTTP (rollout.backend server)."""
     from unmask.generation.remote.server import open_port, run
@@ -280,12 +279,12 @@ def migrate(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")] = False,
 ) -> None:
     """Convert configurations of d1, dLLM, TRL and others into Unmask's; a table on stderr lists the changes."""
-    if output and output.exists() and not overwrite:
-        raise ConfigError("the file exists", where=str(output), remedy="Choose another, or replace it with --overwrite.")
+    if output:
+        refuse_existing(output, "Choose another, or replace it with --overwrite", overwrite=overwrite)
     from unmask.artifacts import write_atomic
-    from unmask.migration.migrate import migrate as read
+    from unmask.migration.migrate import migrate as migrate_files
 
-    found = read(files, form)
+    found = migrate_files(files, form)
     with contextlib.redirect_stdout(sys.stderr):
         show_table(found.table(), title=found.titles, head=["old", "", "new", "why"])
     command = f"unmask {found.verb or 'VERB'} --config {output or 'FILE'}"

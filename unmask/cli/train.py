@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperCommand
 
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
-from unmask.config.run import RunConfig, claim_output, continues, resolve, split_resume, to_yaml
+from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
 from unmask.console import show_table
 from unmask.errors import ConfigError
 
@@ -115,7 +115,7 @@ def train(
     resume_from, settings = split_resume(resume, resolve(layers))
     profiling = ctx.meta.get(PROFILE)
     if profiling and (resume_from or dry_run):
-        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out.")
+        raise ConfigError("a profile makes a short run of its own", where="--resume, --dry-run", remedy="Leave them out")
     with layers.naming_sources():
         if print_config:
             show_config(verb, settings)
@@ -126,7 +126,9 @@ def train(
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            claim_output(settings.output_dir, overwrite=settings.overwrite, resume=continues(settings.output_dir, resume_from))
+            check_output_folder(
+                settings.output_dir, overwrite=settings.overwrite, resume=resumes_in_place(settings.output_dir, resume_from)
+            )
             from unmask.commands.run import run_verb
 
             run_verb(verb, settings, resume_from)

@@ -21,7 +21,7 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
         args: the command line after the verb.
 
     Raises:
-        ConfigError: it is one; the remedy shows how to write it, with its value.
+        ConfigError: the option is a setting; the remedy shows how to write it.
     """
     if not option.startswith("--"):
         return
@@ -32,11 +32,11 @@ def refuse_bare_flag(verb: str, option: str, args: Sequence[str]) -> None:
     place = next(at for at, word in enumerate(args) if word.partition("=")[0] == option)
     following = [word for word in args[place + 1 : place + 2] if not word.startswith("--")]
     value = args[place].partition("=")[2] or next(iter(following), "VALUE")
-    raise ConfigError("is a setting, not an option", where=option, remedy=f"Write {section}.{name}={value}")
+    raise ConfigError("is a setting, not an option", where=option, remedy=f"Write `{section}.{name}={value}`")
 
 
 def _section_of(verb: str, name: str) -> str | None:
     """The section that has a setting of this name: training before data, and those before the others."""
-    if name in {field.name for field in dataclasses.fields(VERBS[verb].config) if field.init}:
+    if name in {field.name for field in dataclasses.fields(VERBS[verb].config_class) if field.init}:
         return "training"
     return next((section for section, config in SECTIONS.items() if name in config.model_fields), None)

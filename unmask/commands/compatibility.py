@@ -15,7 +15,7 @@ from unmask.training.hardware_checks import TrainedModel, check_hardware_setting
 
 
 def check_together(config: RunConfig, args: TrainingConfig) -> None:
-    """Refuse by settings and the model's config what the trainer would refuse after loading the model.
+    """Refuse, before the model is loaded, the combinations that the trainer would refuse after loading it.
 
     Raises:
         ConfigError: `where` holds the keys of both settings, joined by " and ".
@@ -47,4 +47,4 @@ def naming_sections(args: TrainingConfig) -> Iterator[None]:
     except ConfigError as error:
         known = {field.name for field in fields(args)}
         keys = [f"training.{key}" if key.partition(".")[0] in known else key for key in (error.where or "").split(" and ")]
-        raise ConfigError(error.what, where=" and ".join(keys), remedy=error.remedy) from error
+        raise error.moved(" and ".join(keys)) from error

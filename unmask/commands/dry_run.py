@@ -66,9 +66,9 @@ def dry_run(verb: str, config: RunConfig) -> list[dict[str, str]]:
 def short_trainer(verb: str, config: RunConfig, args: TrainingConfig, steps: int, **rest: Any) -> Iterator[Any]:
     """The run's trainer, with `steps` steps of every stage in a temporary folder; `rest` is passed to it."""
     with tempfile.TemporaryDirectory() as folder:
-        shortened = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
-        short_args = training_arguments(verb, shortened)
-        yield make_trainer(verb, shortened, short_args, **short_args.rehearsal(steps) | rest)
+        short_config = config.model_copy(update={"training": config.training | args.shortened(steps), "output_dir": folder})
+        short_args = training_arguments(verb, short_config)
+        yield make_trainer(verb, short_config, short_args, **short_args.shortened_arguments(steps) | rest)
 
 
 class StepTimes(TrainerCallback):

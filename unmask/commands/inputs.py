@@ -20,9 +20,14 @@ from unmask.training.pair_config import PairConfig
 GENERATED_ROWS = 10_000
 
 
+def task_of(config: RunConfig) -> Task | None:
+    """The task of the run, if it has one."""
+    return get_task(config.data.task) if config.data.task else None
+
+
 def held_out_problems(config: RunConfig) -> tuple[Task | None, list[Row]]:
     """The task, and the held-out problems for the evaluation of the trained model: from `data.eval`, or generated if the task can."""
-    task = get_task(config.data.task) if config.data.task else None
+    task = task_of(config)
     problems = unseen_problems(task, config.data) if task else []
     return task, pose(task, problems, config.data.style) if task and problems else []
 
@@ -34,8 +39,8 @@ def unseen_problems(task: Task, data: DataConfig) -> list[Row]:
     return read_problems(task, data.eval, data.eval_rows, split="test", hub_split=data.split, seed=data.seed)
 
 
-def read_data(config: RunConfig, kind: Verb, task: Task | None, args: TrainingConfig) -> tuple[Rows, Rows | None]:
-    """Training and held-out rows: of a task (generated, or read from `data.train`), or of any data set."""
+def read_data(config: RunConfig, entry: Verb, task: Task | None, args: TrainingConfig) -> tuple[Rows, Rows | None]:
+    """Training and held-out rows: of a task (generated, or read from `data.train`), or of any dataset."""
     data = config.data
     if data.shuffle_buffer is not None and not data.streaming:
         raise ConfigError("there is no stream to shuffle", where="data.shuffle_buffer", remedy="Set data.streaming, or remove it")
@@ -45,25 +50,25 @@ def read_data(config: RunConfig, kind: Verb, task: Task | None, args: TrainingCo
         count = data.max_rows or (None if data.train else GENERATED_ROWS)
         problems = read_problems(task, data.train, count, split="train", hub_split=data.split, seed=data.seed)
         held_out = unseen_problems(task, data) if args.eval_strategy != "no" else []
-        return kind.task_rows(task, problems, data), kind.task_rows(task, held_out, data) if held_out else None
+        return entry.task_rows(task, problems, data), entry.task_rows(task, held_out, data) if held_out else None
     if args.answers_prompts and data.text_column != DataConfig().text_column:
-        remedy = "Leave it out, and call the columns as docs/data.md does"
+        remedy = "Leave it out, and name the columns as in docs/data.md"
         raise ConfigError("answers to prompts are read from columns of fixed names", where="data.text_column", remedy=remedy)
     if data.train is None:
         raise ConfigError("no training data", where="data.train", remedy="Give --data FILE_OR_ID or --task NAME")
-    examples: Any = args if args.answers_prompts and not data.streaming else None
-    train = read_source(data, data.train, data.max_rows, examples, streaming=data.streaming)
+    pairs: Any = args if args.answers_prompts and not data.streaming else None
+    train = read_source(data, data.train, data.max_rows, pairs, streaming=data.streaming)
     if data.shuffle_buffer is not None:
         train = train.shuffle(seed=data.seed, buffer_size=data.shuffle_buffer)
-    return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows, examples)
+    return train, None if data.eval is None else read_source(data, data.eval, data.eval_rows, pairs)
 
 
 def read_source(
-    data: DataConfig, source: str | list[DataSource], max_rows: int | None, examples: PairConfig | None, *, streaming: bool = False
+    data: DataConfig, source: str | list[DataSource], max_rows: int | None, pairs: PairConfig | None, *, streaming: bool = False
 ) -> Any:
-    """The rows of `data.train` or `data.eval`: a data set, a mixture, or a stream of either. Rows of `examples` are unchanged."""
-    if examples is not None and isinstance(source, str):
-        return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=examples.bad_rows == "skip")
+    """The rows of `data.train` or `data.eval`: a dataset, a mixture, or a stream of either. The rows of `pairs` are unchanged."""
+    if pairs is not None and isinstance(source, str):
+        return load_examples(source, split=data.split, max_rows=max_rows, keep_malformed=pairs.bad_rows == "skip")
     kept: dict[str, Any] = {"split": data.split, "text_column": data.text_column, "streaming": streaming, "max_rows": max_rows}
     return load_rows(source, **kept) if isinstance(source, str) else load_mixture(source, seed=data.seed, **kept)
 
@@ -77,12 +82,12 @@ def naming_files(data: DataConfig) -> Iterator[None]:
         where = error.where or ""
         for name, source in (("train_dataset", data.train), ("eval_dataset", data.eval)):
             where = where.replace(name, source if isinstance(source, str) else " and ".join(one.path for one in source or ()) or name)
-        raise type(error)(error.what, where=where or None, remedy=error.remedy) from error
+        raise error.moved(where or None) from error
 
 
-def load_model(config: RunConfig) -> DiffusionLM:
+def load_or_initialise(config: RunConfig) -> DiffusionLM:
     """The model to start from: saved weights, or new ones for an architecture."""
-    settings = config.model.model_dump(exclude={"path", "from_scratch"})
+    settings = config.model.load_arguments()
     if config.model.from_scratch:
         kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids")}
         return initialise(config.model.path, seed=config.data.seed, **kept)

@@ -28,7 +28,7 @@ from unmask.preference.trainer import MEASURED_PAIRS, DPOTrainer, PreferenceBatc
 
 BUDGETS = (1, 2, 4, 8, 16)
 """Passes for each response."""
-REDRAWS = 16
+TABLE_REDRAWS = 16
 LOSSES = ("sigmoid", "ipo", "hinge")
 DrawViews = Callable[..., Views]
 """Draws `num_views` views from groups and a source of randomness."""
@@ -47,7 +47,7 @@ class Estimator:
 
     Attributes:
         draw_views: draws the hidden tokens.
-        shared: whether both models are scored on the same masks.
+        shared: whether both models see the same masks.
     """
 
     draw_views: DrawViews
@@ -123,12 +123,12 @@ def measure_run(verb: str, config: RunConfig) -> dict[str, Any]:
     data = config.data.model_copy(update={"max_rows": config.data.max_rows or MEASURED_PAIRS})
     training = config.training | {"reference": "frozen", "stale_reference": "error"}
     measured = config.model_copy(update={"data": data, "training": training, "lora": None})
-    with short_trainer(verb, measured, args, 1, rehearsed=None) as trainer:
+    with short_trainer(verb, measured, args, 1, first_rows=None) as trainer:
         lm = trainer.lm
-        found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=REDRAWS)
+        found, margin = ({}, None) if lm.autoregressive else variances(trainer, budgets=BUDGETS, redraws=TABLE_REDRAWS)
         if (width := exact_block_size(lm)) <= MAX_EXACT_BLOCK:
             found["exact"] = {int(2**width) - 1: 0.0}
-        return {"pairs": len(trainer.train_dataset), "redraws": REDRAWS, "margin": margin, "variance": found}
+        return {"pairs": len(trainer.train_dataset), "redraws": TABLE_REDRAWS, "margin": margin, "variance": found}
 
 
 def as_table(measured: dict[str, Any]) -> tuple[list[str], list[list[str]]]:

@@ -10,10 +10,12 @@ from unmask.config.layers import MODES, Layer, Layers, read_settings
 
 
 def adapt_recipes(layers: Layers, verb: str, mode: str | None, *, recipes: int) -> Layers:
-    """Adapt the first `recipes` layers, the recipes: those for another RL method lose the settings in which methods differ. A mode's layer
-    is inserted after them."""
-    stage, chosen = VERBS[verb].config, layers.merged().get("training", {})
-    adapted = [Layer(name, values | {"training": stage.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]]
+    """Adapt the first `recipes` layers: a recipe for another RL method loses its method-specific settings. The mode's layer goes after the
+    recipes."""
+    config_class, chosen = VERBS[verb].config_class, layers.merged().get("training", {})
+    adapted = [
+        Layer(name, values | {"training": config_class.of_recipe(values.get("training", {}), chosen)}) for name, values in layers[:recipes]
+    ]
     layers = Layers([*adapted, *layers[recipes:]])
     return with_mode(layers, mode, verb, after=recipes) if mode else layers
 

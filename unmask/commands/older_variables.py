@@ -1,4 +1,4 @@
-"""Environment variables of other trainers, read as settings. `UNMASK_*` variables override them, and they override files."""
+"""Environment variables of other trainers, read as settings. They override files; `UNMASK_*` variables override them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from unmask.config.layers import Layer, Layers, nested
+from unmask.config.layers import Layer, nested_settings
+from unmask.console import is_first_process
 from unmask.errors import ConfigError
 from unmask.tasks import get_task
 
@@ -42,9 +43,9 @@ def older_layers(environ: Mapping[str, str], verb: str) -> list[Layer]:
         try:
             settings = variables[name].read(text)
         except (KeyError, ValueError):
-            raise ConfigError(f"{text!r} is refused", where=source, remedy=f"It should be {variables[name].wanted}.") from None
-        layers.append(Layer(source, Layers(Layer(source, nested(key.split("."), settings[key])) for key in settings).merged()))
-        if environ.get("RANK", "0") == "0":
+            raise ConfigError(f"{text!r} is not valid", where=source, remedy=f"It should be {variables[name].wanted}") from None
+        layers.append(Layer(source, nested_settings(settings)))
+        if is_first_process(environ):
             print(f"{name} is read as {' and '.join(settings)}", file=sys.stderr)
     return layers
 

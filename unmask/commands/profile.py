@@ -14,8 +14,7 @@ from transformers import TrainerCallback
 
 from unmask.commands.dry_run import short_trainer
 from unmask.commands.run import training_arguments
-from unmask.config.run import RunConfig
-from unmask.errors import ConfigError
+from unmask.config.run import RunConfig, refuse_existing
 from unmask.training.step_timer import Phases
 
 SHOWN = 15
@@ -25,11 +24,11 @@ Table = list[dict[str, str]]
 
 
 def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[str, Table]:
-    """Make some steps of every stage, as a rehearsal does, and record all but the first.
+    """Run a few steps of every stage, with the settings of a short run, and record all but the first.
 
     Args:
         trace: where the trace goes, as JSON that Perfetto and chrome://tracing open; gzipped if its name ends in .gz.
-        steps: to record; of GRPO rollouts, each with all its updates.
+        steps: to record, after one warm-up (grpo: rollouts, each with all its updates).
 
     Returns:
         Tables by title: of the phases, and of the operators that take the most time.
@@ -37,8 +36,7 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
     Raises:
         UnmaskError: the trace exists and may not be overwritten, or an error of the run itself.
     """
-    if trace.exists() and not config.overwrite:
-        raise ConfigError("the file exists", where=str(trace), remedy="Choose another with --trace, or replace it with --overwrite")
+    refuse_existing(trace, "Choose another with --trace, or replace it with --overwrite", overwrite=config.overwrite)
     args = training_arguments(verb, config)
     updates = getattr(args, "num_iterations", 1)
     recorded = ((1 + steps) * len(args.parts()) - 1) * updates

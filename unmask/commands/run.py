@@ -15,15 +15,14 @@ from transformers import TrainingArguments
 
 from unmask.artifacts import write_atomic, write_manifest
 from unmask.commands.compatibility import check_together
-from unmask.commands.inputs import held_out_problems, load_model, naming_files, read_data
+from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of
 from unmask.commands.verbs import VERBS
-from unmask.config.run import DataConfig, RunConfig, build_training_args, continues, to_yaml
+from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place, to_yaml
 from unmask.console import Progress
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
-from unmask.tasks import get_task
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
@@ -41,12 +40,12 @@ def training_arguments(verb: str, config: RunConfig) -> Any:
         ConfigError: a setting that the verb does not have, or a value that it refuses.
     """
     entry = VERBS[verb]
-    task = get_task(config.data.task) if config.data.task else None
+    task = task_of(config)
     defaults: dict[str, Any] = {entry.canvas: task.max_completion} if task and entry.canvas and config.data.style == "plain" else {}
-    defaults |= entry.config.data_defaults(config.data, config.data.task)
+    defaults |= entry.config_class.data_defaults(config.data, config.data.task)
     fixed: dict[str, Any] = {"output_dir": config.output_dir, "data_source": data_name(config.data)}
     fixed["resume_from_checkpoint"] = None  # belongs to this launch, not to the run
-    args = build_training_args(entry.config, defaults | config.training, **fixed)
+    args = build_training_args(entry.config_class, defaults | config.training, **fixed)
     args.choose_precision(in_float32=config.model.dtype == "float32")
     return args
 
@@ -58,7 +57,8 @@ def data_name(data: DataConfig) -> str | None:
 
 
 def resolved(config: RunConfig, args: TrainingConfig) -> RunConfig:
-    """The config with the defaults of the verb's settings. Fields of TrainingArguments are left out unless set, or with another default."""
+    """The config with the verb's defaults filled in. Fields of TrainingArguments are listed only if the user set them, or if our default
+    differs."""
     stock = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
     fixed = ("output_dir", "data_source", "resume_from_checkpoint")
     listed = [f.name for f in dataclasses.fields(args) if f.name not in fixed and (f.name not in stock or f.default != stock[f.name])]
@@ -83,7 +83,7 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     """
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
-    overwrite = config.overwrite and not continues(output, resume)
+    overwrite = config.overwrite and not resumes_in_place(output, resume)
     if overwrite:
         args.overwriting(given=config.training)
     if isinstance(resume, str):
@@ -123,14 +123,14 @@ def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any
     check_together(config, args)
     entry = VERBS[verb]
     bound_memory(config.hardware, args.device)
-    task = get_task(config.data.task) if config.data.task else None
+    task = task_of(config)
     train, held_out = read_data(config, entry, task, args)
-    lm = load_model(config)
+    lm = load_or_initialise(config)
     if config.data.chat_template is not None:
         lm.set_chat_template(read_template(config.data.chat_template), ends=config.model.eos_token_ids is None)
     if config.lora:
         rest["peft_config"] = config.lora.to_peft()
-    rest |= entry.arguments(config, task)
+    rest |= entry.trainer_arguments(config, task)
     with naming_files(config.data):
         return entry.trainer(model=lm, args=args, train_dataset=train, eval_dataset=held_out, **rest)
 

@@ -29,11 +29,11 @@ class Verb:
     """The differences between the training verbs."""
 
     trainer: Callable[..., Any]
-    config: type[TrainingConfig]
+    config_class: type[TrainingConfig]
     task_rows: Callable[[Task, list[Row], DataConfig], Rows]
     canvas: str | None = None
-    """The setting that a task's longest completion is the default of."""
-    arguments: Callable[[RunConfig, Task | None], dict[str, Any]] = lambda config, task: {}
+    """The setting whose default is the length of the task's longest completion."""
+    trainer_arguments: Callable[[RunConfig, Task | None], dict[str, Any]] = lambda config, task: {}
     """Further arguments of the trainer, besides model, settings and rows."""
 
 
@@ -60,12 +60,12 @@ def refuse_chat(data: DataConfig) -> None:
         raise ConfigError("this verb takes a task's problems as text", where="data.style", remedy="Leave it at plain")
 
 
-def sampler_of_judge(config: RunConfig, task: Task | None) -> dict[str, Any]:
+def judge_sampler(config: RunConfig, task: Task | None) -> dict[str, Any]:
     """The sampler of the completions that a judge compares."""
     return {"sampler": config.sampler}
 
 
-def rewarded(config: RunConfig, task: Task | None) -> dict[str, Any]:
+def reward_functions(config: RunConfig, task: Task | None) -> dict[str, Any]:
     """The reward functions: those of the config, or else the task's."""
     return {"reward_funcs": config.rewards or ([task.name] if task else [])}
 
@@ -74,6 +74,6 @@ VERBS = {
     "pretrain": Verb(PretrainTrainer, PretrainConfig, as_text),
     "convert": Verb(ConvertTrainer, ConvertConfig, as_pairs, "canvas_length"),
     "sft": Verb(SFTTrainer, SFTConfig, as_pairs, "canvas_length"),
-    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length", sampler_of_judge),
-    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length", rewarded),
+    "dpo": Verb(DPOTrainer, DPOConfig, as_preferences, "canvas_length", judge_sampler),
+    "grpo": Verb(GRPOTrainer, GRPOConfig, as_pairs, "max_completion_length", reward_functions),
 }

@@ -39,19 +39,19 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
     path, value = _locate(errors[0]["loc"], values)
     cause = errors[0].get("ctx", {}).get("error")
     if isinstance(cause, ConfigError):  # raised by the config itself
-        return ConfigError(cause.what, where=".".join([*path, cause.where]) if cause.where else ".".join(path), remedy=cause.remedy)
+        return cause.moved(".".join([*path, cause.where] if cause.where else path))
     if errors[0]["type"] == "extra_forbidden":
         return ConfigError("is not a known key", where=".".join(path), remedy=did_you_mean(path[-1], _fields_at(cls, path[:-1])))
     if errors[0]["type"] == "missing":
         key = ".".join([*path, str(errors[0]["loc"][-1])])
-        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE.")
+        return ConfigError("is required and not set", where=key, remedy=f"Set it, for example with {key}=VALUE")
     return refused([one for one in errors if _locate(one["loc"], values)[0] == path], value, ".".join(path))
 
 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     """The error for a value; several errors of pydantic are the alternatives of a union."""
     wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
-    return ConfigError(f"{value!r} is refused", where=where, remedy=f"It should be {wanted}.")
+    return ConfigError(f"{value!r} is not valid", where=where, remedy=f"It should be {wanted}")
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:

@@ -12,7 +12,7 @@ from unmask.errors import ConfigError, did_you_mean
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODES = RECIPES / "modes"
-"""The sections of `--mode` files, by the case that they apply to."""
+"""The folder of the files that `--mode` names."""
 PREFIX = "UNMASK_"
 ACCEPT_UNSANDBOXED = "UNMASK_ACCEPT_UNSANDBOXED_CODE"
 """With the value 1, model-written programs run even if nothing isolates them; --i-accept-unsandboxed-code sets it."""
@@ -62,7 +62,7 @@ class Layers(tuple[Layer, ...]):
             if not any(sources):
                 raise
             where = " and ".join(f"{key} ({source})" if source else key for key, source in zip(keys, sources, strict=True))
-            raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+            raise error.moved(where) from error
 
 
 def read_layers(
@@ -100,15 +100,15 @@ def read_layers(
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
             raise ConfigError(
-                f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4."
+                f"{override!r} is not KEY=VALUE", where="command line", remedy="Write for example training.learning_rate=1e-4"
             )
         layers.append(Layer("command line", nested(key.split("."), parse_yaml(text, f"command line, {key}"))))
     sections = {key for layer in layers for key, value in layer.values.items() if isinstance(value, dict)}
     for layer in layers:
         for key in sections & layer.values.keys():
             if not isinstance(value := layer.values[key], dict | None):
-                remedy = f"Name the setting: {key}.NAME (of a variable {PREFIX}{key.upper()}__NAME)"
-                raise ConfigError(f"{value!r}, but it is a section of settings", where=f"{key} ({layer.source})", remedy=remedy)
+                remedy = f"Set one of its keys: {key}.NAME (as a variable: {PREFIX}{key.upper()}__NAME)"
+                raise ConfigError(f"is a section of settings, not the value {value!r}", where=f"{key} ({layer.source})", remedy=remedy)
     return Layers(layers)
 
 
@@ -144,7 +144,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`.")
+        raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`")
     return values
 
 
@@ -153,9 +153,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file.") from error
+        raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file") from error
     except UnicodeDecodeError as error:
-        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file.") from error
+        raise ConfigError("is not UTF-8 text", where=str(path), remedy="Give the path of a YAML file") from error
 
 
 def _merge(base: dict[str, Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -171,6 +171,11 @@ def nested(keys: Sequence[str], value: Any) -> dict[str, Any]:
     for key in reversed(keys):
         value = {key: value}
     return value
+
+
+def nested_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested mappings of values by dotted key; later ones win."""
+    return Layers(Layer("", nested(key.split("."), value)) for key, value in settings.items()).merged()
 
 
 def _look_up(values: Any, key: str) -> list[Any]:

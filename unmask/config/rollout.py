@@ -19,8 +19,7 @@ VLLM_READS |= {"seed", "batch_size"}
 
 
 def unread_by_vllm(sampler: SamplerConfig) -> str | None:
-    """The first setting with another value than the default that a vLLM server, which decodes from left to right, does not support; None:
-    it supports all."""
+    """The first changed setting that a vLLM server does not support; None if there is none. A server decodes from left to right."""
     default = SamplerConfig()
     for name in sorted(SamplerConfig.model_fields.keys() - VLLM_READS):
         value = getattr(sampler, name)
@@ -41,7 +40,7 @@ class RolloutConfig(Config):
     url: str | None = None
     """The address of the server, such as http://localhost:8000."""
     model: str | None = None
-    """The model's name at a vLLM server; unset: the only one there."""
+    """The model's name on a vLLM server; unset: the only one it serves."""
     sync: Literal["disk", "lora", "nccl"] = "disk"
     """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU to GPU."""
     folder: str | None = None
@@ -59,14 +58,12 @@ class RolloutConfig(Config):
     def model_post_init(self, _: object) -> None:
         for name, field in type(self).model_fields.items():
             if name not in USED_BY[self.backend] and getattr(self, name) != field.default:
-                raise ConfigError(
-                    f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend."
-                )
+                raise ConfigError(f"has no effect with backend {self.backend!r}", where=name, remedy="Leave it out, or set another backend")
         if self.backend != "local" and not re.match(r"https?://[^/]", self.url or ""):
-            what = f"{self.url!r} is no address" if self.url else f"backend {self.backend!r} needs the address of its server"
-            raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000.")
+            what = f"{self.url!r} is not an address" if self.url else f"backend {self.backend!r} needs the address of its server"
+            raise ConfigError(what, where="url", remedy="Give one such as http://localhost:8000")
         if self.backend == "server" and self.sync_steps > 1:
             what = "completions would come from older weights, for which this backend's loss has no correction"
-            raise ConfigError(what, where="sync_steps", remedy="Leave it out.")
+            raise ConfigError(what, where="sync_steps", remedy="Leave it out")
         if self.sync == "nccl" and self.folder is not None:
-            raise ConfigError("nothing is written with nccl", where="folder", remedy="Leave it out.")
+            raise ConfigError("nothing is written with nccl", where="folder", remedy="Leave it out")

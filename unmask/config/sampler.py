@@ -54,15 +54,16 @@ class SamplerConfig(Config):
     top_k: int = Field(default=0, ge=0)
     """Draw among this many most probable tokens; 0: all."""
     order_temperature: float = Field(default=0.0, ge=0, le=1e6)
-    """Noise in the order: positions are drawn without replacement in proportion to exp(value / order_temperature), where value is the
-    quantity that the policy orders by."""
+    """Draw which positions to reveal, without replacement, with probability proportional to exp(value / order_temperature), where value is
+    what `policy` orders by. 0: no noise."""
     filtered_confidence: bool = False
     """Whether confidence, margin and entropy are those of the distribution after penalty, bans, temperature, top_k and top_p, as in
     Dream, and not the model's own. Temperature 0 counts as 1 here."""
     repetition_penalty: float = Field(default=1.0, ge=1e-3, le=1e3)
     """Divides the logits of tokens that are already in the sequence (multiplies negative ones); 1: none."""
     guidance: float = Field(default=0.0, ge=0, le=1e3)
-    """Classifier-free guidance: logits move by this many times their distance from those of a hidden prompt; doubles the work."""
+    """Classifier-free guidance: logits + guidance * (logits - logits with the prompt hidden). 0: off; otherwise every step takes twice the
+    work."""
     allowed_tokens: list[int] | None = Field(default=None, min_length=1)
     """The only token ids that may be produced; unset: all."""
     forbidden_tokens: list[int] | None = Field(default=None, min_length=1)
@@ -79,14 +80,14 @@ class SamplerConfig(Config):
     agreement_prompts: int = Field(default=2, ge=0)
     """Lossy settings: how many of the prompts are also sampled exactly, to report the fraction of tokens that agree; 0: none."""
     drafts: int = Field(default=0, ge=0, le=32)
-    """Block-causal models: number of steps to draft ahead and verify in the same pass. The tokens stay the same; it pays where memory, not
-    arithmetic, limits a pass (few sequences of small blocks)."""
+    """Block-causal models: steps drafted ahead and verified in the same forward pass. The tokens do not change. Faster if memory bandwidth
+    is the limit (few sequences, small blocks)."""
     seed: int = 0
     """The random seed: the same seed and prompt give the same tokens."""
     batch_size: int = Field(default=64, ge=1)
     """Sequences processed at once; the results do not depend on it."""
     max_batch_tokens: int | None = Field(default=None, ge=1)
-    """Bound of the tokens in a batch, with each sequence padded to the longest; bounds the memory. Unset: only batch_size bounds it."""
+    """Maximum tokens in a batch, counting padding; limits memory. Unset: only batch_size limits it."""
     deterministic: bool = False
     """Whether to compute every sequence separately, so that batching cannot change the last bits of a result; slow."""
     trace: bool = False
@@ -95,31 +96,35 @@ class SamplerConfig(Config):
     def model_post_init(self, _: object) -> None:
         rules = [name for name in ("steps", "tokens_per_step", "threshold", "factor", "entropy_bound") if getattr(self, name) is not None]
         if len(rules) > 1:
-            raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them.")
+            raise ConfigError(f"{' and '.join(rules)} contradict one another", where=rules[1], remedy="Set one of them")
         for name in ("temperature", "order_temperature"):
             if 0 < getattr(self, name) < 1e-6:
-                raise ConfigError(f"{getattr(self, name)} is refused", where=name, remedy="Use 0, or 1e-6 and more.")
+                raise ConfigError(f"{getattr(self, name)} is not valid", where=name, remedy="Use 0, or 1e-6 and more")
         if self.parallel and self.remask:
-            raise ConfigError(f"remask with {rules[0]}, which fixes no number of steps", where="remask", remedy="Leave one out.")
+            what = f"cannot be combined with {rules[0]}, which does not fix the number of steps"
+            raise ConfigError(what, where="remask", remedy="Leave one out")
         needed = "entropy" if self.entropy_bound is not None else "confidence"
         if self.parallel and self.policy != needed:
-            raise ConfigError(f"{rules[0]} with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}.")
+            raise ConfigError(f"cannot be combined with policy {self.policy!r}", where=rules[0], remedy=f"Use policy {needed!r}")
         if self.order_temperature and (self.parallel or self.policy in ("random", "left_to_right")):
-            what = f"with {rules[0] if self.parallel else f'policy {self.policy!r}'}"
-            raise ConfigError(what, where="order_temperature", remedy="Leave it out.")
+            what = f"has no effect with {rules[0] if self.parallel else f'policy {self.policy!r}'}"
+            raise ConfigError(what, where="order_temperature", remedy="Leave it out")
         if self.parallel and self.schedule != "even":
-            raise ConfigError(f"{self.schedule} with {rules[0]}, which fixes no number of steps", where="schedule", remedy="Leave one out.")
+            what = f"{self.schedule!r} cannot be combined with {rules[0]}, which does not fix the number of steps"
+            raise ConfigError(what, where="schedule", remedy="Leave one out")
         if self.policy in ("random", "left_to_right") and self.filtered_confidence:
-            remedy = "Use policy 'confidence', 'margin' or 'entropy'."
-            raise ConfigError(f"with policy {self.policy!r}", where="filtered_confidence", remedy=remedy)
+            remedy = "Use policy 'confidence', 'margin' or 'entropy'"
+            raise ConfigError(f"has no effect with policy {self.policy!r}", where="filtered_confidence", remedy=remedy)
         if self.drafts and (self.remask or self.guidance):
-            raise ConfigError(f"with {'remask' if self.remask else 'guidance'}", where="drafts", remedy="Leave one of them out.")
+            what = f"cannot be combined with {'remask' if self.remask else 'guidance'}"
+            raise ConfigError(what, where="drafts", remedy="Leave one of them out")
         if self.early_commit is not None and self.remask:
-            raise ConfigError("with remask, which hides again what it reveals", where="early_commit", remedy="Leave one of them out.")
+            what = "cannot be combined with remask, which hides revealed tokens again"
+            raise ConfigError(what, where="early_commit", remedy="Leave one of them out")
         if self.cache == "exact" and self.refresh_interval is not None:
-            raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'.")
+            raise ConfigError("an exact cache needs no refresh", where="refresh_interval", remedy="Use cache 'prefix' or 'dual'")
         if self.allowed_tokens and not set(self.allowed_tokens) - set(self.forbidden_tokens or ()):
-            raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more.")
+            raise ConfigError("every allowed token is forbidden", where="allowed_tokens", remedy="Allow one more")
 
     @property
     def parallel(self) -> bool:

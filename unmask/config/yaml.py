@@ -67,9 +67,9 @@ def parse_yaml(text: str, where: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{error.problem}", where=f"{where}{line}", remedy="Mend the YAML there.") from error
+        raise ConfigError(f"{error.problem}", where=f"{where}{line}", remedy="Fix the YAML there") from error
     except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids, or a number too large for Python
-        raise ConfigError(f"this is not YAML: {error}", where=where, remedy="Mend the YAML there.") from error
+        raise ConfigError(f"this is not YAML: {error}", where=where, remedy="Fix the YAML there") from error
 
 
 def dump_yaml(value: Any) -> str:

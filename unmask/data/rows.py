@@ -77,7 +77,7 @@ def prepending_place(where: str) -> Iterator[None]:
         yield
     except DataError as error:
         where = f"{where}, {error.where}" if error.where else where
-        raise DataError(error.what, where=where, remedy=error.remedy, reason=error.reason) from error
+        raise error.moved(where) from error
 
 
 def iter_text_rows(

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, dropped, lora_if, same, switch, to, truth, words
+from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, drop_keys, lora_if, same, switch, to, truth, words
 from unmask.migration.rules import precision as mixed
 
-STAGES: tuple[dict[str, Any], ...] = (
+CONVERTER_STAGES: tuple[dict[str, Any], ...] = (
     {"rate": 0.5, "train": ["attention", "time_embedding", "mask_token"]},
     {"rate": 1.0},
     {"rate": 0.3, "lm_loss": 0.1},
 )
 """The stages of that converter: attention at half the rate, then all weights, then all at a low rate with a next-token loss."""
 HEADROOM_GB = 3.0
-EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(STAGES) + 1))
+EPOCHS = tuple(f"stage{number}_epochs" for number in range(1, len(CONVERTER_STAGES) + 1))
 
 
 def stages(value: Any, old: Old) -> Settings:
     """Epochs of the stages: their sum, and each stage's fraction."""
     counts = [old.get(name) or 0 for name in EPOCHS]
-    parts = [{"share": float(epochs), **stage} for epochs, stage in zip(counts, STAGES, strict=True) if epochs]
+    parts = [{"share": float(epochs), **stage} for epochs, stage in zip(counts, CONVERTER_STAGES, strict=True) if epochs]
     if not parts:
         raise DroppedError("no stage has an epoch")
     return {"training.num_train_epochs": sum(counts), "training.stages": parts}
@@ -68,20 +68,20 @@ def output(value: Any, old: Old) -> Settings:
 
 
 EIGHT_BIT = Rule(optimizer, "the optimizer is one setting; paged ones move their state to host memory")
-STAGE = Rule(stages, "stages are data: fractions of the steps, rates, trained weights")
+STAGE_EPOCHS = Rule(stages, "stages are data: fractions of the steps, rates, trained weights")
 BATCHES = {"batch_size": to("training.per_device_train_batch_size"), "eval_batch_size": to("training.per_device_eval_batch_size")}
 CONVERTER: Table = {
     # model
     "model_name": to("model.path", str),
     "model_name_or_path": to("model.path", str),
-    **dropped(
+    **drop_keys(
         "model_type", "hidden_size", "num_layers", "num_attention_heads", "vocab_size", "intermediate_size", why="read from the model"
     ),
-    **dropped("mask_token_id", why="found in the tokenizer, or added to it"),
+    **drop_keys("mask_token_id", why="found in the tokenizer, or added to it"),
     "num_timesteps": Rule(timesteps, "the model has a time embedding, as there; not with adapters, which cannot train it"),
     "noise_schedule": to("training.schedule", words(linear="linear", cosine="cosine", geometric="geometric")),
     "use_bidirectional_attention": to("training.attention", lambda value: "bidirectional" if truth(value) else "block_causal"),
-    **dict.fromkeys(EPOCHS, STAGE),
+    **dict.fromkeys(EPOCHS, STAGE_EPOCHS),
     **dict.fromkeys(("use_gradient_checkpointing", "gradient_checkpointing"), switch("training.activation_checkpointing")),
     **lora_if("use_lora", {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules"}),
     # training
@@ -89,7 +89,7 @@ CONVERTER: Table = {
     **same("weight_decay", "max_grad_norm"),
     "num_epochs": to("training.num_train_epochs"),
     "use_8bit_adam": EIGHT_BIT,
-    "dataset_name": Rule(data, "a data set with configurations is NAME:CONFIGURATION"),
+    "dataset_name": Rule(data, "a dataset with configurations is NAME:CONFIGURATION"),
     **dict.fromkeys(("dataset_config", "dataset_config_name"), Rule(data, "follows the name, after a colon")),
     "max_seq_length": to("training.max_length"),
     "max_train_samples": to("data.max_rows"),
@@ -97,7 +97,7 @@ CONVERTER: Table = {
     "text_column": to("data.text_column"),
     "cache_dir": drop("HF_HOME sets the download folder; training.token_cache=FOLDER caches tokens"),
     "use_wandb": to("training.report_to", lambda value: "wandb" if truth(value) else "none"),
-    **dropped("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
+    **drop_keys("wandb_project", "wandb_entity", why="wandb reads WANDB_PROJECT and WANDB_ENTITY"),
     "experiment_name": Rule(output, "runs have different folders"),
     "eval_steps": to("training.eval_steps", why="needs training.eval_strategy=steps and data.eval"),
     # hardware

@@ -14,7 +14,7 @@ from unmask.migration.rules import (
     Settings,
     Table,
     drop,
-    dropped,
+    drop_keys,
     lora_if,
     switch,
     to,
@@ -27,7 +27,7 @@ SPEC = re.compile(r"(?P<name>[^\[]+?)\s*(\[(?P<parts>.*)\])?")
 
 
 def data(value: str, old: Old) -> Settings:
-    """Data sets as `NAME[train:5000,test:100,name:CONFIG] + NAME`."""
+    """Datasets as `NAME[train:5000,test:100,name:CONFIG] + NAME`."""
     sources, rows = [], []
     for spec in filter(None, map(str.strip, re.split(r"[|+]", value))):
         found = SPEC.fullmatch(spec)
@@ -75,8 +75,8 @@ SHARED: Table = {
         lambda value, old: {"training.eval_strategy": value if value == "no" or "test" in str(old.get("dataset_args")) else "no"},
         "only with held-out rows",
     ),
-    **dropped("num_proc", "disable_caching", why="rows are read in one process"),
-    **dropped("load_preprocessed_data", why="rows are made at the start of a run; training.token_cache caches those of text"),
+    **drop_keys("num_proc", "disable_caching", why="rows are read in one process"),
+    **drop_keys("load_preprocessed_data", why="rows are made at the start of a run; training.token_cache caches those of text"),
 }
 SFT: Table = {
     **SHARED,
@@ -92,7 +92,7 @@ TEXT: Table = {
     "streaming": switch("data.streaming"),
     "right_shift_logits": switch("training.logit_shift"),
     "block_size": Rule(lambda value, old: {"training.attention": "block_causal", "training.block_size": value}),
-    **dropped("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are concatenated"),
+    **drop_keys("insert_eos", "drop_tail", "truncation", why="documents end with EOS, and are concatenated"),
     "random_length_ratio": drop("rows keep their length"),
 }
 GRPO_FLAGS: Table = {

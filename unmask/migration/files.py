@@ -58,7 +58,7 @@ def read_old(path: Path) -> OldFile:
         return _from_script(text, path)
     values = _parse_json(text, path) if path.suffix == ".json" else parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError("has no keys and values", where=str(path), remedy="Give a configuration, or a shell script.")
+        raise ConfigError("has no keys and values", where=str(path), remedy="Give a configuration, or a shell script")
     return OldFile(values)
 
 
@@ -66,14 +66,14 @@ def _parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"this is not JSON: {error}", where=str(path), remedy="Mend it there.") from error
+        raise ConfigError(f"this is not JSON: {error}", where=str(path), remedy="Fix the JSON there") from error
 
 
 def _from_script(text: str, path: Path) -> OldFile:
     variables, commands, notes = _read_script(text)
     if len(commands) > 1:
         names = ", ".join(command.program for command in commands)
-        raise ConfigError(f"starts {len(commands)} trainings ({names})", where=str(path), remedy="Put each into a separate file.")
+        raise ConfigError(f"starts {len(commands)} trainings ({names})", where=str(path), remedy="Put each into a separate file")
     values: dict[str, Any] = {name: text for name, text in variables.items() if VARIABLE.fullmatch(name)}
     if not commands:
         return OldFile(values, None, tuple(notes))

@@ -163,13 +163,13 @@ def recognise(values: Old, program: str | None, where: str) -> str:
     """
     found = candidates(values, program)
     if not found and is_ours(values):
-        raise ConfigError("is a config of Unmask already", where=where, remedy="Use it as it is: unmask VERB --config FILE.")
+        raise ConfigError("is a config of Unmask already", where=where, remedy="Use it as it is: unmask VERB --config FILE")
     if not found:
         titles = "; ".join(form.title for form in FORMATS.values())
-        raise ConfigError("is of no known format", where=where, remedy=f"Known: {titles}.")
+        raise ConfigError("is of no known format", where=where, remedy=f"Known: {titles}")
     if len(found) > 1:
         named = " or ".join(f"{name} ({FORMATS[name].title})" for name in found)
-        raise ConfigError(f"may be {named}", where=where, remedy=f"Say which: --format {found[0]}.")
+        raise ConfigError(f"may be {named}", where=where, remedy=f"Say which: --format {found[0]}")
     return found[0]
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, dropped, precision, switch
+from unmask.migration.rules import DroppedError, Old, Rule, Settings, Table, drop, drop_keys, precision, switch
 
 
 def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
     """ZeRO by its stage, or by a mapping if it offloads to host memory."""
     if old.get("distributed_type") != "DEEPSPEED":
-        raise DroppedError("distributed_type is another")
+        raise DroppedError("distributed_type is not DEEPSPEED")
     if value.get("deepspeed_config_file"):
         return {"training.deepspeed": value["deepspeed_config_file"]}
     stage = int(value.get("zero_stage", 2))
@@ -33,7 +33,7 @@ def deepspeed(value: Mapping[str, Any], old: Old) -> Settings:
 def fsdp(value: Mapping[str, Any], old: Old) -> Settings:
     """FSDP, in version 2."""
     if old.get("distributed_type") != "FSDP":
-        raise DroppedError("distributed_type is another")
+        raise DroppedError("distributed_type is not FSDP")
     sharding = value.get("fsdp_reshard_after_forward", value.get("fsdp_sharding_strategy", "FULL_SHARD"))
     settings: dict[str, Any] = {"reshard_after_forward": str(sharding) in ("True", "true", "FULL_SHARD", "HYBRID_SHARD", "1")}
     for ours, theirs in (("activation_checkpointing", "fsdp_activation_checkpointing"), ("cpu_offload", "fsdp_offload_params")):
@@ -51,7 +51,7 @@ ACCELERATE: Table = {
     "fsdp_config": Rule(fsdp, "set here, so that the launcher needs no file"),
     "dynamo_config": drop("training.torch_compile compiles"),
     "distributed_type": drop("follows from the processes, training.fsdp and training.deepspeed"),
-    **dropped(
+    **drop_keys(
         *[
             "num_processes",
             "num_machines",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from transformers import TrainingArguments
 
 from unmask.commands.verbs import VERBS
-from unmask.config.layers import Layer, Layers, nested
+from unmask.config.layers import Layer, Layers, nested_settings
 from unmask.config.run import RunConfig, checked_fields
 from unmask.config.yaml import dump_yaml
 from unmask.errors import ConfigError
@@ -119,7 +119,7 @@ def _read(form: Format, values: Mapping[str, Any]) -> Iterator[tuple[Change, Set
             yield Change(key, value, "dropped", "", str(error)), {}
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             what = f"{value!r} is not valid in {form.title}"
-            raise ConfigError(what, where=key, remedy="Correct it there, or remove it.") from error
+            raise ConfigError(what, where=key, remedy="Correct it there, or remove it") from error
         else:
             yield _change(key, value, found, rule), found
 
@@ -145,10 +145,9 @@ def _is_set(key: str, settings: Settings) -> bool:
 
 def _checked(verb: str | None, settings: Settings, where: str) -> dict[str, Any]:
     """The nested config, with its keys and types checked."""
-    layers = Layers(Layer(where, nested(key.split("."), value)) for key, value in settings.items())
-    config = layers.merged()
-    placeholders = Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"})
+    config = nested_settings(settings)
+    layers = Layers([Layer(where, {"model": {"path": "MODEL"}, "output_dir": "OUTPUT"}), Layer(where, config)])
     with layers.naming_sources():
-        run = RunConfig(**Layers([placeholders, *layers]).merged())
-        checked_fields(VERBS[verb or "sft"].config, run.training, "training")
+        run = RunConfig(**layers.merged())
+        checked_fields(VERBS[verb or "sft"].config_class, run.training, "training")
     return config

@@ -13,7 +13,7 @@ from unmask.migration.rules import (
     Settings,
     Table,
     drop,
-    dropped,
+    drop_keys,
     first_of,
     lora_if,
     precision,
@@ -82,13 +82,13 @@ TRL_DPO: Table = {
         lambda value, old: {"training.reference": "stored" if value else "frozen"}, "how the reference is kept"
     ),
     "max_prompt_length": DIFFUSION_DPO["max_prompt_length"],
-    **dropped("precompute_ref_batch_size", why="training.per_device_eval_batch_size sets it"),
-    **dropped("truncation_mode", "max_completion_length", "padding_free", "pad_to_multiple_of", "pad_token", why="rows are packed"),
-    **dropped("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", why="the reference of dpo is fixed"),
-    **dropped("f_divergence_type", "f_alpha_divergence_coef", why="the divergence is the reverse KL, TRL's default"),
-    **dropped("ld_alpha", "loss_weights", "use_weighting", "discopop_tau", why="has no counterpart"),
-    **dropped("activation_offloading", why="training.activation_checkpointing saves the same memory"),
-    **dropped("reference_free", "force_use_ref_model", "model_adapter_name", "ref_adapter_name", why="set training.reference"),
+    **drop_keys("precompute_ref_batch_size", why="training.per_device_eval_batch_size sets it"),
+    **drop_keys("truncation_mode", "max_completion_length", "padding_free", "pad_to_multiple_of", "pad_token", why="rows are packed"),
+    **drop_keys("sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", why="the reference of dpo is fixed"),
+    **drop_keys("f_divergence_type", "f_alpha_divergence_coef", why="the divergence is the reverse KL, TRL's default"),
+    **drop_keys("ld_alpha", "loss_weights", "use_weighting", "discopop_tau", why="has no counterpart"),
+    **drop_keys("activation_offloading", why="training.activation_checkpointing saves the same memory"),
+    **drop_keys("reference_free", "force_use_ref_model", "model_adapter_name", "ref_adapter_name", why="set training.reference"),
 }
 
 

@@ -14,7 +14,7 @@ from unmask.migration.rules import (
     Settings,
     Table,
     drop,
-    dropped,
+    drop_keys,
     lora_if,
     same,
     switch,
@@ -24,11 +24,11 @@ from unmask.migration.rules import (
 )
 
 TASKS = {"gsm8k": "gsm8k", "countdown": "countdown", "sudoku": "sudoku", "math": "math500", "math500": "math500"}
-"""Names of data sets in d1 and its successors, and the recipes with their problems and rewards."""
+"""Names of datasets in d1 and its successors, and the recipes with their problems and rewards."""
 
 
 def task(value: Any, old: Old) -> Settings:
-    """A data set of d1: its problems, their style and the published rewards, from the recipe."""
+    """A dataset of d1: its problems, their style and the published rewards, from the recipe."""
     if value not in TASKS:
         raise DroppedError(f"{value!r} is not built in: give --data and --task or rewards")
     recipe = read_recipe(f"grpo-{TASKS[value]}")
@@ -119,10 +119,10 @@ GRPO: Table = {
     **same("num_generations", "num_iterations", "epsilon", "beta", "max_completion_length", "reward_weights"),
     "temperature": Rule(temperature),
     "log_completions": Rule(log_completions, "how often, in steps"),
-    **dropped("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation", why=WHOLE_DISTRIBUTION),
-    **dropped("max_prompt_length", why="prompts are not cut; training.max_length bounds a prompt with its completion"),
-    **dropped("ds3_gather_for_generation", why="shards are gathered when needed"),
-    **dropped("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
+    **drop_keys("top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "cache_implementation", why=WHOLE_DISTRIBUTION),
+    **drop_keys("max_prompt_length", why="prompts are not cut; training.max_length bounds a prompt with its completion"),
+    **drop_keys("ds3_gather_for_generation", why="shards are gathered when needed"),
+    **drop_keys("chat_template_kwargs", "pad_to_multiple_of", "shuffle_dataset", why="not needed here"),
 }
 """Keys that all trainers share."""
 
@@ -141,13 +141,13 @@ IMPROVED: Table = {
     "optimization.per_device_train_batch_size": to("training.per_device_train_batch_size"),
     "optimization.enable_profiling": drop("use `unmask profile grpo`"),
     "optimization.memory_efficient_attention": drop("the fastest exact kernel is used"),
-    **dropped("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
+    **drop_keys("optimization.cache_size", "masking.cache_size", "generation.enable_caching", why="caches bound themselves"),
     "optimization.tensor_batch_size": drop("training.score_chunk sets the rows of a pass"),
     "masking.strategy_type": Rule(strategy, "diffusion is the method's own"),
     "masking.p_mask_prompt": Rule(prompts_masked),
     "masking.initial_p_mask": Rule(masked_rate, "one setting for both ends"),
     "masking.final_p_mask": Rule(masked_rate, "one setting for both ends"),
-    **dropped("masking.num_precomputed", "masking.total_steps", "loss.total_steps", why="follows from the steps of the run"),
+    **drop_keys("masking.num_precomputed", "masking.total_steps", "loss.total_steps", why="follows from the steps of the run"),
     "generation.steps": to("training.steps"),
     "generation.gen_length": to("training.max_completion_length"),
     "generation.block_length": to("training.block_size"),
@@ -161,11 +161,11 @@ IMPROVED: Table = {
         lambda value, old: {"training.adaptive_loss": True} if truth(value) and old.get("masking.strategy_type") == "adaptive" else {},
         "only with adaptive masking",
     ),
-    **dropped("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta are constant"),
+    **drop_keys("loss.initial_epsilon", "loss.final_epsilon", "loss.initial_beta", "loss.final_beta", why="epsilon and beta are constant"),
     "loss.length_penalty_weight": drop("training.overlong_buffer bounds the length"),
     "reward.reward_weights": to("training.reward_weights"),
-    **dropped("reward.use_new_rewards", "reward.correct_reward", "reward.format_reward", why="rewards are those published for the task"),
-    **dropped("reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"),
+    **drop_keys("reward.use_new_rewards", "reward.correct_reward", "reward.format_reward", why="rewards are those published for the task"),
+    **drop_keys("reward.enable_logging", "reward.log_probability", why="every reward is logged at every logged step"),
     "log_memory_usage": switch("training.log_memory_usage"),
     **dict.fromkeys(("performance_log_interval", "enable_performance_logging"), Rule(lambda value, old: performance(old), "0 is never")),
     "save_performance_stats": drop("they are in the logs"),
@@ -190,7 +190,7 @@ DIFFU_VARIABLES: Table = {
 }
 
 LORA_OF_TRL = {"r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules"}
-LORA_LEFT = dropped(
+LORA_LEFT = drop_keys(
     *[
         "lora_task_type",
         "peft_task_type",
@@ -218,7 +218,7 @@ D1: Table = {
     "diffusion_steps": to("training.steps"),
     "generation_batch_size": to("training.rollout_batch_size"),
     "random_masking": drop("every update draws new masks"),
-    **dropped(
+    **drop_keys(
         *["use_vllm", "vllm_device", "vllm_gpu_memory_utilization", "vllm_dtype", "vllm_max_model_len", "vllm_enable_prefix_caching"],
         *["vllm_guided_decoding_regex"],
         why="a diffusion model samples in process, or from `unmask serve`",

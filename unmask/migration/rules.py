@@ -49,7 +49,7 @@ def drop(why: str) -> Rule:
     return Rule(read)
 
 
-def dropped(*keys: str, why: str) -> Table:
+def drop_keys(*keys: str, why: str) -> Table:
     """Keys without counterpart, for the same reason."""
     return {key: drop(why) for key in keys}
 
@@ -134,14 +134,14 @@ TRANSFORMERS: Table = {
     "group_by_length": to("training.train_sampling_strategy", lambda value: "group_by_length" if truth(value) else "random"),
     "no_cuda": switch("training.use_cpu"),
     **same("learning_rate", "seed"),
-    **dropped("resume_from_checkpoint", why="give --resume PATH on the command line"),
+    **drop_keys("resume_from_checkpoint", why="give --resume PATH on the command line"),
     "logging_dir": Rule(lambda value, old: logs_at(value, old)),
-    **dropped("remove_unused_columns", "label_names", why="the verb selects its columns"),
-    **dropped("label_smoothing_factor", "neftune_noise_alpha", why="the likelihood bound has neither smoothing nor noise"),
-    **dropped("save_safetensors", why="weights are always saved as safetensors"),
-    **dropped("local_rank", "ddp_backend", "local_process_index", why="set by the launcher"),
-    **dropped("hub_token", "push_to_hub_token", why="secrets do not belong in a config: use `hf auth login`"),
-    **dropped("_n_gpu", "fp16_opt_level", "half_precision_backend", "fp16_backend", "use_mps_device", "jit_mode_eval",
+    **drop_keys("remove_unused_columns", "label_names", why="the verb selects its columns"),
+    **drop_keys("label_smoothing_factor", "neftune_noise_alpha", why="the likelihood bound has neither smoothing nor noise"),
+    **drop_keys("save_safetensors", why="weights are always saved as safetensors"),
+    **drop_keys("local_rank", "ddp_backend", "local_process_index", why="set by the launcher"),
+    **drop_keys("hub_token", "push_to_hub_token", why="secrets do not belong in a config: use `hf auth login`"),
+    **drop_keys("_n_gpu", "fp16_opt_level", "half_precision_backend", "fp16_backend", "use_mps_device", "jit_mode_eval",
               "use_ipex", "torchdynamo", "tpu_num_cores", "tpu_metrics_debug", "past_index", "fp16_full_eval_backend",
               "fsdp_min_num_params", "fsdp_transformer_layer_cls_to_wrap", "include_tokens_per_second", "dispatch_batches",
               "split_batches", "mp_parameters", "ray_scope", "eval_use_gather_object", "use_legacy_prediction_loop",
@@ -169,8 +169,8 @@ SETTINGS_OF_MODEL: Table = {
     "model_init_kwargs": Rule(lambda value, old: loading(value), "arguments of from_pretrained are settings of model"),
     "torch_dtype": Rule(lambda value, old: weights_in(value)),
     "dtype": Rule(lambda value, old: weights_in(value)),
-    **dropped("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", why="4 bits are NF4 with double quantisation"),
-    **dropped("ignore_bias_buffers", "router_aux_loss_coef", "disable_dropout", why="not needed here"),
+    **drop_keys("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage", why="4 bits are NF4 with double quantisation"),
+    **drop_keys("ignore_bias_buffers", "router_aux_loss_coef", "disable_dropout", why="not needed here"),
 }
 """The settings of the model under their names in other trainers."""
 

@@ -14,7 +14,7 @@ from unmask.migration.rules import (
     Settings,
     Table,
     drop,
-    dropped,
+    drop_keys,
     lora_if,
     same,
     switch,
@@ -129,20 +129,20 @@ TRL_GRPO: Table = {
     "reward_funcs": Rule(rewards, "paths have a colon before the function"),
     "reward_model_name_or_path": Rule(rewards, "reward models are listed among the rewards"),
     "num_completions_to_print": to("training.log_completions_rows"),
-    **dropped("generation_batch_size", "steps_per_generation", why="a rollout is learnt from at once; rollout_batch_size bounds memory"),
-    **dropped(
+    **drop_keys("generation_batch_size", "steps_per_generation", why="a rollout is learnt from at once; rollout_batch_size bounds memory"),
+    **drop_keys(
         *["vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_model_impl"],
         *["vllm_group_port", "vllm_structured_outputs_regex", "vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min"],
-        why="is said where the server is started",
+        why="is an option of the vLLM server",
     ),
-    **dropped(
+    **drop_keys(
         *["top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "off_policy_mask_threshold", "multi_objective_aggregation"],
         why="has no counterpart",
     ),
-    **dropped("num_generations_eval", why="an evaluation answers greedily, once"),
-    **dropped("cast_lm_head_to_fp32", why="log-probabilities are taken in float32"),
-    **dropped("use_transformers_paged", "use_transformers_continuous_batching", "use_liger_loss", why="rollouts batch by themselves"),
-    **dropped("wandb_log_unique_prompts", "log_unique_prompts", "log_completions_hub_repo", "log_multimodal", why="has no counterpart"),
+    **drop_keys("num_generations_eval", why="an evaluation answers greedily, once"),
+    **drop_keys("cast_lm_head_to_fp32", why="log-probabilities are taken in float32"),
+    **drop_keys("use_transformers_paged", "use_transformers_continuous_batching", "use_liger_loss", why="rollouts are batched"),
+    **drop_keys("wandb_log_unique_prompts", "log_unique_prompts", "log_completions_hub_repo", "log_multimodal", why="has no counterpart"),
 }
 
 

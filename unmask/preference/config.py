@@ -97,8 +97,8 @@ class DPOConfig(PairConfig):
     def shortened(self, steps: int) -> dict[str, Any]:
         return super().shortened(steps) | {"judge": None, "log_variance_steps": 0}
 
-    def rehearsal(self, steps: int) -> dict[str, Any]:
-        return {"rehearsed": steps * rows_per_step(self)}
+    def shortened_arguments(self, steps: int) -> dict[str, Any]:
+        return {"first_rows": steps * rows_per_step(self)}
 
     def conflicts(self, run: RunConfig) -> Iterator[Conflict]:
         yield from super().conflicts(run)

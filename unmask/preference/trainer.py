@@ -76,7 +76,7 @@ class DPOTrainer(DiffusionTrainer):
         model, args, datasets, rest: as in DiffusionTrainer.
         judge: a function instead of the config's `judge`.
         sampler: how completions for the judge are generated; a `canvas_length` is their length.
-        rehearsed: use only this many of the first rows, for training and for the reference.
+        first_rows: use only this many of the first rows, for training and for the reference.
     """
 
     train_dataset: Any
@@ -90,7 +90,7 @@ class DPOTrainer(DiffusionTrainer):
         *datasets: Any,
         judge: Judge | None = None,
         sampler: SamplerConfig | None = None,
-        rehearsed: int | None = None,
+        first_rows: int | None = None,
         **rest: Any,
     ):
         self.judge = load_judge(judge or args.judge)  # first, so that a failed import is reported before the model is loaded
@@ -104,9 +104,9 @@ class DPOTrainer(DiffusionTrainer):
         if self.judge is not None and self.eval_dataset is None:
             raise ConfigError("there are no held-out pairs to judge on", where="judge", remedy="Give them (data.eval), or leave it out")
         self.num_given_rows = len(self.train_dataset or ())
-        if rehearsed is not None:
-            self.train_dataset = self.train_dataset[:rehearsed]
-            self.eval_dataset = self.eval_dataset and self.eval_dataset[:rehearsed]
+        if first_rows is not None:
+            self.train_dataset = self.train_dataset[:first_rows]
+            self.eval_dataset = self.eval_dataset and self.eval_dataset[:first_rows]
         disable_dropout(self.lm.model)
         self.sampler = sampler or SamplerConfig()
         if (length := canvas_length(self.lm, args)) is not None:

@@ -171,7 +171,7 @@ class GRPOConfig(TrainingConfig):
             self.rollout_config = RolloutConfig(**(self.rollout or {}))
         except ConfigError as error:
             where = f"rollout.{error.where}" if error.where else "rollout"
-            raise ConfigError(error.what, where=where, remedy=error.remedy) from error
+            raise error.moved(where) from error
         if self.corrects_for_server and "importance_cap" not in settings_of(method):
             what = f"the loss of {self.method} has no importance weights for the server's log-probabilities"
             raise ConfigError(what, where="rollout.backend and method", remedy="Set importance_cap to null, or use another method")

@@ -1,4 +1,4 @@
-"""Start candidate and tester, each in a sandbox, send them one job, and kill them with all their child processes."""
+"""Start candidate and tester, each in a sandbox, send them a program and its tests, and kill them with all their child processes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Member:
     Args:
         uid: user id to run as, if it can be chosen.
         group: an empty control group.
-        role: role of worker.py.
+        role: which of worker.py's roles the process plays.
         pipes: descriptors from and to the other member, if any.
     """
 
@@ -58,17 +58,17 @@ class Member:
             on_failure.pop_all()
 
     def wait_until_ready(self) -> None:
-        """Wait for the first frame, which the process sends before it reads a job. SandboxError if it does not start."""
+        """Wait for the first frame, which the process sends before it reads its payload. SandboxError if it does not start."""
         if self.receive(START_SECONDS) != b"null":
-            raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`.")
+            raise SandboxError("a sandbox does not start", where="sandbox", remedy="Run `unmask sandbox probe`")
         if self.host.isolated:
             found = re.search(rb'"child-pid": ([0-9]+)', os.read(self.info, 4096))
             assert found, "bubblewrap reports the first process"
             self.first = os.pidfd_open(int(found[1]))
 
-    def send(self, job: Any) -> None:
-        """Send the job."""
-        data = json.dumps(job).encode()
+    def send(self, payload: Any) -> None:
+        """Send what the process works on."""
+        data = json.dumps(payload).encode()
         self.write(len(data).to_bytes(4, "big") + data)
 
     def write(self, data: bytes) -> None:
@@ -78,7 +78,7 @@ class Member:
             self.process.stdin.write(data)
             self.process.stdin.flush()
         except BrokenPipeError:
-            raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`.") from None
+            raise SandboxError("a sandbox ended before its job", where="sandbox", remedy="Run `unmask sandbox probe`") from None
 
     def receive(self, seconds: float) -> bytes | None:
         """The next frame. None after `seconds`; empty if the process ended, or sent more than `MAX_FRAME`."""
@@ -115,7 +115,7 @@ class Member:
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         if not gone:
-            raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it.")
+            raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it")
 
 
 def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:
@@ -139,14 +139,14 @@ class Cell:
             self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
-    def run(self, program: str, job: dict[str, Any]) -> dict[str, Any] | None:
+    def run(self, program: str, payload: dict[str, Any]) -> dict[str, Any] | None:
         """The results of the tester: None after the time limit, an empty dict if it ends without results.
 
         SandboxError if one of the two did not start. Then nothing of the program has run.
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()
-        self.tester.send(job)
+        self.tester.send(payload)
         self.candidate.send(program)
         frame = self.tester.receive(self.limits.seconds)
         return None if frame is None else json.loads(frame or b"{}")

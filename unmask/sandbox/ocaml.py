@@ -179,10 +179,10 @@ def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
                 frames.append(frame)
     if frame is None:
         return Outcome("timeout", detail=f"not done within {slot.limits.seconds:g} seconds")
-    return outcome(frames, nonce, tests.checks)
+    return ocaml_outcome(frames, nonce, tests.checks)
 
 
-def outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
+def ocaml_outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
     """The outcome of the results that the nonce signs: ok if each planned test passed once, none failed, and the end was reached."""
     counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
     for frame in frames:

@@ -98,12 +98,12 @@ def python_job(program: str, tests: PythonTests) -> Job:
     def job(slot: Slot) -> Outcome:
         with slot.cell() as cell:
             results = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
-        return outcome(results, slot.limits)
+        return python_outcome(results, slot.limits)
 
     return job
 
 
-def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
+def python_outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
     """The outcome of the results of a tester. Once the program is loaded, all failures count against it."""
     if results is None:
         return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
@@ -132,7 +132,7 @@ class Pool:
         self.host, self.limits = probe(), limits or Limits()
         if not (self.host.isolated or accept_unsandboxed):
             what = f"programs cannot be isolated here: {self.host.missing['bubblewrap']}"
-            remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code."
+            remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code"
             raise SandboxError(what, where="sandbox", remedy=remedy)
         count = slots or max(2, min(MOST_SLOTS, 2 * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
         self._slots = [Slot(self.host, self.limits) for _ in range(count)]

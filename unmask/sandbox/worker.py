@@ -6,7 +6,7 @@ plain data passes between the two (docs/sandbox.md). A `compiler` builds a nativ
 A bare interpreter runs this file. It imports only modules written in C, because importing `ast`, `json` and `os` would take longer than
 starting the interpreter.
 
-A frame is four bytes of length, then JSON of that length. Each process sends null (ready), then reads its job from standard input. The
+A frame is four bytes of length, then JSON of that length. Each process sends null (ready), then reads its payload from standard input. The
 tester ends with its results.
 """
 
@@ -238,12 +238,12 @@ class Tester:
 
     Args:
         pipe: pipe to the candidate.
-        job: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: names
+        payload: `setup`: a program that defines what the tests need beside the candidate; `tests`: a program of assertions; `names`: names
             in the candidate, by the names that the tests use for them.
     """
 
-    def __init__(self, pipe, job):
-        self.pipe, self.job = pipe, job
+    def __init__(self, pipe, payload):
+        self.pipe, self.payload = pipe, payload
         self.passed = self.total = 0
         self.detail = ""
 
@@ -251,8 +251,8 @@ class Tester:
         """The results: `broken` if the tests themselves are; `refused` if the candidate fails to load; else counts, and whether all ran."""
         names = {"__name__": "tests", "_count": self._count}
         try:
-            program = compile(count_asserts(parse(self.job["tests"])), "tests.py", "exec")
-            exec(compile(self.job["setup"], "setup.py", "exec"), names)
+            program = compile(count_asserts(parse(self.payload["tests"])), "tests.py", "exec")
+            exec(compile(self.payload["setup"], "setup.py", "exec"), names)
         except Exception as error:  # user code
             return {"broken": f"{type(error).__name__}: {error}"[:DETAIL]}
         try:
@@ -261,7 +261,7 @@ class Tester:
             return {"refused": f"{type(error).__name__}: {error}"[:DETAIL], "syntax": isinstance(error, SyntaxError)}
         complete = False
         try:
-            names.update({alias: self.ask("name", name) for alias, name in self.job["names"].items()})
+            names.update({alias: self.ask("name", name) for alias, name in self.payload["names"].items()})
             exec(program, names)
             complete = True
         except Exception as error:  # user code
@@ -307,28 +307,28 @@ class Tester:
             self.detail = f"{type(error).__name__}: {error}"[:DETAIL]
 
 
-def compile_program(job):
+def compile_program(payload):
     """Write files and run commands in order. Returns the resulting file in base64, or the first failed command and its stderr."""
     import base64  # here, because the other roles start faster without it
     import subprocess
 
-    for name, text in job["files"].items():
+    for name, text in payload["files"].items():
         with open(name, "w", encoding="utf-8") as file:
             file.write(text)
-    for number, command in enumerate(job["commands"]):
+    for number, command in enumerate(payload["commands"]):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         if done.returncode:
             return {"failed": number, "detail": done.stderr.decode(errors="replace")[-DETAIL:]}
-    with open(job["result"], "rb") as file:
+    with open(payload["result"], "rb") as file:
         return {"program": base64.b64encode(file.read()).decode()}
 
 
-def become_program(job, control):
+def become_program(payload, control):
     """Replace this process with a native program that writes its results to descriptor `RESULTS`."""
     import base64  # as above
 
     with open("program", "wb", opener=lambda path, flags: posix.open(path, flags, 0o700)) as file:
-        file.write(base64.b64decode(job))
+        file.write(base64.b64decode(payload))
     posix.dup2(control, RESULTS)
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # it needs no other process
     posix.execv("program", ["program"])
@@ -342,19 +342,19 @@ def main():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(value), int(value)))
     outside, peer = Pipe(0, control), Pipe(source, sink)
     outside.write(None)
-    job = outside.read()
+    payload = outside.read()
     if role == "tester":
-        outside.write(Tester(peer, job).run())
+        outside.write(Tester(peer, payload).run())
     elif role == "compiler":
-        outside.write(compile_program(job))
+        outside.write(compile_program(payload))
     elif role == "native":
-        become_program(job, control)
+        become_program(payload, control)
     else:
         # The candidate must not reach the control pipe, and its output is discarded.
         posix.close(control)
         for standard in (0, 1, 2):
             posix.dup2(posix.open("/dev/null", posix.O_RDWR), standard)
-        Candidate(peer, job).run()
+        Candidate(peer, payload).run()
 
 
 if __name__ == "__main__":

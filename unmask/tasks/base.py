@@ -125,7 +125,8 @@ class Task(abc.ABC):
 
         Args:
             shaping: strict: 1 for a solved problem, else 0. partial: the value of `verify`. published: one function for each component of
-                the published reward. The only function of a shaping is named after it: `sudoku`, `sudoku/partial`.
+                the published reward. A shaping with a single function gives it the shaping's name: `sudoku`,
+                `sudoku/partial`.
         """
         known = self.shapings()
         if shaping not in known:
@@ -173,7 +174,7 @@ class Puzzle(Task):
         ConfigError if the split is unknown, or the task has fewer problems.
         """
         if split not in get_args(Split):
-            raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'.")
+            raise ConfigError(f"unknown split {split!r}", where=self.name, remedy="Use 'train' or 'test'")
         rng = random.Random(f"{self.name} {split} {seed}")
         rows: dict[str, Row] = {}
         for _ in range(100 * count + 10_000):
@@ -183,7 +184,7 @@ class Puzzle(Task):
                 rows.setdefault(row["prompt"], row)
         if len(rows) < count:
             what = f"{count} different problems requested, {len(rows)} found"
-            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Request fewer, or widen the range of the task.")
+            raise ConfigError(what, where=f"{self.name}, {split}", remedy="Request fewer, or widen the range of the task")
         return list(rows.values())
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
@@ -192,7 +193,8 @@ class Puzzle(Task):
 
     @staticmethod
     def chance(effort: float, rate: float) -> float:
-        """The probability of a mistake: linear in effort (0 to 1), with mean `rate`. From 0 to 0.8 for 0.4, from 0.2 to 1 for 0.6."""
+        """The probability of a mistake: linear in effort (0 to 1), with mean `rate`. A rate of 0.4 gives
+        probabilities from 0 to 0.8, a rate of 0.6 from 0.2 to 1."""
         return 2 * rate * effort if rate <= 0.5 else 1 - 2 * (1 - rate) * (1 - effort)
 
 
@@ -206,7 +208,7 @@ def get_task(name: str) -> Task:
 def as_puzzle(task: Task) -> Puzzle:
     """The task as a `Puzzle`. ConfigError if it does not generate problems."""
     if not isinstance(task, Puzzle):
-        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a data set on the hub.")
+        raise ConfigError(f"{task.name} generates no problems", where="task", remedy="Give a file of problems, or a dataset on the hub")
     return task
 
 

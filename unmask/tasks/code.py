@@ -73,7 +73,7 @@ class HumanEval(Code):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         texts = {name: record[name] for name in self.fields}
         if not all(isinstance(text, str) and text.strip() for text in texts.values()) or not texts["entry_point"].isidentifier():
-            raise DataError("not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text.")
+            raise DataError("not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text")
         stub, solution, test, entry_point = texts.values()
         return {"prompt": stub, "completion": solution, "group": stub, "stub": stub, "test": test, "entry_point": entry_point}
 
@@ -102,7 +102,7 @@ class MBPP(Code):
         text, code, tests = (record[name] for name in self.fields)
         listed = isinstance(tests, Sequence) and not isinstance(tests, str) and all(isinstance(test, str) for test in tests)
         if not (isinstance(text, str) and text.strip() and isinstance(code, str) and listed and tests):
-            remedy = "Write `text` and `code` as text, `test_list` as a list of texts."
+            remedy = "Write `text` and `code` as text, `test_list` as a list of texts"
             raise DataError("not a problem with tests", where=where, remedy=remedy)
         text, shown, code = text.strip(), "\n".join(tests), code.replace("\r\n", "\n")
         asserts = str(record.get("test_setup_code") or "").replace("\r\n", "\n") + f"\n{shown}\n"
@@ -123,10 +123,10 @@ class MBPP(Code):
             used = {node.id for node in ast.walk(parse_python(tests)) if isinstance(node, ast.Name)}
             defined = {getattr(node, "name", None) for node in parse_python(code).body}
         except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-            raise DataError(f"not Python: {error}", where=where, remedy="Fix or remove the row.") from None
+            raise DataError(f"not Python: {error}", where=where, remedy="Fix or remove the row") from None
         names = sorted(used & defined)
         if not names:
-            raise DataError("the tests use nothing that the code defines", where=where, remedy="Fix or remove the row.")
+            raise DataError("the tests use nothing that the code defines", where=where, remedy="Fix or remove the row")
         return names, sorted((used - defined) & sys.stdlib_module_names)
 
     def job(self, program: str, row: Mapping[str, Any]) -> Job:

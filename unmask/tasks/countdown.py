@@ -22,7 +22,7 @@ from unmask.rewards.parsing import answer_of
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.tasks.base import Puzzle, Row, Split, split_of
 
-LARGEST = 999
+MAX_NUMBER = 999
 WELL_FORMED = 0.1
 NUMBERS = re.compile(r"[1-9][0-9]{0,2}(,[1-9][0-9]{0,2})*")
 TARGET = re.compile(r"[1-9][0-9]{0,8}")
@@ -114,12 +114,12 @@ class Countdown(Puzzle):
     )
 
     def __init__(self, *, max_number: int = 20, max_target: int = 100):
-        if not 1 <= max_number <= LARGEST:
-            raise ConfigError(f"max_number {max_number} is not within 1 to {LARGEST}", where=self.name, remedy="Use 20 or 100.")
+        if not 1 <= max_number <= MAX_NUMBER:
+            raise ConfigError(f"max_number {max_number} is not within 1 to {MAX_NUMBER}", where=self.name, remedy="Use 20 or 100")
         if max_target < 1:
-            raise ConfigError(f"max_target {max_target} is not positive", where=self.name, remedy="Use 100.")
+            raise ConfigError(f"max_target {max_target} is not positive", where=self.name, remedy="Use 100")
         self.max_number, self.max_target = max_number, max_target
-        self.max_completion = self.count * len(str(LARGEST)) + (self.count - 1) + (self.count - 2) * len("()") + 1
+        self.max_completion = self.count * len(str(MAX_NUMBER)) + (self.count - 1) + (self.count - 2) * len("()") + 1
 
     def draw(self, split: Split, rng: random.Random) -> Row | None:
         """Random numbers and a random target that they reach; None if no such target belongs to the split."""
@@ -131,14 +131,14 @@ class Countdown(Puzzle):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         """The row of a record such as `{"input": "30,100,93", "output": "23"}`; the right completion is found by search."""
         if not NUMBERS.fullmatch(str(record["input"])) or record["input"].count(",") + 1 != self.count:
-            remedy = f"Write {self.count} integers from 1 to {LARGEST}, as '30,100,93'."
+            remedy = f"Write {self.count} integers from 1 to {MAX_NUMBER}, as '30,100,93'"
             raise DataError(f"{record['input']!r} are not {self.count} numbers", where=f"{where}, key 'input'", remedy=remedy)
         if not TARGET.fullmatch(str(record["output"])):
-            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer."
+            what, remedy = f"{record['output']!r} is not a target", "Write a positive integer"
             raise DataError(what, where=f"{where}, key 'output'", remedy=remedy)
         row = self._row([int(number) for number in record["input"].split(",")], int(record["output"]))
         if row["completion"] is None:
-            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row.")
+            raise DataError(f"{row['target']} cannot be reached from {row['numbers']}", where=where, remedy="Fix or remove the row")
         return row
 
     def verify(self, completion: str, row: Mapping[str, Any]) -> Verdict:
@@ -158,7 +158,7 @@ class Countdown(Puzzle):
         return rng.choice([text for text, value in candidates.items() if value != row["target"]])
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """A mistake is the nearest that can be reached without the largest number; it is likelier the larger that number is."""
+        """A mistake is the nearest that can be reached without the largest number; it is more likely the larger that number is."""
         *others, largest = sorted(row["numbers"])
         effort = min(1.0, (largest - 0.5) / self.max_number) ** len(row["numbers"])  # uniform from 0 to 1
         if rng.random() >= self.chance(effort, mistake_rate):

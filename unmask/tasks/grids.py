@@ -100,7 +100,7 @@ class GridPuzzle(Puzzle):
     def __init__(self, min_empty: int, max_empty: int):
         if not 1 <= min_empty <= max_empty <= self.most_empty:
             what = f"min_empty {min_empty} and max_empty {max_empty} are not a range within 1 to {self.most_empty}"
-            raise ConfigError(what, where=self.name, remedy=f"Use 1 <= min_empty <= max_empty <= {self.most_empty}.")
+            raise ConfigError(what, where=self.name, remedy=f"Use 1 <= min_empty <= max_empty <= {self.most_empty}")
         self.min_empty, self.max_empty = min_empty, max_empty
 
     def is_valid(self, grid: str) -> bool:
@@ -120,10 +120,10 @@ class GridPuzzle(Puzzle):
         puzzle, solution, side = record["Puzzle"], record["Solution"], len(self.digits)
         puzzle = puzzle.replace(".", "0") if isinstance(puzzle, str) else puzzle
         if not isinstance(puzzle, str) or "0" not in puzzle or len(puzzle) != side**2 or not set(puzzle) <= {"0", *self.digits}:
-            remedy = f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at least one)."
+            remedy = f"Write {side**2} digits as text, row by row: 1 to {side}, and 0 for an empty cell (at least one)"
             raise DataError(f"{puzzle!r} is not a {side}x{side} puzzle", where=f"{where}, column 'Puzzle'", remedy=remedy)
         if not (isinstance(solution, str) and self.solves(solution, puzzle)):
-            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Fix or remove the row."
+            what, remedy = f"{solution!r} does not solve {puzzle!r}", "Fix or remove the row"
             raise DataError(what, where=f"{where}, column 'Solution'", remedy=remedy)
         return self.posing(puzzle, solution)
 

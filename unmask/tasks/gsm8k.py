@@ -46,7 +46,7 @@ class GSM8K(Task):
         question, solution = record["question"], str(record["answer"])
         steps, mark, answer = solution.rpartition(MARK)
         if not (isinstance(question, str) and question.strip()) or not mark or number(answer.strip()) is None:
-            remedy = f"Write a question, and an answer that ends with {MARK} and a number."
+            remedy = f"Write a question, and an answer that ends with {MARK} and a number"
             raise DataError(f"not a problem whose answer is a number: {solution[-40:]!r}", where=where, remedy=remedy)
         question, answer = question.strip(), answer.strip().replace(",", "")
         prompt, completion = f"Question: {question}\nAnswer:", f" {_without_annotations(steps)}{MARK} {answer}"

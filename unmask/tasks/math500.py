@@ -22,7 +22,7 @@ def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
 
 
 def final_answer(completion: str) -> str | None:
-    r"""The last box within the answer tags (or the text, without tags); without a box, the content of the tags."""
+    """The last box in the answer tags, or in the whole text without tags; if the tags hold no box, their content."""
     text = answer_of(completion)
     if text is None or (OPEN in completion and BOX not in text):
         return text
@@ -44,7 +44,7 @@ class Math500(Task):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         for name in self.fields:
             if not (isinstance(record[name], str) and record[name].strip()):
-                raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string.")
+                raise DataError(f"{record[name]!r:.40} is not text", where=f"{where}, key {name!r}", remedy="Write LaTeX, as a string")
         problem, solution, answer = (record[name].strip() for name in self.fields)
         prompt = f"Problem: {problem}\nSolution:"
         return {"prompt": prompt, "completion": f" {solution}", "group": problem, "question": problem, "answer": answer}

@@ -36,7 +36,7 @@ class Exercism(OCamlCode):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         texts = {name: record[name] for name in self.fields}
         if not all(isinstance(text, str) for text in texts.values()) or not MODULE.fullmatch(texts["file"]):
-            raise DataError("not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text.")
+            raise DataError("not a module with tests", where=where, remedy=f"Write {', '.join(self.fields)} as text")
         question = f"{texts['instructions'].strip()}\n\nIts interface is:\n\n{texts['interface'].strip()}"
         prompt = f"(* {question.replace('(*', '( *').replace('*)', '* )')} *)\n\n"
         columns = {name: texts[name] for name in self.columns}
@@ -57,7 +57,7 @@ class MultiPLT(OCamlCode):
         prompt, tests = str(record["prompt"]), str(record["tests"])
         head = HEAD.fullmatch(prompt.rpartition("*)")[2].strip())
         if not head or ASSERTION not in tests:
-            remedy = "Write a `prompt` that ends with the head of a function, with all its types, and `tests` of assertions."
+            remedy = "Write a `prompt` that ends with the head of a function, with all its types, and `tests` of assertions"
             raise DataError("not a function with assertions", where=where, remedy=remedy)
         types = [f"({kind})" if kind else "unit" for kind in ARGUMENT.findall(head["arguments"])]
         return {

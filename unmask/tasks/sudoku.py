@@ -19,7 +19,7 @@ _GRIDS_WITH = {(cell, digit): {grid for grid in GRIDS if grid[cell] == digit} fo
 def solve(puzzle: str) -> list[str]:
     """All solutions of a 4x4 puzzle (16 digits, 0 for an empty cell), in ascending order. DataError if the text is no such puzzle."""
     if len(puzzle) != 16 or not set(puzzle) <= set("01234"):
-        raise DataError(f"{puzzle!r} is not a 4x4 puzzle", remedy="Write 16 digits, row by row: 1 to 4, and 0 for an empty cell.")
+        raise DataError(f"{puzzle!r} is not a 4x4 puzzle", remedy="Write 16 digits, row by row: 1 to 4, and 0 for an empty cell")
     return sorted(set(GRIDS).intersection(*(_GRIDS_WITH[cell, digit] for cell, digit in enumerate(puzzle) if digit != "0")))
 
 
@@ -56,7 +56,7 @@ class Sudoku(GridPuzzle):
         return min(differences(grid, solution) for solution in solve(row["puzzle"]))
 
     def demonstrate(self, row: Mapping[str, Any], rng: random.Random, mistake_rate: float) -> str:
-        """A mistake leaves the last third of the empty cells empty; it is likelier the more cells are empty."""
+        """A mistake leaves the last third of the empty cells empty; it is more likely the more cells are empty."""
         empty = [cell for cell, digit in enumerate(row["puzzle"]) if digit == "0"]
         effort = (len(empty) - self.min_empty) / max(1, self.max_empty - self.min_empty)
         if rng.random() >= self.chance(effort, mistake_rate):

@@ -41,16 +41,16 @@ class MultipleChoice(Task):
         texts = isinstance(choices, Sequence) and not isinstance(choices, str) and all(isinstance(choice, str) for choice in choices)
         if not (isinstance(question, str) and question.strip() and texts and 2 <= len(choices) <= len(ascii_uppercase)):
             what = f"not a question with 2 to {len(ascii_uppercase)} choices: {question!r:.40}, {choices!r:.40}"
-            raise DataError(what, where=where, remedy="Write the question as text and the choices as a list of texts.")
+            raise DataError(what, where=where, remedy="Write the question as text and the choices as a list of texts")
         passage = next((record[name] for name in PASSAGES if record.get(name) is not None), "")
         if not isinstance(passage, str):
-            raise DataError(f"the passage is not text: {passage!r:.40}", where=where, remedy="Write it as a string, or omit it.")
+            raise DataError(f"the passage is not text: {passage!r:.40}", where=where, remedy="Write it as a string, or omit it")
         question = f"{passage.strip()}\n{question.strip()}".strip()
         letters = ascii_uppercase[: len(choices)]
         position = letters.index(gold) if gold in list(letters) else _index(gold)
         if not 0 <= position < len(choices):
             what = f"{gold!r:.40} is none of the {len(choices)} choices"
-            raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter.")
+            raise DataError(what, where=where, remedy="Write the number of the right one, counted from 0, or its letter")
         question += "".join(f"\n{letter}. {choice.strip()}" for letter, choice in zip(letters, choices, strict=True))
         return {
             "prompt": f"{question}\nAnswer:",
@@ -87,7 +87,7 @@ class Text(Task):
     def row(self, record: Mapping[str, Any], where: str) -> Row:
         prompt, answer = (_first(record, names, where) for names in (PROMPTS, ANSWERS))
         if not (isinstance(prompt, str) and prompt.strip() and isinstance(answer, str) and answer.strip()):
-            raise DataError(f"not two texts: {prompt!r:.40}, {answer!r:.40}", where=where, remedy="Write both as strings.")
+            raise DataError(f"not two texts: {prompt!r:.40}, {answer!r:.40}", where=where, remedy="Write both as strings")
         completion = answer if prompt[-1].isspace() or answer[0].isspace() else f" {answer}"
         return {"prompt": prompt, "completion": completion, "group": prompt, "answer": " ".join(answer.split())}
 

@@ -139,7 +139,7 @@ class TrainingConfig(TrainingArguments):
         quiet = {"save_strategy": "no", "eval_strategy": "no", "logging_steps": 1, "report_to": "none", "logging_dir": None}
         return {"max_steps": steps * len(self.parts()), "warmup_steps": 0, **quiet}
 
-    def rehearsal(self, steps: int) -> dict[str, Any]:
+    def shortened_arguments(self, steps: int) -> dict[str, Any]:
         """Further arguments of the trainer of a short run."""
         return {}
 

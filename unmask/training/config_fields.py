@@ -85,4 +85,4 @@ def naming_setting_too(key: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(error.what, where=f"{key} and {error.where}", remedy=error.remedy) from error
+        raise error.moved(f"{key} and {error.where}") from error

@@ -140,4 +140,4 @@ def test_without_its_libraries_the_server_says_what_to_install(monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "unmask.generation.remote.server")
     result = CliRunner().invoke(app, ["serve", "m"])
     assert result.exit_code == 2
-    assert result.stderr == "error: unmask serve: fastapi is not installed. Install it with pip install 'unmask[serve]'\n"
+    assert result.stderr == "error: unmask serve: fastapi is not installed. Install it with pip install 'unmask[serve]'.\n"

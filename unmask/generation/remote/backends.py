@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from unmask.config.layers import API_KEY
 from unmask.config.run import RolloutConfig, SamplerConfig
+from unmask.console import is_first_process
 from unmask.errors import GenerationError, first_line
 from unmask.generation.output import Generation, Trace
 from unmask.generation.remote.http import HttpClient, RemoteError
@@ -95,7 +96,7 @@ class RemoteBackend:
         self.check_weights(lm)
         path = self.folder / f"step-{step}"
         self.version, self.source = str(path), lm.model if self.config.sync == "nccl" else path
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_process():
             return
         if self.source is path:
             self.write(lm, path)
