@@ -104,7 +104,7 @@ def python_job(program: str, tests: PythonTests) -> Job:
 
 
 def outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
-    """The outcome of the results of a tester. Once the program is loaded, all failures count against it."""
+    """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures count against it."""
     if results is None:
         return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
     if "broken" in results:
