@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from unmask.sandbox.isolation import Host, Limits
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Pool, PythonTests, python_job, python_outcome
+from unmask.sandbox.pool import Pool, PythonTests, python_job
 
 DOUBLE = "def f(x):\n    return 2 * x\n"
 STOPS = "def f(x): raise StopIteration"
@@ -83,11 +83,11 @@ def test_time_is_the_programs_own(pool):
 
 def test_the_results_of_a_tester_have_one_outcome(pool):
     limits = Limits()
-    assert python_outcome(None, limits).status == "timeout"
-    assert python_outcome({}, limits).status == "wrong"
+    assert outcome_of(None, limits).status == "timeout"
+    assert outcome_of({}, limits).status == "wrong"
     found = {"passed": 2, "total": 2, "complete": False, "detail": "x"}
-    assert python_outcome(found, limits) == Outcome("wrong", 2, 3, "x")
-    assert python_outcome(found | {"complete": True}, limits).status == "ok"
+    assert outcome_of(found, limits) == Outcome("wrong", 2, 3, "x")
+    assert outcome_of(found | {"complete": True}, limits).status == "ok"
 
 
 def test_a_sandbox_that_does_not_start_blames_nobody(pool, monkeypatch):

@@ -139,8 +139,9 @@ class Cell:
             self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
-    def run(self, program: str, payload: dict[str, Any]) -> dict[str, Any] | None:
-        """The results of the tester: None after the time limit, an empty dict if it ends without results.
+    def run(self, program: str | dict[str, str], payload: dict[str, Any]) -> dict[str, Any] | None:
+        """The results of the tester: None after the time limit, an empty dict if it ends without results. Python's candidate is source
+        text; a native program, and native tests, are `{"native": base64}`.
 
         SandboxError if one of the two did not start. Then nothing of the program has run.
         """

@@ -1,7 +1,7 @@
-"""OCaml programs: compiled, linked with their tests and run in sandboxes.
+"""OCaml programs: the candidate and the tests of its dataset are compiled apart, and run in two sandboxes.
 
-The candidate runs in the process of its tests. docs/sandbox.md lists what keeps it from forging results: vet.ml and the restricted standard
-library, its interface, and the nonce with which gate.ml signs each result.
+`proxy` writes both sides of the interface: functions for the tests, which ask the candidate over pipes, and a server for the candidate
+(ocaml_support/proxy.ml, wire.ml). No process has both the candidate's code and anything that makes a verdict (docs/sandbox.md).
 """
 
 from __future__ import annotations
@@ -9,19 +9,17 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import secrets
 import shutil
 import subprocess
 import threading
-import time
-from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unmask.sandbox.isolation import INSIDE, Host, SandboxError
 from unmask.sandbox.outcome import Outcome
-from unmask.sandbox.pool import Job, Slot
+from unmask.sandbox.pool import Job, Slot, outcome_of
 
 SUPPORT = Path(__file__).parent / "ocaml_support"
 PACKAGES = ("base", "ounit2")
@@ -41,14 +39,12 @@ class OCamlTests:
     Attributes:
         module: the file of the candidate, such as `acronym.ml`.
         interface: its .mli.
-        tests: a program that opens it, and runs OUnit2 suites or calls `Gate.check` with a boolean for each test.
-        checks: number of calls of `Gate.check`.
+        tests: a program that uses it, and runs OUnit2 suites or calls `Gate.check` with a function to a boolean for each test.
     """
 
     module: str
     interface: str
     tests: str
-    checks: int = 0
 
 
 @dataclass(frozen=True)
@@ -57,7 +53,7 @@ class Toolchain:
 
     Attributes:
         libraries, test_libraries: compiler options for the libraries of the candidate, of the tests.
-        archives: archives to link, in order.
+        archives, test_archives: archives to link for each, in order.
         place: folder of the support modules in a sandbox.
     """
 
@@ -65,26 +61,39 @@ class Toolchain:
     libraries: list[str]
     test_libraries: list[str]
     archives: list[str]
+    test_archives: list[str]
     place: str
 
-    def commands(self, tests: OCamlTests) -> list[list[str]]:
-        """Commands that compile interface and tests (`DATASET_COMMANDS`), vet and compile the candidate, and link all."""
-        compile_only = [self.compiler, "-c", *QUIET]
-        restricted = [*compile_only, "-nostdlib", "-I", f"{self.place}/stdlib", *self.libraries]
-        stem = tests.module.removesuffix(".ml")
+    def build_tests(self, module: str) -> list[list[str]]:
+        """Commands that write the interface's functions for the tests, and compile and link the tests."""
+        stem = module.removesuffix(".ml")
+        compile_only = [self.compiler, "-c", *QUIET, *self.test_libraries, "-I", self.place]
+        support = [f"{self.place}/wire.cmx", f"{self.place}/gate.cmx"]
+        objects = [*support, f"{stem}.cmx", "tests__.cmx", f"{self.place}/finish.cmx"]
         return [
+            [f"{self.place}/proxy", f"{stem}.mli", module, "serve__.ml"],
+            [*compile_only, f"{stem}.mli", module],
+            [*compile_only, "-open", "Gate", "tests__.ml"],
+            [self.compiler, *self.test_libraries, *self.test_archives, *objects, "-o", "main"],
+        ]
+
+    def build_candidate(self, module: str) -> list[list[str]]:
+        """Commands that write the candidate's server and compile the interface (`SERVER_COMMANDS`), vet and compile the candidate, and
+        link it with its server."""
+        stem = module.removesuffix(".ml")
+        restricted = [self.compiler, "-c", *QUIET, "-nostdlib", "-I", f"{self.place}/stdlib", *self.libraries]
+        objects = [f"{self.place}/wire.cmx", f"{stem}.cmx", "serve__.cmx"]
+        return [
+            [f"{self.place}/proxy", f"{stem}.mli", "unused.ml", "serve__.ml"],
             [*restricted, f"{stem}.mli"],
-            [*compile_only, *self.test_libraries, "-I", self.place, "-open", "Gate", "tests__.ml"],
-            [f"{self.place}/vet", tests.module],
-            [*restricted, tests.module],
-            [
-                *(self.compiler, "-ccopt", "-s", *self.test_libraries, *self.archives),
-                *(f"{stem}.cmx", f"{self.place}/gate.cmx", "tests__.cmx", f"{self.place}/finish.cmx", "-o", "main"),
-            ],
+            [f"{self.place}/vet", module],
+            [*restricted, module],
+            [self.compiler, "-c", *QUIET, *self.libraries, "-I", self.place, "serve__.ml"],
+            [self.compiler, "-ccopt", "-s", *self.libraries, *self.archives, *objects, "-o", "main"],
         ]
 
 
-DATASET_COMMANDS = 2
+SERVER_COMMANDS = 2
 
 
 @functools.cache
@@ -105,10 +114,12 @@ def toolchain(host: Host) -> Toolchain:
             if interface.stem.removeprefix("stdlib__") not in UNSAFE:
                 shutil.copy(interface, restricted)
         libraries, test_libraries = (_query("-i-format", "-recursive", *packages).split() for packages in (PACKAGES[:1], PACKAGES))
-        archives = _query("-format", "%d/%a", "-predicates", "native", "-recursive", *PACKAGES).split()
+        archives, test_archives = (_archives("unix", *packages) for packages in (PACKAGES[:1], PACKAGES))
+        parser = [compiler, *QUIET, "-I", "+compiler-libs", "ocamlcommon.cmxa"]
         for command in (
-            [compiler, "-c", *QUIET, *test_libraries, "gate.ml", "finish.ml"],
-            [compiler, *QUIET, "-I", "+compiler-libs", "ocamlcommon.cmxa", "vet.ml", "-o", "vet"],
+            [compiler, "-c", *QUIET, *test_libraries, "wire.ml", "gate.ml", "finish.ml"],
+            [*parser, "vet.ml", "-o", "vet"],
+            [*parser, "proxy.ml", "-o", "proxy"],
         ):
             subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
@@ -116,82 +127,63 @@ def toolchain(host: Host) -> Toolchain:
         remedy = "apt-get install ocaml-nox ocaml-findlib libbase-ocaml-dev libounit-ocaml-dev"
         raise SandboxError(what, where="sandbox", remedy=remedy) from error
     place = f"{INSIDE}/ocaml" if host.isolated else str(folder)
-    return Toolchain(compiler, libraries, test_libraries, [archive for archive in archives if archive.endswith(".cmxa")], place)
+    return Toolchain(compiler, libraries, test_libraries, archives, test_archives, place)
 
 
 def _query(*arguments: str) -> str:
     return subprocess.run(["ocamlfind", "query", *arguments], check=True, capture_output=True, text=True).stdout
 
 
+def _archives(*packages: str) -> list[str]:
+    found = _query("-format", "%d/%a", "-predicates", "native", "-recursive", *packages).split()
+    return [archive for archive in found if archive.endswith(".cmxa")]
+
+
 _lock = threading.Lock()
-_compiled: OrderedDict[str, str] = OrderedDict()
-"""Native programs in base64, by the hash of candidate and tests, the last used one last."""
+_built: OrderedDict[str, str] = OrderedDict()
+"""Native programs in base64, by the hash of their files, the last used one last."""
 
 
 def ocaml_job(program: str, tests: OCamlTests) -> Job:
     """The job of running the tests of an OCaml program."""
 
     def job(slot: Slot) -> Outcome:
-        compiled = _compile(slot, program, tests)
-        return compiled if isinstance(compiled, Outcome) else _run(slot, compiled, tests)
+        with _lock:
+            tools = toolchain(slot.host)
+        interface = {f"{tests.module.removesuffix('.ml')}.mli": tests.interface}
+        commands = tools.build_tests(tests.module)
+        tester = _build(slot, {**interface, "tests__.ml": tests.tests}, commands, of_dataset=len(commands))
+        if isinstance(tester, Outcome):
+            return tester
+        commands = tools.build_candidate(tests.module)
+        candidate = _build(slot, {**interface, tests.module: program}, commands, of_dataset=SERVER_COMMANDS)
+        if isinstance(candidate, Outcome):
+            return candidate
+        with slot.cell() as cell:
+            results = cell.run({"native": candidate}, {"native": tester})
+        return outcome_of(results, slot.limits)
 
     return job
 
 
-def _compile(slot: Slot, program: str, tests: OCamlTests) -> str | Outcome:
-    """The native program in base64, or the outcome if there is none."""
-    key = hashlib.sha256(json.dumps([program, tests.module, tests.interface, tests.tests]).encode()).hexdigest()
+def _build(slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], *, of_dataset: int) -> str | Outcome:
+    """The native program in base64; the outcome if a command fails: only those after the first `of_dataset` blame the candidate."""
+    key = hashlib.sha256(json.dumps([files, commands]).encode()).hexdigest()
     with _lock:
-        tools = toolchain(slot.host)
-        if key in _compiled:
-            _compiled.move_to_end(key)
-            return _compiled[key]
-    stem = tests.module.removesuffix(".ml")
-    files = {tests.module: program, f"{stem}.mli": tests.interface, "tests__.ml": tests.tests}
+        if key in _built:
+            _built.move_to_end(key)
+            return _built[key]
     with slot.member("compiler") as compiler:
-        compiler.send({"files": files, "commands": tools.commands(tests), "result": "main"})
+        compiler.send({"files": files, "commands": commands, "result": "main"})
         frame = compiler.receive(COMPILE_SECONDS)
     if frame is None:
         return Outcome("timeout", detail=f"not compiled within {COMPILE_SECONDS:g} seconds")
     found = json.loads(frame or b'{"failed": -1, "detail": "the compiler ended"}')
     if "failed" in found:
-        of_dataset = 0 <= found["failed"] < DATASET_COMMANDS
-        return Outcome("infrastructure" if of_dataset else "malformed", detail=found["detail"])
+        return Outcome("infrastructure" if 0 <= found["failed"] < of_dataset else "malformed", detail=found["detail"])
     native: str = found["program"]
     with _lock:
-        _compiled[key] = native
-        while len(_compiled) > CACHED:
-            _compiled.popitem(last=False)
+        _built[key] = native
+        while len(_built) > CACHED:
+            _built.popitem(last=False)
     return native
-
-
-def _run(slot: Slot, program: str, tests: OCamlTests) -> Outcome:
-    """The outcome of running a native program."""
-    nonce = secrets.token_hex(16).encode()
-    deadline = time.monotonic() + slot.limits.seconds
-    frames: list[bytes] = []
-    with slot.member("native") as native:
-        native.send(program)
-        frame = native.receive(deadline - time.monotonic())
-        if frame == b"ready":
-            native.write(nonce)
-            while frame := native.receive(deadline - time.monotonic()):
-                frames.append(frame)
-    if frame is None:
-        return Outcome("timeout", detail=f"not done within {slot.limits.seconds:g} seconds")
-    return ocaml_outcome(frames, nonce, tests.checks)
-
-
-def ocaml_outcome(frames: Iterable[bytes], nonce: bytes, checks: int) -> Outcome:
-    """The outcome of the results that the nonce signs: ok if each planned test passed once, none failed, and the end was reached."""
-    counts: dict[str, Counter[str]] = {kind: Counter() for kind in ("planned", "passed", "failed", "finished")}
-    for frame in frames:
-        signature, _, result = frame.partition(b"\0")
-        if signature == nonce:
-            kind, _, name = result.decode(errors="replace").partition("\0")
-            counts[kind][name] += 1
-    planned = counts["planned"] + Counter({"": checks})
-    passed = sum((planned & counts["passed"]).values())
-    if passed and counts["finished"] and not counts["failed"] and counts["passed"] == planned:
-        return Outcome("ok", passed, passed)
-    return Outcome("wrong", passed, max(planned.total(), passed + 1), next(iter(counts["failed"]), "the tests ended early"))

@@ -98,13 +98,13 @@ def python_job(program: str, tests: PythonTests) -> Job:
     def job(slot: Slot) -> Outcome:
         with slot.cell() as cell:
             results = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
-        return python_outcome(results, slot.limits)
+        return outcome_of(results, slot.limits)
 
     return job
 
 
-def python_outcome(results: dict[str, Any] | None, limits: Limits) -> Outcome:
-    """The outcome of the results of a tester. Once the program is loaded, all failures count against it."""
+def outcome_of(results: dict[str, Any] | None, limits: Limits) -> Outcome:
+    """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures count against it."""
     if results is None:
         return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
     if "broken" in results:

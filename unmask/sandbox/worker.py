@@ -1,7 +1,7 @@
-"""The program inside a sandbox, in one of four roles.
+"""The program inside a sandbox, in one of three roles.
 
 A `candidate` serves the functions of an untrusted program, and a `tester`, in another sandbox, runs the tests of a dataset on them. Only
-plain data passes between the two (docs/sandbox.md). A `compiler` builds a native program, and a `native` process executes one.
+plain data passes between the two (docs/sandbox.md). Both can be native programs, which a `compiler` builds.
 
 A bare interpreter runs this file. It imports only modules written in C, because importing `ast`, `json` and `os` would take longer than
 starting the interpreter.
@@ -19,7 +19,6 @@ import sys
 from _collections import deque
 
 MAX_FRAME = 1 << 24
-RESULTS = 3
 SAFE_INTEGER = 1 << 53
 DETAIL = 300
 COLLECTIONS = {"tuple": tuple, "set": set, "frozenset": frozenset, "deque": deque}
@@ -323,15 +322,14 @@ def compile_program(payload):
         return {"program": base64.b64encode(file.read()).decode()}
 
 
-def become_program(payload, control):
-    """Replace this process with a native program that writes its results to descriptor `RESULTS`."""
+def become_program(program, *descriptors):
+    """Replace this process with a native program (in base64), which gets the numbers of its descriptors as arguments."""
     import base64  # as above
 
     with open("program", "wb", opener=lambda path, flags: posix.open(path, flags, 0o700)) as file:
-        file.write(base64.b64decode(payload))
-    posix.dup2(control, RESULTS)
+        file.write(base64.b64decode(program))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))  # it needs no other process
-    posix.execv("program", ["program"])
+    posix.execv("program", ["program", *map(str, descriptors)])
 
 
 def main():
@@ -343,17 +341,20 @@ def main():
     outside, peer = Pipe(0, control), Pipe(source, sink)
     outside.write(None)
     payload = outside.read()
-    if role == "tester":
-        outside.write(Tester(peer, payload).run())
-    elif role == "compiler":
+    native = payload["native"] if role != "compiler" and isinstance(payload, dict) and "native" in payload else None
+    if role == "compiler":
         outside.write(compile_program(payload))
-    elif role == "native":
-        become_program(payload, control)
+    elif role == "tester":
+        if native:
+            become_program(native, sink, source, control)
+        outside.write(Tester(peer, payload).run())
     else:
         # The candidate must not reach the control pipe, and its output is discarded.
         posix.close(control)
         for standard in (0, 1, 2):
             posix.dup2(posix.open("/dev/null", posix.O_RDWR), standard)
+        if native:
+            become_program(native, sink, source)
         Candidate(peer, payload).run()
 
 
