@@ -39,8 +39,8 @@ from unmask.errors import ConfigError, ModelError
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
-from unmask.models.released_families import FAMILIES
 from unmask.models.load import initialise, load, make_diffusion
+from unmask.models.released_families import FAMILIES
 
 pytestmark = pytest.mark.filterwarnings("ignore:the mask token is:RuntimeWarning")  # these vocabularies are small
 

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
-from unmask.models.released_families import FAMILIES
 from unmask.models.model_card import HISTORY_KEY, write_card
+from unmask.models.released_families import FAMILIES
 
 STOCK_FORMAT = "hf"
 

@@ -30,9 +30,9 @@ from unmask.models.attention import ATTENTION_NAME
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import resolve_end_tokens
-from unmask.models.released_families import family_of
 from unmask.models.family import Family
 from unmask.models.hooks.time_embedding import load_time_embedding
+from unmask.models.released_families import family_of
 from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
 
 MASK_TOKEN = "<|mask|>"
