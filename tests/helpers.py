@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
 import shutil
+import signal
+import subprocess
 import timeit
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +43,21 @@ def cost(function: Callable[..., Any], *arguments: Any) -> float:
 def work_unit() -> float:
     """The seconds that a fixed piece of work takes on this machine, about 0.01: the unit of time limits."""
     return min(timeit.repeat(lambda: json.dumps(list(range(100_000))), number=1, repeat=3))
+
+
+def run_all(command: list[Any], *, timeout: float, check: bool = True, **options: Any) -> subprocess.CompletedProcess[Any]:
+    """`subprocess.run` of a program that starts others, such as a launcher: none of them outlives the call."""
+    process = subprocess.Popen([str(word) for word in command], start_new_session=True, **options)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    done = subprocess.CompletedProcess(command, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
 
 
 def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:

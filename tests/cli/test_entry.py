@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 import unmask
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, work_unit
 from unmask.cli import app
 from unmask.cli.train import VERB_HELP
 from unmask.config.run import ModelConfig, RunConfig, SamplerConfig
@@ -69,7 +69,7 @@ assert not {{"torch", "transformers", "numpy", "datasets"}} & sys.modules.keys()
         end = os.times()
         seconds.append(end.children_user + end.children_system - start.children_user - start.children_system)
     assert "KEY=VALUE" in result.stdout
-    assert 0 < min(seconds) < 1
+    assert 0 < min(seconds) < 100 * work_unit()
 
 
 def test_the_verbs_are_listed_in_the_order_of_the_pipeline() -> None:
@@ -481,7 +481,7 @@ def test_a_column_of_text_and_a_setting_of_one_verb_are_found_where_they_are() -
         ("sft", "--nonsense", None),
     ]:
         error = run(verb, flag, "3").stderr
-        assert (f"Write {form}" in error) if form else ("No such option" in error and "Write" not in error)
+        assert (f"Write `{form}`" in error) if form else ("No such option" in error and "Write" not in error)
 
 
 def test_demo_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ def test_of_a_conversion_every_stage_is_recorded_and_no_tracker_hears_of_it(mode
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate"], "generate is no training verb"),
+        (["generate"], "generate is not a training verb"),
         (["sft", "--no-such-option"], "No such option"),
         (["sft", "--resume"], "a profile makes a short run of its own"),
         (["sft", "--steps", "0"], "Invalid value for '--steps'"),

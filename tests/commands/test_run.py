@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from tests.helpers import REPOSITORY, shared_path
+from tests.helpers import REPOSITORY, run_all, shared_path
 from tests.training.tiny_runs import QUICK, equal, tiny, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.commands.run import forget_earlier_run
@@ -429,7 +428,7 @@ def test_two_processes_train_as_one_does(tmp_path):
     for name, prefix, size in [("one", [], 4), ("two", launch, 2)]:
         (tmp_path / name).mkdir()
         command = [sys.executable, *prefix, str(script), str(tmp_path / name), str(size)]
-        subprocess.run(command, env=environment, check=True, timeout=600)
+        run_all(command, env=environment, timeout=600)
     for run in ("stream", "cache", "sft", "dpo", "grpo"):
         one, two = (torch.load(tmp_path / name / f"{run}.pt") for name in ("one", "two"))
         torch.testing.assert_close(two, one, rtol=0, atol=1e-6 if run in ("dpo", "grpo") else 1e-10)

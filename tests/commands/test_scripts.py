@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_all
 from tests.training.tiny_runs import QUICK, SMALL
 from unmask.config.yaml import parse_yaml
 
@@ -21,7 +22,8 @@ TOOLS = "/usr/bin:/bin"
 
 def run(*arguments: str | Path, script: str = "run.sh", path: str = TOOLS, **environment: str) -> subprocess.CompletedProcess[str]:
     command = ["bash", str(SCRIPTS / script), *map(str, arguments)]
-    return subprocess.run(command, env={"PATH": path, **environment}, capture_output=True, text=True, check=False, timeout=300)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return run_all(command, env={"PATH": path, **environment}, check=False, timeout=300, **pipes)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_all
 from tests.training.sharded import BLOCKS, CONVERSIONS, RATIOS, RUN, STAGES, conversion, ragged, samples_per_token
 from tests.training.tiny_runs import PAIRS, PREFERENCES, make, tiny, weights
 from unmask.models.load import load
@@ -33,7 +32,7 @@ def launch(verb: str, mode: str, folder: Path) -> list[dict[str, Any]]:
     script = REPOSITORY / "tests" / "training" / "sharded.py"
     environment = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": os.environ["HOME"]}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja is beside python
-    subprocess.run([*LAUNCH, str(script), verb, mode, str(folder)], env=environment | {"PATH": path}, check=True, timeout=600)
+    run_all([*LAUNCH, script, verb, mode, folder], env=environment | {"PATH": path}, timeout=600)
     return [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import REPOSITORY, shared_path
+from tests.helpers import REPOSITORY, run_all, shared_path
 from tests.training.tiny_runs import unmask
 from tests.walks.walking import walk
 from unmask.artifacts import MetricsLog
@@ -165,5 +165,5 @@ def test_its_script(project):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": path}
     command = ["bash", REPOSITORY / "scripts/convert.sh", *files, *project[2:], "--output", "out"]
-    called = subprocess.run([str(word) for word in command], env=environment, check=True, timeout=300, capture_output=True, text=True)
+    called = run_all(command, env=environment, timeout=300, stdout=subprocess.PIPE, text=True)
     assert "predicted peak GB" in called.stdout

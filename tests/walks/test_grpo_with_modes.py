@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import unmask as package
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_all
 from tests.training.tiny_runs import PAIRS, SMALL, settings, share_of_a, tiny, unmask
 from unmask.config.yaml import parse_yaml
 from unmask.demo import DemoSettings, small_model
@@ -61,7 +61,8 @@ def test_a_task_and_a_mode_by_the_script_and_by_variables_alone(model, work):
     variables = {"DIFFU_MODEL_PATH": str(model), "DIFFU_DATASET": "sudoku", "DIFFU_MIXED_PRECISION": "true", "DIFFU_BATCH_SIZE": "6"}
     for words, more in [(["sudoku", "balanced", "--model", model], {}), (["--output", "variables"], variables)]:
         command = ["bash", REPOSITORY / "scripts" / "run.sh", *words, *HERE, "training.max_steps=1"]
-        called = subprocess.run(command, env=environment | more, cwd=work, capture_output=True, text=True, check=False, timeout=300)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        called = run_all(command, env=environment | more, cwd=work, check=False, timeout=300, **pipes)
         assert called.returncode == 0, called.stderr
     for folder, bf16 in [("runs/grpo-sudoku-balanced", False), ("variables", True)]:
         config = parse_yaml((work / folder / "config.yaml").read_text(), folder)

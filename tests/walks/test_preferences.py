@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, run_all
 from tests.training.tiny_runs import unmask
 from tests.walks.walking import walk
 from unmask.artifacts import MetricsLog
@@ -105,7 +104,7 @@ def test_what_goes_wrong_is_told_in_one_line(project, stories):
     run = ["dpo", "--config", "dpo.yaml", "--model", stories, "training.use_cpu=true", "training.bf16=false"]
     Path("bad.jsonl").write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2"}))
     for settings, words in [
-        (["--learning_rate", "1e-6"], "--learning_rate: is a setting, not an option. Write training.learning_rate=1e-6"),
+        (["--learning_rate", "1e-6"], "--learning_rate: is a setting, not an option. Write `training.learning_rate=1e-6`"),
         (["--data", "data/preference_data/my_prefs.jsonl"], "data/preference_data/my_prefs.jsonl: no such file"),
         (["--data", "bad.jsonl"], "bad.jsonl, row 0: no column 'rejected'"),
         (["training.max_length=256", "training.beta=0"], "training.beta"),
@@ -140,7 +139,7 @@ def test_the_launchers_of_its_guide(launcher, project, stories):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "PATH": path}
     command = {"script": script, "accelerate": accelerate}[launcher]
-    subprocess.run([str(word) for word in command], env=environment, check=True, timeout=300)
+    run_all(command, env=environment, timeout=300)
     settings = parse_yaml(Path("my_dpo_output/config.yaml").read_text(), "config.yaml")["training"]
     assert settings["learning_rate"] == 1e-6 and settings["gradient_accumulation_steps"] == 4
     assert Path("my_dpo_output/model/model.safetensors").exists()

@@ -38,7 +38,7 @@ def profile_run(verb: str, config: RunConfig, trace: Path, steps: int) -> dict[s
     """
     refuse_existing(trace, "Choose another with --trace, or replace it with --overwrite", overwrite=config.overwrite)
     args = training_arguments(verb, config)
-    updates = getattr(args, "num_iterations", 1)
+    updates = args.updates_per_batch
     recorded = ((1 + steps) * len(args.parts()) - 1) * updates
     phases = Phases(args.device, synchronize=True, memory=True)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if args.device.type == "cuda" else [])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,19 @@ def align_weights(model: nn.Module) -> None:
         if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
             mapped = weight.data
             weight.data = mapped.clone()
+            _align_quantized(weight, mapped, weight.data)
             _release(mapped)
+        _align_quantized(weight)
+
+
+def _align_quantized(holder: Any, mapped: Tensor | None = None, aligned: Tensor | None = None) -> None:
+    """Align what bitsandbytes keeps beside a weight: scales, code books, and in 8 bits the weight itself a second time (`CB`)."""
+    for name, value in list(vars(holder).items()):
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.data_ptr() % ALIGNMENT:
+            same = mapped is not None and value.data_ptr() == mapped.data_ptr() and value.shape == mapped.shape
+            setattr(holder, name, aligned if same else value.clone())
+        elif name in ("quant_state", "state2") and value is not None:
+            _align_quantized(value)
 
 
 def _release(mapped: Tensor) -> None:

@@ -152,6 +152,10 @@ class GRPOConfig(TrainingConfig):
 
     generates = True
 
+    @property
+    def updates_per_batch(self) -> int:
+        return self.num_iterations
+
     def __post_init__(self) -> None:
         args: Any = self  # mypy does not read the fields of TrainingArguments
         if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULERS):

@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from unmask.errors import ModelError
+from unmask.models.alignment import align_weights
 
 BATCH = 32
 
@@ -30,6 +31,7 @@ class RewardModel:
         outputs = self.model.config.num_labels
         if outputs != 1:
             raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")
+        align_weights(self.model)
         self.__name__ = "reward_model"
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token

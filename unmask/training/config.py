@@ -176,6 +176,11 @@ class TrainingConfig(TrainingArguments):
         return run.model.attention
 
     @property
+    def updates_per_batch(self) -> int:
+        """The optimizer steps on what one batch gives: more than one where a rollout serves several."""
+        return 1
+
+    @property
     def output_folder(self) -> Path:
         """`output_dir` as a path."""
         return Path(str(self.output_dir))
