@@ -123,7 +123,12 @@ def test_no_import_cycles() -> None:
 
 
 def test_own_modules_are_imported_inside_functions_by_the_command_line_and_the_lazy_package_only() -> None:
-    late = {module: name for module, found in IMPORTS.items() for name, late in found if late and own(name) and room(module) not in ("cli", "unmask")}
+    late = {
+        module: name
+        for module, found in IMPORTS.items()
+        for name, late in found
+        if late and own(name) and room(module) not in ("cli", "unmask")
+    }
     assert not late
 
 

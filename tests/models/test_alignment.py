@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +52,28 @@ def test_tied_weights_stay_one_tensor():
 def test_a_loaded_model_is_aligned(tmp_path):
     tiny().save(tmp_path)
     assert off_alignment(load(tmp_path).model) == 0
+
+
+def tensors(holder: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an object holds in its attributes, and in those of its quantisation state."""
+    for name, value in vars(holder).items():
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif name in ("quant_state", "state2") and value is not None:
+            yield from tensors(value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+def test_quantised_weights_are_aligned_with_all_that_belongs_to_them(tmp_path, bits):
+    tiny().save(tmp_path / "whole")
+    load(tmp_path / "whole", quantization=bits).save(tmp_path / "quantised")
+    lm = load(tmp_path / "quantised")
+    kept = [tensor for weight in lm.model.parameters() for tensor in tensors(weight)]
+    assert kept and off_alignment(lm.model) == 0
+    assert not any(tensor.data_ptr() % ALIGNMENT for tensor in kept)
+    lm.logits(torch.arange(1, 9)[None])
+    assert off_alignment(lm.model) == 0
 
 
 PEAK = """

@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from unmask.data.characters import character_tokenizer
 from unmask.errors import ModelError
+from unmask.models.alignment import ALIGNMENT
 from unmask.rl.reward_model import RewardModel
 
 
@@ -20,6 +21,7 @@ def test_a_sequence_classifier_is_a_reward(tmp_path):
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     reward = RewardModel(str(tmp_path))
+    assert not any(weight.data_ptr() % ALIGNMENT for weight in reward.model.parameters())
     model.config.pad_token_id = tokenizer.pad_token_id
     expected = [model(**tokenizer([text], return_tensors="pt")).logits.item() for text in ("abc", "caba")]
     assert reward(["ab", "c"], ["c", "aba"]) == pytest.approx(expected)
