@@ -7,7 +7,8 @@ import runpy
 
 import pytest
 
-from tests.helpers import REPOSITORY
+from tests.helpers import REPOSITORY, shared_path
+from unmask.records import read_records
 
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)")
@@ -48,3 +49,9 @@ def test_names_that_pages_give_with_a_file_are_in_it():
 def test_the_figure_shows_the_masks_of_today():
     drawn = runpy.run_path(str(REPOSITORY / "scripts" / "attention_figure.py"))["figure"]()
     assert drawn == (REPOSITORY / "docs" / "attention.svg").read_text(encoding="utf-8"), "run scripts/attention_figure.py"
+
+
+def test_the_page_of_tests_not_shown_is_that_of_today():
+    records = (record for _, record in read_records(shared_path("data", "humaneval", "HumanEval.jsonl.gz")))
+    written = runpy.run_path(str(REPOSITORY / "scripts" / "shown_tests.py"))["page"](records)
+    assert written == (REPOSITORY / "docs" / "humaneval.md").read_text(encoding="utf-8"), "run scripts/shown_tests.py"

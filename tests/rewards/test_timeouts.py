@@ -11,6 +11,7 @@ import time
 import pytest
 
 from unmask.errors import TrainingError
+from unmask.rewards.answers import answers_in
 from unmask.rewards.timeouts import EventLoop, LateError, in_thread, limited, reward_values
 
 FOUR = {"completions": ["a", "b", "c", "d"], "state": "all", "numbers": [1, 2, 3, 4]}
@@ -25,7 +26,7 @@ def stop(loop):
 
 
 def asked(function, *, seconds=60.0, alone=True):
-    return reward_values(lambda arguments, seconds: function(**arguments), FOUR, seconds, name="f", alone=alone)
+    return reward_values(lambda arguments, seconds: answers_in(function(**arguments)), FOUR, seconds, name="f", alone=alone)
 
 
 def test_what_is_late_is_given_up_on_and_what_raises_raises():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import math
 import os
@@ -70,6 +71,106 @@ def test_a_function_may_edit_the_ids_it_is_given():
     ids = [list(one) for one in IDS]
     Rewards(lambda completion_ids, **_: [float(one.pop()) for one in completion_ids])(ROWS, TEXTS, ids)
     assert ids == IDS
+
+
+def test_a_function_that_edits_its_arguments_changes_neither_the_data_nor_other_verdicts():
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "answer": ["a"]}] * 3
+    state, untouched = TrainerState(global_step=3, log_history=[{"loss": 1.0}]), copy.deepcopy(rows)
+
+    def edits(prompts, completions, completion_ids, answer, trainer_state, **_):
+        for parts in (prompts[0], completions[0], completion_ids[0], answer[0]):
+            parts.clear()
+        completions[1] = answer[1] = prompts[1] = "right"
+        answer[2].append("b")
+        prompts[2][0]["content"] = completions[2][0]["content"] = "changed"
+        trainer_state.global_step, trainer_state.log_history[0]["loss"] = 99, 0.0
+        if len(completions) == 3:
+            raise ValueError  # so that it is called again for each completion
+        return [1.0]
+
+    def sees(prompts, completions, completion_ids, answer, trainer_state, **_):
+        same = [
+            p == untouched[0]["prompt"] and c == [{"role": "assistant", "content": "x"}] for p, c in zip(prompts, completions, strict=True)
+        ]
+        rest = (
+            completion_ids == IDS
+            and answer == [["a"]] * 3
+            and trainer_state.global_step == 3
+            and trainer_state.log_history == [{"loss": 1.0}]
+        )
+        return [float(each and rest) for each in same]
+
+    for functions in ([edits, sees], [sees, edits], [edits, edits, sees]):
+        result = Rewards(functions)(rows, ["x"] * 3, IDS, state)
+        assert_equal(result.reward_BF[:, functions.index(sees)], [1.0] * 3)
+    assert rows == untouched and state.global_step == 3 and state.log_history == [{"loss": 1.0}]
+
+
+def test_a_task_that_edits_its_rows_does_not_edit_the_data(monkeypatch):
+    class Edits(Task):
+        name, fields, columns = "edits", ("answer",), ("answer",)
+
+        def row(self, record, where):
+            return {"prompt": "", "completion": "", "group": "", **record}
+
+        def verify(self, completion, row):
+            return Verdict(float(row["answer"].pop()), "ok")
+
+    rows = [{"prompt": "p", "answer": [1.0]}] * 2
+    assert_equal(Rewards(["edits", "edits"])(rows, ["a", "b"], [[1], [2]]).reward_BF, [[1.0, 1.0]] * 2)
+    assert rows[0]["answer"] == [1.0]
+    del Task._known["edits"]
+
+
+FORKS = """
+import os, time
+calls = 0
+def forks(completions, **_):
+    global calls
+    calls += 1
+    if calls == 1:
+        child = os.fork()
+        if child: os.waitpid(child, 0)
+        return [1.0 if child else 99.0] * len(completions)
+    return [2.0] * len(completions)
+async def later(completions, **_): return forks(completions)
+def slow(completions, **_):
+    global calls
+    calls += 1
+    if calls == 1 and os.fork() == 0:
+        time.sleep(0.2)
+        return [99.0] * len(completions)
+    time.sleep(0.4 * (calls > 1))
+    return [float(calls)] * len(completions)
+def raises(completions, **_):
+    global calls
+    calls += 1
+    if calls == 1 and os.fork() == 0:
+        raise ValueError
+    return [float(calls)] * len(completions)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("name", ["forks", "later", "slow", "raises"])
+def test_a_function_that_forks_answers_once(tmp_path, workers, name):
+    (tmp_path / "forking.py").write_text(FORKS)
+    rewards, own = Rewards(f"{tmp_path}/forking.py:{name}", workers=workers, seconds=20), os.getpid()
+    for expected in (1.0, 2.0):
+        assert_equal(rewards(ROWS, TEXTS, IDS).reward_BF, [[expected]] * 3)
+    assert os.getpid() == own
+
+
+def test_a_function_that_forks_in_the_main_thread_answers_once():
+    def forks(**_):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the main thread only
+        children.append(os.fork())
+        return [1.0] * 3
+
+    children, rewards = [], Rewards(lambda **arguments: forks(**arguments))
+    for _ in range(2):
+        assert_equal(rewards(ROWS, TEXTS, IDS).reward_BF, [[1.0]] * 3)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [1, 1]
 
 
 def test_messages_are_answered_with_messages():

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from tests.helpers import read_task, require_ocaml, require_sandbox, shared_path
 from tests.tasks.hacks import OCAML_HACKS, PYTHON_HACKS
+from unmask.errors import ConfigError
 from unmask.rewards import program
 from unmask.sandbox.isolation import Limits
 from unmask.sandbox.pool import Pool
 from unmask.tasks import get_rewards, get_task
-from unmask.tasks.code import program_in
+from unmask.tasks.code import program_in, self_comparisons
 
 HUMANEVAL = ("humaneval", "HumanEval.jsonl.gz")
 
@@ -80,14 +83,101 @@ def test_published_rewards_of_code():
         f"```python\n{row['completion']}```",
         "```python\ndef (\n```",
         row["completion"],
-        "```python\ndef similar_elements(a, b): return (4, 5)\n```",
+        "```python\ndef similar_elements(a, b): return (3, 4)\n```",
     ]
     columns = {name: [row[name]] * 4 for name in task.columns}
     code_format, tests = get_rewards("mbpp/published")
     assert code_format([""] * 4, texts, **columns) == [1.0, 0.5, 0.0, 1.0]
-    assert tests([""] * 4, texts, **columns) == [1.0, 0.0, 1.0, pytest.approx(1 / 3)]
+    assert tests([""] * 4, texts, **columns) == [1.0, 0.0, 1.0, 0.5]
     (strict,) = get_rewards("mbpp")
     assert strict([""] * 4, texts, **columns) == [1.0, 0.0, 1.0, 0.0]
+
+
+def table_of(tests, functions, otherwise):
+    """A program that looks up the results which assertions state, `f(...) == value`."""
+    known = {}
+    for test in tests:
+        comparison = ast.parse(test).body[0].test
+        call = next(node for node in ast.walk(comparison.left) if isinstance(node, ast.Call) and node.func.id in functions)
+        known[call.func.id, ast.unparse(ast.Tuple(call.args, ast.Load()))] = ast.unparse(comparison.comparators[0])
+    names = {name for name, _ in known}
+    table = "".join(f"    if name == {name!r} and args == {args}: return {value}\n" for (name, args), value in known.items())
+    defined = "".join(f"def {name}(*args): return look_up({name!r}, args)\n" for name in names)
+    value = next(iter(known.values())) if otherwise == "shown" else otherwise
+    return f"import cmath, datetime, math, re, sys\ndef look_up(name, args):\n{table}    return {value}\n{defined}"
+
+
+def shown_in(prompt):
+    return [line for line in prompt.splitlines() if line.startswith("assert ")]
+
+
+def paid_tables(rows, name, otherwise):
+    """The functions of the rows whose shown assertions, as a table, pass."""
+    task = get_task(name)
+    shown = [(shown_in(row["prompt"]), row) for row in rows]
+    programs = [(table_of(tests, row["names"], otherwise), row) for tests, row in shown if tests]
+    verdicts = task.verify_all([program for program, _ in programs], [row for _, row in programs])
+    return [row["names"][0] for verdict, (_, row) in zip(verdicts, programs, strict=True) if verdict.solved]
+
+
+CONSTANT = {"hamming_Distance", "find_Divisor", "Check_Vow", "remove_duplicate", "clear_tuple", "check"}
+"""Functions of MBPP whose tests all expect the same value."""
+
+
+def test_a_table_of_what_mbpp_shows_does_not_pass():
+    _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
+    assert paid_tables(rows[:30], "mbpp", "shown") == []
+    assert [len(shown_in(row["prompt"])) for row in rows].count(1) == 973  # all tests of one problem are the same
+    assert not any(line in row["tests"].splitlines() for row in rows for line in shown_in(row["prompt"]))
+
+
+def test_a_table_passes_the_published_protocol_which_is_no_reward():
+    _, rows = read("mbpp_published", "mbpp", "mbpp.jsonl")
+    assert len(paid_tables(rows[:10], "mbpp_published", "None")) == 10
+    assert [len(shown_in(row["prompt"])) for row in rows] == [3] * 974
+    with pytest.raises(ConfigError, match=r"reward mbpp_published: .*Use mbpp"):
+        get_rewards("mbpp_published")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("otherwise", "paid"), [("None", set()), ("shown", CONSTANT)])
+def test_no_table_of_what_mbpp_shows_passes(otherwise, paid):
+    _, rows = read("mbpp", "mbpp", "mbpp.jsonl")
+    assert set(paid_tables(rows, "mbpp", otherwise)) <= paid
+
+
+def test_challenges_decide_too_and_a_single_test_is_not_shown():
+    record = {"text": "Double.", "code": "def f(x): return 2 * x", "test_list": ["assert f(1) == 2", "assert f(1)==2"]}
+    (row,) = get_task("mbpp").rows([("row 1", record)])
+    assert row["prompt"] == '"""\nDouble.\nThe tests call f.\n"""\n' and row["tests"] == "\nassert f(1) == 2\n"
+    (row,) = get_task("mbpp").rows([("row 1", record | {"challenge_test_list": ["assert f(2) == 4"]})])
+    assert row["tests"] == "\nassert f(2) == 4\n" and shown_in(row["prompt"]) == ["assert f(1) == 2"]
+
+
+def test_no_test_compares_a_candidate_with_itself():
+    for name, file in (("humaneval", HUMANEVAL[1]), ("mbpp", "mbpp.jsonl")):
+        _, rows = read(name, name, file)
+        for row in rows:
+            tests, names = (row["tests"], row["names"]) if name == "mbpp" else (row["test"], {"candidate", row["entry_point"]})
+            assert self_comparisons(ast.parse(tests), names) == []
+
+
+def test_humaneval_33_is_compared_with_the_reference():
+    task, rows = read("humaneval", *HUMANEVAL)
+    (row,) = [row for row in rows if row["entry_point"] == "sort_third"]
+    assert [v.solved for v in task.verify_all(["    return l\n", "    return [1]\n", row["completion"]], [row] * 3)] == [False, False, True]
+
+
+def test_a_test_that_calls_the_function_by_its_name_tests_the_candidate():
+    record = {
+        "prompt": "def f(x):\n",
+        "canonical_solution": "    return x\n",
+        "test": "def check(candidate):\n    assert f(1) == 1\n",
+        "entry_point": "f",
+    }
+    task = get_task("humaneval")
+    (row,) = task.rows([("row 1", record)])
+    assert [v.solved for v in task.verify_all(["    return x\n", "    return 2\n"], [row] * 2)] == [True, False]
 
 
 @pytest.mark.parametrize("name", PYTHON_HACKS)

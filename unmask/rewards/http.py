@@ -10,6 +10,7 @@ from typing import Any
 import httpx2 as httpx
 
 from unmask.errors import ConfigError
+from unmask.rewards.answers import answer_in
 from unmask.rewards.timeouts import Arguments, LateError, in_thread
 
 TRIES = 3
@@ -66,7 +67,7 @@ class HttpReward:
             try:
                 answer = client.post(self.url, json=body, timeout=min(self.timeout, seconds))
                 answer.raise_for_status()
-                return answer.json()["reward"]
+                return answer_in(answer.json()["reward"])
             except (httpx.HTTPError, KeyError, RecursionError, TypeError, ValueError) as error:
                 failure = error
         return failure

@@ -7,7 +7,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
-from unmask.rewards.timeouts import check_signature, shown
+from unmask.artifacts import plain
+from unmask.rewards.answers import answers_in, shown
+from unmask.rewards.timeouts import check_signature
 
 
 class Log:
@@ -19,7 +21,7 @@ class Log:
 
     def log_extra(self, column: str, values: Iterable[Any]) -> None:
         """Keep a column: a value for each completion."""
-        self.extras[_name(column)].extend(values)
+        self.extras[_name(column)].extend(plain(list(values)))  # here, because it may call methods of users' objects
 
     def log_metric(self, name: str, value: float) -> None:
         """Keep a number. All numbers of a name are averaged."""
@@ -55,10 +57,10 @@ def served(function: Callable[..., Any]) -> Callable[..., Any]:
         arguments |= {"log_extra": log.log_extra, "log_metric": log.log_metric}
         check_signature(function, arguments, name)
         values = function(**arguments)
-        return _awaited(values, log) if inspect.isawaitable(values) else (values, log)
+        return _awaited(values, log) if inspect.isawaitable(values) else (answers_in(values), log)
 
     return call
 
 
 async def _awaited(values: Awaitable[Any], log: Log) -> tuple[Any, Log]:
-    return await values, log
+    return answers_in(await values), log

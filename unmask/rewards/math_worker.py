@@ -6,19 +6,25 @@ import resource
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
+from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
+from unmask.rewards.work_left import as_final
 
 MEMORY = 4 << 30
 # At import, because the process runs this module alone.
 resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
 
 
-def compare(answer: str, reference: str) -> Verdict:
-    """The verdict on an answer: `malformed` if math-verify reads no formula in it. Strings are never compared."""
+def compare(answer: str, reference: str, final: bool) -> Verdict:
+    """The verdict on an answer: `malformed` if math-verify reads no formula in it. Strings are never compared.
+
+    With `final`, an answer that leaves more to be computed than the reference does is wrong.
+    """
     parsed = [
         parse(f"$\\boxed{{{text}}}$", extraction_config=[LatexExtractionConfig()], fallback_mode="no_fallback", parsing_timeout=None)
         for text in (answer, reference)
     ]
     if not parsed[0]:
         return MALFORMED
-    return OK if verify(parsed[1], parsed[0], timeout_seconds=None) else WRONG
+    if not verify(parsed[1], parsed[0], timeout_seconds=None):
+        return WRONG
+    return OK if not final or as_final(parsed[0][0], parsed[1][0]) else UNCOMPUTED

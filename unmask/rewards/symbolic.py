@@ -2,6 +2,9 @@ r"""Whether two mathematical answers are equal: exact for plain numbers, otherwi
 
 math-verify runs in a separate process, which is killed if an answer takes too long (`44**35**19`). Wrong answers that it would accept are
 rejected before: a relation for a value (`7=5` would count as 5), a percentage for a number, other units, letters that the reference lacks.
+
+Equal is not enough for an answer: the formula of a problem equals its answer. Given the question, `equivalent` accepts results only
+(`final_form.py`, `work_left.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from fractions import Fraction
 from itertools import accumulate
 from queue import SimpleQueue
 
-from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
+from unmask.rewards.final_form import is_final
+from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
 
 MAX_ANSWER = 512
@@ -23,6 +27,7 @@ WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
+SHORT_FRACTION = re.compile(r"\\frac ?([0-9]|\{[0-9]+\}) ?([0-9]|\{[0-9]+\})")
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
 TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
 UNIT = re.compile(rf"{TEXT.pattern}(?:\^(?:\{{[0-9]\}}|[0-9]))?")
@@ -46,8 +51,10 @@ SAME = [
 """Relations, percent signs, subscripts and commas: math-verify ignores those that only one side has."""
 
 
-def equivalent(answer: str, reference: str) -> Verdict:
+def equivalent(answer: str, reference: str, question: str | None = None) -> Verdict:
     """The verdict on whether an answer (LaTeX or plain text) equals the reference.
+
+    With a question (`""`: unknown), an answer that still has to be computed, or that the question contains, is `wrong`.
 
     `malformed`: empty, longer than `MAX_ANSWER` characters, or unreadable for math-verify. `timeout`: more than `COMPARE_SECONDS`.
     `infrastructure`: math-verify is not installed.
@@ -57,15 +64,18 @@ def equivalent(answer: str, reference: str) -> Verdict:
     answer, reference = _plain(answer), _plain(reference)
     if _words(answer) == _words(reference):
         return OK
+    final = question is None or is_final(answer, reference, _plain(question))
     numbers = (number(answer), number(reference))
     if None not in numbers:
-        return OK if numbers[0] == numbers[1] else WRONG
+        return WRONG if numbers[0] != numbers[1] else OK if final else UNCOMPUTED
     if not _readable(answer, reference):
         return MALFORMED
     if not _comparable(answer, reference):
         return WRONG
+    if not final:
+        return UNCOMPUTED
     try:
-        return _verified(_exact(answer), _exact(reference))
+        return _verified(_exact(answer), _exact(reference), question is not None)
     except WorkerTimeoutError as error:
         return Verdict(0.0, "timeout", error.what)
     except WorkerCallError as error:  # the answer made math-verify raise or overflow its stack
@@ -97,7 +107,8 @@ def _plain(text: str) -> str:
     """The text with one spelling of each symbol, without outer dollar signs, a final full stop and redundant space."""
     text = SPELLING.sub(lambda found: SPELLINGS[found[0]], text.translate(SIGNS))
     text = SPACE.sub(lambda found: r" \\ " if found["row"] else "" if found["nothing"] else " ", text)
-    text = re.sub(r"_\{(.)\}", r"_\1", text)
+    text = re.sub(r"([_^])\{(.)\}", r"\1\2", text)
+    text = SHORT_FRACTION.sub(lambda found: rf"\frac{{{found[1].strip('{}')}}}{{{found[2].strip('{}')}}}", text)
     return text.strip(" $").removesuffix(".").strip()
 
 
@@ -144,10 +155,10 @@ def _exact(text: str) -> str:
     return DECIMAL.sub(lambda found: rf"\frac{{{int(found[1] + found[2])}}}{{{10 ** len(found[2])}}}", text)
 
 
-def equivalent_all(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-    """The verdict on each pair of an answer and its reference, several at a time."""
+def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:
+    """The verdict on each answer with its reference (and its question, if that is given), several at a time."""
     with ThreadPoolExecutor(WORKERS) as threads:
-        return list(threads.map(lambda pair: equivalent(*pair), pairs))
+        return list(threads.map(lambda answer: equivalent(*answer), answers))
 
 
 _idle: SimpleQueue[Worker] = SimpleQueue()
@@ -156,10 +167,10 @@ for _ in range(WORKERS):
 
 
 @functools.lru_cache(maxsize=65_536)
-def _verified(answer: str, reference: str) -> Verdict:
+def _verified(answer: str, reference: str, final: bool) -> Verdict:
     worker = _idle.get()
     try:
-        verdict: Verdict = worker.apply((answer, reference), {}, COMPARE_SECONDS)
+        verdict: Verdict = worker.apply((answer, reference, final), {}, COMPARE_SECONDS)
     finally:
         _idle.put(worker)
     return verdict

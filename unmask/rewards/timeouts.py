@@ -6,16 +6,17 @@ import asyncio
 import inspect
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 from unmask.errors import TrainingError, UnmaskError
+from unmask.rewards.answers import Answer, NotANumber, copied, describe_error, only_this_process, raise_interrupt
 
 T = TypeVar("T")
 Arguments = Mapping[str, Any]
 """The arguments of a reward function. Lists have an entry for each completion; anything else applies to all of them."""
-TimedCall = Callable[[Arguments, float], Any]
+TimedCall = Callable[[Arguments, float], list[Answer] | NotANumber]
 """Calls a function with arguments; raises LateError after this number of seconds."""
 PING_SECONDS = 1.0
 
@@ -32,8 +33,10 @@ def in_thread(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # user code
+        except (Exception, SystemExit) as error:
             future.set_exception(error)
+        except BaseException as error:  # user code: Ctrl-C does not reach threads
+            future.set_exception(RuntimeError(describe_error(error)))
 
     threading.Thread(target=run, daemon=True).start()
     return future
@@ -73,11 +76,14 @@ class EventLoop:
 
 
 async def awaited(awaitable: Awaitable[T]) -> T:
-    """A coroutine of anything that can be awaited. SystemExit, which would end the event loop, becomes a RuntimeError."""
-    try:
-        return await awaitable
-    except SystemExit as error:  # user code
-        raise RuntimeError(f"SystemExit: {error}") from error
+    """A coroutine of anything that can be awaited. SystemExit and others that would end the event loop become a RuntimeError."""
+    with only_this_process():
+        try:
+            return await awaitable
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # user code
+            raise RuntimeError(describe_error(error)) from error
 
 
 EVENT_LOOP = EventLoop()
@@ -87,7 +93,7 @@ def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name
     """The value of a reward function for each completion, or the exception in its place.
 
     Args:
-        call: calls the function with `arguments`.
+        call: calls the function with copies of `arguments`, and returns its `answers_in` what the function returned.
         seconds: time limit of all calls together.
         name: name of the function in errors.
         alone: if the function raises, call it again for each completion alone, in the remaining time, so that one bad completion does
@@ -98,18 +104,19 @@ def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name
     """
     end, count = time.monotonic() + seconds, len(arguments["completions"])
     try:
-        values = _listed(call(arguments, seconds))
+        values = call(copied(arguments), seconds)
     except TrainingError:
         raise
-    except (Exception, SystemExit) as error:  # user code
+    except BaseException as error:  # user code
+        raise_interrupt(error)
         if isinstance(error, LateError) or not alone or count == 1:
             return [error] * count
         return [_answer(call, select(arguments, slice(row, row + 1)), end - time.monotonic(), error) for row in range(count)]
-    if not isinstance(values, Sequence) or len(values) != count:
-        found = f"{len(values)} values" if isinstance(values, Sequence) else shown(values)
+    if isinstance(values, NotANumber) or len(values) != count:
+        found = values.shown if isinstance(values, NotANumber) else f"{len(values)} values"
         what = f"returned {found} for {count} completions"
         raise TrainingError(what, where=f"reward function {name}", remedy="Return one float or None per completion")
-    return list(values)
+    return values
 
 
 def check_signature(function: Callable[..., Any], arguments: Arguments, name: str) -> None:
@@ -130,29 +137,16 @@ def select(arguments: Arguments, at: slice) -> Arguments:
     return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-def _answer(call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException) -> Any:
+def _answer(call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException) -> Answer | BaseException:
     """The value or exception for one completion alone, of a function that raised `of_all` for all of them."""
     if seconds <= 0:
         return LateError("no time left")
     try:
-        values = _listed(call(arguments, seconds))
+        values = call(copied(arguments), seconds)
     except TrainingError:
         raise
-    except (Exception, SystemExit) as error:  # user code
+    except BaseException as error:  # user code
+        raise_interrupt(error)
         return error
     # A function that does not support single completions must not end the run.
-    return values[0] if isinstance(values, Sequence) and len(values) == 1 else of_all
-
-
-def _listed(values: Any) -> Any:
-    """Arrays and tensors, also those in a list, as lists and numbers."""
-    values = values.tolist() if hasattr(values, "tolist") else values
-    return [value.tolist() if hasattr(value, "tolist") else value for value in values] if isinstance(values, Sequence) else values
-
-
-def shown(value: Any) -> str:
-    """The beginning of a value as text; its type if it cannot be printed."""
-    try:
-        return f"{value!r:.60}"
-    except Exception:  # user code, or an integer of thousands of digits
-        return f"a {type(value).__name__}"
+    return of_all if isinstance(values, NotANumber) or len(values) != 1 else values[0]

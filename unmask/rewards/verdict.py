@@ -27,3 +27,4 @@ class Verdict:
 OK = Verdict(1.0, "ok")
 WRONG = Verdict(0.0, "wrong")
 MALFORMED = Verdict(0.0, "malformed")
+UNCOMPUTED = Verdict(0.0, "wrong", "equal, but still to be computed")

@@ -18,10 +18,10 @@ from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from traceback import format_exception_only
 from typing import Any
 
 from unmask.errors import ConfigError, TrainingError, UnmaskError
+from unmask.rewards.answers import describe_error, only_this_process
 from unmask.rewards.timeouts import LateError, awaited
 
 GRACE_SECONDS = 10.0
@@ -63,11 +63,6 @@ def load_function(target: str) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # user code
         what = f"cannot be imported ({type(error).__name__}: {error})"
         raise ConfigError(what, where=target, remedy="Give package.module:function or path/to/file.py:function") from error
-
-
-def describe_error(error: BaseException) -> str:
-    """The type and message of an exception, also of one that cannot be printed."""
-    return "".join(format_exception_only(error)).strip()
 
 
 class Worker:
@@ -168,8 +163,10 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
         # Ends this process after its parent has died, even during a call.
         faulthandler.dump_traceback_later(timeout + GRACE_SECONDS, exit=True)
         try:
-            value = function(*args, **kwargs)
-            pipe.send((False, runner.run(awaited(value)) if inspect.isawaitable(value) else value))
+            with only_this_process():
+                value = function(*args, **kwargs)
+                value = runner.run(awaited(value)) if inspect.isawaitable(value) else value
+            pipe.send((False, value))
         except TrainingError as error:
             pipe.send((True, error))
         except Exception as error:  # user code, and what it returns may not be picklable

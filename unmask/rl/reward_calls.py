@@ -17,16 +17,17 @@ from typing import Any
 import torch
 
 from unmask.errors import ConfigError, DataError, TrainingError
+from unmask.rewards.answers import answers_in, answers_of, describe_error, only_this_process
 from unmask.rewards.logged import Log
 from unmask.rewards.timeouts import EVENT_LOOP, Arguments, check_signature, in_thread, limited, reward_values, select
-from unmask.rewards.workers import Worker, describe_error
+from unmask.rewards.workers import Worker
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward
 
 MAIN_THREAD_ERRORS = re.compile(
     "signal only works in main thread|There is no current event loop in thread|SQLite objects created in a thread"
 )
-"""The beginnings of messages about functions that only work in the main thread."""
+"""Messages about functions that only work in the main thread."""
 logger = logging.getLogger(__name__)
 
 
@@ -108,7 +109,7 @@ class LocalReward:
             values = self._values(arguments, seconds)
         except self.fatal as error:
             raise TrainingError(f"raised {describe_error(error)}", where=f"reward function {self.name}") from error
-        return EVENT_LOOP.run(values, end - time.monotonic()) if inspect.isawaitable(values) else values
+        return EVENT_LOOP.run(answers_of(values), end - time.monotonic()) if inspect.isawaitable(values) else values
 
     def _values(self, arguments: Arguments, seconds: float) -> Any:
         work = functools.partial(self._without_grad, arguments, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
@@ -126,11 +127,13 @@ class LocalReward:
     def _without_grad(self, arguments: Arguments, device: int | None) -> Any:
         if device is not None:  # each thread has its own current device
             torch.cuda.set_device(device)
-        return self.function(**arguments)
+        with only_this_process():
+            values = self.function(**arguments)
+            return values if inspect.isawaitable(values) else answers_in(values)
 
 
 def needs_main_thread(error: BaseException | None) -> bool:
     """Whether an exception, or its cause, says that a function must be called in the main thread."""
     if error is None:
         return False
-    return MAIN_THREAD_ERRORS.match(str(error)) is not None or needs_main_thread(error.__cause__ or error.__context__)
+    return MAIN_THREAD_ERRORS.search(describe_error(error)) is not None or needs_main_thread(error.__cause__ or error.__context__)

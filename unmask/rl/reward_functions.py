@@ -22,11 +22,12 @@ from torch import Tensor
 
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
+from unmask.rewards.answers import NotANumber, copy_of, describe_error, shown
 from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
-from unmask.rewards.timeouts import Arguments, LateError, in_thread, shown
+from unmask.rewards.timeouts import Arguments, LateError, in_thread
 from unmask.rewards.verdict import Verdict
-from unmask.rewards.workers import WorkerError, describe_error, load_function
+from unmask.rewards.workers import WorkerError, load_function
 from unmask.rl.config import GRPOConfig, RewardErrors
 from unmask.rl.reward_calls import LocalReward, WorkerReward
 from unmask.rl.reward_model import RewardModel
@@ -197,7 +198,7 @@ class Rewards:
             "completions": [
                 [{"role": "assistant", "content": text}] if is_conversational(row) else text for row, text in zip(rows, texts, strict=True)
             ],
-            "completion_ids": [list(tokens) for tokens in ids],  # copies, which functions may change
+            "completion_ids": [list(tokens) for tokens in ids],
             **({} if state is None else {"trainer_state": state}),
             "log_extra": log.log_extra,
             "log_metric": log.log_metric,
@@ -241,7 +242,9 @@ class Rewards:
 
     def _answers(self, arguments: Arguments) -> list[list[Any]]:
         """The answers of each function to each completion [F][B]."""
-        calls = [functools.partial(call, arguments, self.seconds) for call in self._calls]
+        # Each function gets a copy of the trainer's state. `reward_values` copies the lists, before each call.
+        of_each = [{name: copy_of(value) if name == "trainer_state" else value for name, value in arguments.items()} for _ in self._calls]
+        calls = [functools.partial(call, own, self.seconds) for call, own in zip(self._calls, of_each, strict=True)]
         parallel = {
             index: in_thread(calls[index])
             for index, function in enumerate(self.functions)
@@ -263,10 +266,10 @@ class Rewards:
         if isinstance(answer, BaseException):
             what = answer.what if isinstance(answer, WorkerError) else f"raised {describe_error(answer)}"
             return Failure("raised", what, "Fix the function, or let it return None")
-        is_number = isinstance(answer, numbers.Real)
-        if is_number and abs(answer) <= self.largest:  # not NaN
-            return float(answer)
-        return Failure("invalid", f"returned {shown(answer)}", f"Return a number of at most {self.largest:g}, or None")
+        if isinstance(answer, float) and abs(answer) <= self.largest:  # not NaN
+            return answer
+        what = answer.shown if isinstance(answer, NotANumber) else f"{answer}"
+        return Failure("invalid", f"returned {what}", f"Return a number of at most {self.largest:g}, or None")
 
     def _report(self, name: str, values: Sequence[float | Failure]) -> None:
         """Warn of the first failure of each kind, or raise it."""

@@ -2,7 +2,7 @@
 """Verifiable tasks: each reads problems (some also generate them), and verifies answers. To add one, subclass `Task` and import it here."""
 
 from unmask.tasks.base import Puzzle, Reward, Row, Task, as_puzzle, get_rewards, get_task, split_of
-from unmask.tasks.code import MBPP, HumanEval
+from unmask.tasks.code import MBPP, HumanEval, PublishedMBPP
 from unmask.tasks.countdown import Countdown, Countdown4
 from unmask.tasks.gsm8k import GSM8K
 from unmask.tasks.math500 import Math500

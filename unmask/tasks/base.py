@@ -35,12 +35,14 @@ class Reward:
     Attributes:
         name: name in logs.
         columns: dataset columns that it reads.
+        optional: columns that it reads where the dataset has them.
         verify: returns the verdicts on completions, from these columns of their rows.
     """
 
     name: str
     columns: tuple[str, ...]
     verify: Verify
+    optional: tuple[str, ...] = ()
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float | None]:
         """The value of each completion (text or messages); None if it could not be verified."""
@@ -49,7 +51,8 @@ class Reward:
     def verdicts(self, completions: Sequence[Any], **columns: Any) -> list[Verdict]:
         """The verdict on each completion. Each dataset column is a list; those that the reward does not read are ignored."""
         require_names(columns, self.columns, f"the reward {self.name}")
-        rows = [dict(zip(self.columns, row, strict=True)) for row in zip(*(columns[name] for name in self.columns), strict=True)]
+        names = [*self.columns, *(name for name in self.optional if name in columns)]
+        rows = [dict(zip(names, row, strict=True)) for row in zip(*(columns[name] for name in names), strict=True)]
         return self.verify([text if isinstance(text, str) else text[-1]["content"] for text in completions], rows)
 
 
@@ -67,6 +70,8 @@ class Task(abc.ABC):
     """Keys that every record of a file must have."""
     columns: ClassVar[tuple[str, ...]]
     """The columns of a row that `verify` reads."""
+    optional_columns: ClassVar[tuple[str, ...]] = ()
+    """Columns that it also reads where there are any."""
     instructions: ClassVar[str] = "Give the answer alone, between <answer> and </answer>."
     """The instructions before the problem in the chat format."""
     published: ClassVar[Mapping[str, Component]] = {}
@@ -132,7 +137,10 @@ class Task(abc.ABC):
         if shaping not in known:
             raise ConfigError(f"{self.name} has no shaping {shaping!r}", where="rewards", remedy=did_you_mean(shaping, known))
         components, only = known[shaping], self.name if shaping == "strict" else f"{self.name}/{shaping}"
-        return [Reward(name if len(components) > 1 else only, self.columns, verify) for name, verify in components.items()]
+        return [
+            Reward(name if len(components) > 1 else only, self.columns, verify, self.optional_columns)
+            for name, verify in components.items()
+        ]
 
     def shapings(self) -> dict[str, dict[str, Verify]]:
         """The components of each shaping, by name."""

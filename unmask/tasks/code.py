@@ -6,16 +6,24 @@ import ast
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
-from unmask.errors import DataError
+from unmask.errors import ConfigError, DataError
 from unmask.rewards.format import code_format, parse_python
 from unmask.rewards.parsing import FENCE, MAX_TEXT, OPEN, answer_of, code_block
 from unmask.rewards.program import verify_programs
 from unmask.rewards.verdict import Verdict
 from unmask.sandbox.pool import Job, PythonTests, python_job
-from unmask.tasks.base import Row, Task, Verify
+from unmask.tasks.base import Reward, Row, Task, Verify
+
+UNPARSABLE = (SyntaxError, ValueError, MemoryError, RecursionError)
+"""What Python's parser raises."""
+
+
+def not_python(error: BaseException, where: str) -> DataError:
+    return DataError(f"not Python: {error}", where=where, remedy="Fix or remove the row")
 
 
 def program_in(completion: str, languages: Sequence[str]) -> str | None:
@@ -63,6 +71,29 @@ class Code(Task):
         return [Verdict(value, "ok" if value == 1 else "malformed") for value in values]
 
 
+def self_comparisons(tests: ast.AST, names: Collection[str]) -> list[list[ast.Name]]:
+    """The names of a candidate on the right side of each assertion that has them on both sides, as all of HumanEval/33."""
+    found = []
+    for node in ast.walk(tests):
+        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
+            left, *right = (
+                [part for part in ast.walk(side) if isinstance(part, ast.Name) and part.id in names]
+                for side in (node.test.left, *node.test.comparators)
+            )
+            found += [list(chain(*right))] if left and any(right) else []
+    return found
+
+
+def compared_with_reference(tests: str, names: Collection[str], program: str, name: str) -> str:
+    """Tests whose assertions compare the candidate with the reference, `name` of `program`, instead of with itself."""
+    tree = parse_python(tests)
+    if not (found := self_comparisons(tree, names)):
+        return tests
+    for each in chain(*found):
+        each.id = "_reference"
+    return f"_names = {{}}\nexec({program!r}, _names)\n_reference = _names[{name!r}]\n{ast.unparse(tree)}"
+
+
 class HumanEval(Code):
     """Records have `prompt` (the beginning of a program), `canonical_solution`, `test` (a function `check`) and `entry_point`."""
 
@@ -75,6 +106,10 @@ class HumanEval(Code):
         if not all(isinstance(text, str) and text.strip() for text in texts.values()) or not texts["entry_point"].isidentifier():
             raise DataError("not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text")
         stub, solution, test, entry_point = texts.values()
+        try:
+            test = compared_with_reference(test, {"candidate", entry_point}, stub + solution, entry_point)
+        except UNPARSABLE as error:
+            raise not_python(error, where) from None
         return {"prompt": stub, "completion": solution, "group": stub, "stub": stub, "test": test, "entry_point": entry_point}
 
     def program(self, code: str, row: Mapping[str, Any]) -> str:
@@ -92,38 +127,55 @@ class HumanEval(Code):
 
 
 class MBPP(Code):
-    """Records have `text` (the problem), `code`, `test_list`, and optionally `test_setup_code`."""
+    """Records have `text` (the problem), `code`, `test_list`, and optionally `challenge_test_list` and `test_setup_code`.
+
+    The prompt shows one test, and the verdict is by the others, so that a table of what is shown does not pass.
+    """
 
     name = "mbpp"
     fields = ("text", "code", "test_list")
     columns = ("tests", "names", "imports")
 
     def row(self, record: Mapping[str, Any], where: str) -> Row:
-        text, code, tests = (record[name] for name in self.fields)
-        listed = isinstance(tests, Sequence) and not isinstance(tests, str) and all(isinstance(test, str) for test in tests)
-        if not (isinstance(text, str) and text.strip() and isinstance(code, str) and listed and tests):
-            remedy = "Write `text` and `code` as text, `test_list` as a list of texts"
+        text, code, tests, challenges = *(record[name] for name in self.fields), record.get("challenge_test_list") or []
+        if not (
+            isinstance(text, str) and text.strip() and isinstance(code, str) and tests and _are_texts(tests) and _are_texts(challenges)
+        ):
+            remedy = "Write `text` and `code` as text, `test_list` and `challenge_test_list` as lists of texts"
             raise DataError("not a problem with tests", where=where, remedy=remedy)
-        text, shown, code = text.strip(), "\n".join(tests), code.replace("\r\n", "\n")
-        asserts = str(record.get("test_setup_code") or "").replace("\r\n", "\n") + f"\n{shown}\n"
-        names, imports = self._needed(asserts, code, where)
+        text, code, setup = (str(part).replace("\r\n", "\n") for part in (text.strip(), code, record.get("test_setup_code") or ""))
+        names, imports = self._needed("\n".join([setup, *tests, *challenges]), code, where)
+        shown, hidden = self.split(tests, challenges)
+        example = "\n".join(shown) or f"The tests call {' and '.join(names)}."
         return {
-            "prompt": f'"""\n{text}\n{shown}\n"""\n',
+            "prompt": f'"""\n{text}\n{example}\n"""\n',
             "completion": code.strip() + "\n",
             "group": text,
-            "question": f"{text}\n\nIt must pass these tests:\n{shown}",
-            "tests": asserts,
+            "question": f"{text}\n\nIt must pass tests such as:\n{example}" if shown else f"{text}\n\n{example}",
+            "tests": "\n".join([setup, *hidden, ""]),
             "names": names,
             "imports": imports,
         }
+
+    def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The tests that the prompt shows, and those that decide. Nothing is shown if all tests are the same.
+
+        The first is shown after which the others do not all expect the same: a table of it with a guess for all else does not pass.
+        """
+        different = list({ast.dump(parse_python(test)): test for test in reversed([*tests, *challenges])}.values())[::-1]
+        if len(different) == 1:
+            return [], different
+        results = [_expected(test) for test in different]
+        shown = next((at for at in range(len(different)) if len({*results[:at], *results[at + 1 :]}) > 1), 0)
+        return [different[shown]], different[:shown] + different[shown + 1 :]
 
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
         """The names that the tests use: those that the reference defines, which the candidate provides, and standard modules."""
         try:
             used = {node.id for node in ast.walk(parse_python(tests)) if isinstance(node, ast.Name)}
             defined = {getattr(node, "name", None) for node in parse_python(code).body}
-        except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-            raise DataError(f"not Python: {error}", where=where, remedy="Fix or remove the row") from None
+        except UNPARSABLE as error:
+            raise not_python(error, where) from None
         names = sorted(used & defined)
         if not names:
             raise DataError("the tests use nothing that the code defines", where=where, remedy="Fix or remove the row")
@@ -132,3 +184,26 @@ class MBPP(Code):
     def job(self, program: str, row: Mapping[str, Any]) -> Job:
         setup = "".join(f"import {name}\n" for name in row["imports"])
         return python_job(program, PythonTests(row["tests"], {name: name for name in row["names"]}, setup))
+
+
+class PublishedMBPP(MBPP):
+    """MBPP as published: the prompt shows all of `test_list`, which decides. A table of what is shown passes: for evaluation only."""
+
+    name = "mbpp_published"
+
+    def split(self, tests: Sequence[str], challenges: Sequence[str]) -> tuple[list[str], list[str]]:
+        return list(tests), list(tests)
+
+    def rewards(self, shaping: str = "strict") -> list[Reward]:
+        raise ConfigError("its prompts show all tests, which a table passes", where=f"reward {self.name}", remedy="Use mbpp")
+
+
+def _expected(test: str) -> str:
+    """The value that an assertion compares with, else the whole assertion."""
+    tree = parse_python(test)
+    compared = [node.test.comparators[-1] for node in tree.body if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare)]
+    return ast.dump(compared[-1] if compared else tree)
+
+
+def _are_texts(tests: Any) -> bool:
+    return isinstance(tests, Sequence) and not isinstance(tests, str) and all(isinstance(test, str) for test in tests)

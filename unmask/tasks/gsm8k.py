@@ -7,10 +7,11 @@ from types import MappingProxyType
 from typing import Any
 
 from unmask.errors import DataError
+from unmask.rewards.final_form import lowest_terms
 from unmask.rewards.format import integer, published_answer, soft_format, strict_format, xml_count
 from unmask.rewards.parsing import answer_of
 from unmask.rewards.symbolic import number
-from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
+from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.tasks.base import Row, Task
 
 MARK = "####"
@@ -57,10 +58,13 @@ class GSM8K(Task):
         text = answer_of(completion) or ""
         if text.count(MARK) == 1:
             text = text.partition(MARK)[2]
-        value = number(text.strip().removeprefix("$").removesuffix("."))
+        text = text.strip().removeprefix("$").removesuffix(".")
+        value = number(text)
         if value is None:
             return MALFORMED
-        return OK if value == number(row["answer"]) else WRONG
+        if value != number(row["answer"]):
+            return WRONG
+        return OK if lowest_terms(text) else UNCOMPUTED
 
     def answer(self, row: Mapping[str, Any]) -> str:
         steps = row["completion"].partition(MARK)[0].strip()

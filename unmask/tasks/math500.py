@@ -17,8 +17,13 @@ from unmask.tasks.base import Row, Task
 def correctness(completion: str, row: Mapping[str, Any]) -> float | None:
     """2 if the last box, anywhere in the text, is equivalent to the reference."""
     found = boxed(completion)
-    verdict = equivalent(found, row["answer"]) if found is not None else MALFORMED
+    verdict = equivalent(found, row["answer"], question_of(row)) if found is not None else MALFORMED
     return None if verdict.value is None else 2.0 * verdict.solved
+
+
+def question_of(row: Mapping[str, Any]) -> str:
+    """The problem of a row; empty for rows of users' datasets without one."""
+    return str(row.get("question") or "")
 
 
 def final_answer(completion: str) -> str | None:
@@ -35,6 +40,7 @@ class Math500(Task):
     name = "math500"
     fields = ("problem", "solution", "answer")
     columns = ("answer",)
+    optional_columns = ("question",)
     published = MappingProxyType({"boxed_in_answer": lambda text, row: boxed_in_answer(text), "correctness": correctness})
     instructions = (
         "Think step by step. Answer in this form:\n<reasoning>\n...\n</reasoning>\n<answer>\n\\boxed{...}\n</answer>\n"
@@ -54,7 +60,8 @@ class Math500(Task):
 
     def verify_all(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
         answers = [final_answer(completion) for completion in completions]
-        verdicts = iter(equivalent_all((answer, row["answer"]) for answer, row in zip(answers, rows, strict=True) if answer is not None))
+        given = [(answer, row["answer"], question_of(row)) for answer, row in zip(answers, rows, strict=True) if answer is not None]
+        verdicts = iter(equivalent_all(given))
         return [MALFORMED if answer is None else next(verdicts) for answer in answers]
 
     def answer(self, row: Mapping[str, Any]) -> str:

@@ -1,0 +1,107 @@
+# ruff: noqa: E501 (tables)
+"""Reward functions edit copies only, and what they return is plain."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from unmask.rewards.answers import NotANumber, answers_in, copied, copy_of, describe_error, only_this_process, raise_interrupt, shown
+from unmask.rewards.verdict import OK, Verdict
+
+
+def test_each_entry_of_a_list_is_copied():
+    entry = {"a": [1]}
+    copies = copied({"column": [entry, entry], "state": entry})
+    copies["column"][0]["a"].append(2)
+    assert copies["column"] == [{"a": [1, 2]}, {"a": [1]}] and entry == {"a": [1]} and copies["state"] is entry
+
+
+def test_what_cannot_be_copied_is_shared():
+    lock = threading.Lock()
+    assert copy_of([lock]) == [lock]
+
+
+@pytest.mark.parametrize(
+    ("values", "answers"),
+    [
+        ([1, 2.5, None, True], [1.0, 2.5, None, 1.0]), (np.array([1, 2]), [1.0, 2.0]), (torch.tensor([0.5]), [0.5]), ((Fraction(1, 2),), [0.5]),
+        ([OK, Verdict(None, "timeout")], [OK, Verdict(None, "timeout")]), ([Decimal(1), "a", [1.0]], [NotANumber("Decimal('1')"), NotANumber("'a'"), NotANumber("[1.0]")]),
+        ([10**999], [NotANumber(f"{10**999!r:.60}")]), (None, NotANumber("None")), (0.5, NotANumber("0.5")), (iter([1]), None),
+    ],
+)  # fmt: skip
+def test_answers_are_plain(values, answers):
+    found = answers_in(values)
+    assert found == answers if answers is not None else isinstance(found, NotANumber)
+    if isinstance(found, list):
+        assert all(answer is None or type(answer) in (float, Verdict, NotANumber) for answer in found)
+
+
+def hostile(base, raised):
+    """A value whose methods raise, or claim to be small numbers."""
+
+    class Hostile(base):
+        def _fail(self, *_):
+            raise raised
+
+        __repr__ = __str__ = __format__ = __float__ = __abs__ = __le__ = __lt__ = __ge__ = __gt__ = __eq__ = __bool__ = __len__ = _fail
+        __hash__ = None
+
+    return Hostile()
+
+
+@pytest.mark.parametrize("raised", [SystemExit(3), KeyboardInterrupt(), ValueError("no"), type("Odd", (BaseException,), {})()])
+@pytest.mark.parametrize("base", [object, float, int, str, list])
+def test_methods_of_what_is_returned_end_nothing(base, raised):
+    def run():
+        try:
+            found.append(answers_in([hostile(base, raised), 1.0]))
+        except BaseException as error:
+            found.append(error)
+
+    found = []
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    ((first, second),) = found
+    assert second == 1.0 and type(first) in (NotANumber, float)
+
+
+def test_a_number_cannot_pass_for_another():
+    class Small(float):
+        def __abs__(self):
+            return 0.0
+
+        def __le__(self, other):
+            return True
+
+    (answer,) = answers_in([Small(math.inf)])
+    assert type(answer) is float and answer == math.inf
+
+
+def test_ctrl_c_is_raised_again_in_the_main_thread():
+    with pytest.raises(KeyboardInterrupt):
+        answers_in([hostile(float, KeyboardInterrupt())])
+    with pytest.raises(KeyboardInterrupt):
+        raise_interrupt(KeyboardInterrupt())
+    raise_interrupt(SystemExit())
+
+
+def test_what_cannot_be_printed_has_its_type():
+    class OddError(Exception):
+        __str__ = property(lambda self: exec("raise SystemExit"))
+
+    assert shown(hostile(object, SystemExit())) == "a Hostile" and "Odd" in describe_error(OddError())
+
+
+def test_a_fork_ends_where_it_returns():
+    with only_this_process():
+        child = os.fork()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1

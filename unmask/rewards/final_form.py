@@ -1,0 +1,52 @@
+r"""Whether an answer is computed: in a form like that of its reference, and no formula of the problem.
+
+This reads text. `work_left.py` counts what a parsed formula leaves to be computed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+FRACTION = re.compile(r"\\frac\{([0-9.]+)\}\{([0-9.]+)\}|([0-9.]+) ?/ ?([0-9.]+)")
+UNIT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{[^{}]*\}(?:\^[0-9])?|\^\{? ?\\circ ?\}?|\\?[$%]")
+KINDS = {
+    "integer": re.compile(r"[+-]?[0-9]{1,3}(?:[, ]?[0-9]{3})+|[+-]?[0-9]+"),
+    "decimal": re.compile(r"[+-]?(?:[0-9]{1,3}(?:[, ]?[0-9]{3})+|[0-9]*)\.[0-9]+"),
+    "fraction": re.compile(r"[+-]?(?:\\frac\{[0-9]+\}\{[0-9]+\}|[0-9]+/[0-9]+)|\\frac\{-[0-9]+\}\{[0-9]+\}"),
+    "mixed number": re.compile(r"[+-]?[0-9]+ ?\\frac\{[0-9]+\}\{[0-9]+\}"),
+}
+FUNCTION = re.compile(r"\\(?:binom|log|ln|lg|exp|(?:arc)?(?:sin|cos|tan)|cot|sec|csc|div)(?![a-zA-Z])")
+
+
+def is_final(answer: str, reference: str, question: str) -> bool:
+    """Whether an answer may be the result of a problem. All three are in the spelling of `symbolic.plain`.
+
+    Its fractions are in lowest terms; it calls only functions that the reference calls; for a reference that is a number it is a number;
+    and it does not occur in the question, unless it is a number in the reference's notation.
+    """
+    kind, wanted = number_kind(answer), number_kind(reference)
+    return (
+        lowest_terms(answer)
+        and not set(FUNCTION.findall(answer)) - set(FUNCTION.findall(reference))
+        and (wanted is None or kind is not None)
+        and ((kind is not None and kind == wanted) or not occurs(answer, question))
+    )
+
+
+def lowest_terms(text: str) -> bool:
+    """Whether all quotients of numbers in a text are of integers, in lowest terms, and none has the divisor 1."""
+    pairs = [list(filter(None, found.groups())) for found in FRACTION.finditer(text)]
+    return all(over.isdigit() and under.isdigit() and int(under) > 1 and math.gcd(int(over), int(under)) == 1 for over, under in pairs)
+
+
+def number_kind(text: str) -> str | None:
+    """How a number, with or without a unit, is written: a key of `KINDS`; None for anything else."""
+    bare = UNIT.sub("", text).strip()
+    return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(bare)), None)
+
+
+def occurs(answer: str, question: str) -> bool:
+    """Whether a formula occurs in a question, however spaced."""
+    spaced = r" ?".join(re.escape(character) for character in answer.replace(" ", ""))
+    return re.search(rf"(?<![0-9A-Za-z.\\]){spaced}(?![0-9A-Za-z])", question) is not None
