@@ -144,7 +144,7 @@ GREED = {
     "a fork bomb": "while True:\n try: os.fork()\n except OSError: pass",
     "a thread bomb": "while True:\n try: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n except RuntimeError: pass",
     "a daemon": (
-        "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  signal.signal(signal.SIGTERM, signal.SIG_IGN)\n  time.sleep(600)\n os._exit(0)\n"
+        "if os.fork() == 0:\n tried(os.setsid)\n if os.fork() == 0:\n  signal.signal(signal.SIGTERM, signal.SIG_IGN)\n  time.sleep(600)\n os._exit(0)\n"
         "def f(x): return None"
     ),
     "all memory": "held = []\nwhile True: held.append(bytearray(1 << 24))",

@@ -59,7 +59,7 @@ def test_the_environment_variable_accepts(bare, monkeypatch):
     make().close()
 
 
-@pytest.mark.parametrize("layer", ["users", "cgroups", "seccomp"])
+@pytest.mark.parametrize("layer", ["users", "cgroups", "cpu", "seccomp"])
 def test_one_layer_less_still_isolates(layer, monkeypatch):
     require_sandbox()
     host = dataclasses.replace(probe(), missing={layer: "taken away"})

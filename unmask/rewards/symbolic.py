@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from itertools import accumulate
 from queue import SimpleQueue
 
+from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
 
@@ -145,9 +147,15 @@ def _exact(text: str) -> str:
 
 
 def equivalent_all(pairs: Iterable[tuple[str, str]]) -> list[Verdict]:
-    """The verdict on each pair of an answer and its reference, several at a time."""
+    """The verdict on each pair of an answer and its reference, several at a time. Pairs that are not begun at `DEADLINE` have none."""
+    deadline = DEADLINE.get()
+
+    def verdict(pair: tuple[str, str]) -> Verdict:
+        late = time.monotonic() > deadline
+        return Verdict(None, "infrastructure", "the time of its batch was over") if late else equivalent(*pair)
+
     with ThreadPoolExecutor(WORKERS) as threads:
-        return list(threads.map(lambda pair: equivalent(*pair), pairs))
+        return list(threads.map(verdict, pairs))
 
 
 _idle: SimpleQueue[Worker] = SimpleQueue()

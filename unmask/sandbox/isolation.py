@@ -44,9 +44,11 @@ class Limits:
     """The resources that one program may use."""
 
     seconds: float = 10.0
-    """Wall time, from when it gets its job."""
+    """Processor time of the program and its tests, with all their processes, from when they get their job."""
+    wall_seconds: float = 60.0
+    """Time in all: for programs that wait, and for hosts under load."""
     cpu_seconds: int = 20
-    """Processor time of each process: more than the wall time, because of threads."""
+    """Processor time of each process, in case it escapes the count of `seconds`."""
     memory: int = 512 << 20
     """Bytes of all its processes and files."""
     processes: int = 32
@@ -98,6 +100,8 @@ class Host:
         if not self.isolated:
             return []
         enter = ["sh", "-c", ENTER, "sh", *entrances, "--"] if entrances else []
+        if "cpu" in self.missing:
+            enter = ["nice", "-n", "10", *enter]
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if "users" not in self.missing else []
         bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
@@ -111,6 +115,7 @@ LAYERS = {
     "bubblewrap": "programs read and write the files of this user, see and kill its processes, and reach the network",
     "users": "sandboxes share a user id: only a control group, or Linux 5.14 for a user other than root, limits processes",
     "cgroups": "many processes together use more memory than one may",
+    "cpu": "programs that start many processes slow down the others: one program runs per processor, each at a low priority",
     "seccomp": "programs reach every system call: a hole in the kernel is a hole in the sandbox",
 }
 """The risk if a layer is missing."""
@@ -131,9 +136,12 @@ def probe() -> Host:
         missing["users"] = "only root can choose user ids"
     try:
         sweep()
-        Group(f"unmask-{os.getpid()}-probe", 1 << 26, 16).remove()
+        group = Group(f"unmask-{os.getpid()}-probe", 1 << 26, 16)
+        group.remove()
+        if not group.shares_processors:
+            missing["cpu"] = "there is no cpu controller"
     except OSError as error:
-        missing["cgroups"] = str(error)
+        missing |= dict.fromkeys(("cgroups", "cpu"), str(error))
     python, problem = _find_python(Host(missing, folder, sys.executable))
     if problem:
         missing["bubblewrap"] = problem

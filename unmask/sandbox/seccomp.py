@@ -1,7 +1,8 @@
 """The system calls that a sandboxed program may make: for computing, files, processes, threads and time. All others fail with EPERM.
 
 So programs reach no sockets, namespaces, mounts, tracing, keys, BPF, io_uring, performance counters, shared memory, message queues, or
-calls of newer kernels.
+calls of newer kernels. Nor do they leave their session or process group (`setsid`, `setpgid`): the scheduler gives each session a share
+of its own.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll
 MEMORY = "mmap mprotect munmap mremap madvise mincore membarrier brk getrandom"
 PROCESSES = """
 fork vfork execve exit exit_group wait4 waitid futex futex_waitv set_robust_list get_robust_list set_tid_address rseq arch_prctl prctl
-getpid getppid gettid getpgrp getpgid getsid setsid setpgid getuid geteuid getgid getegid getresuid getresgid getgroups
+getpid getppid gettid getpgrp getpgid getsid getuid geteuid getgid getegid getresuid getresgid getgroups
 getpriority sched_yield sched_getaffinity sched_getparam sched_getscheduler
 getrlimit setrlimit prlimit64 getrusage getcpu uname sysinfo times
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack kill tkill tgkill pause restart_syscall
