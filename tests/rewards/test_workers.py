@@ -133,6 +133,18 @@ def test_an_async_function_is_awaited_on_one_loop(path):
     worker.close()
 
 
+@pytest.mark.parametrize("target", ["os.path:basename", "unmask.rewards.math_worker:compare"])
+def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch, target):
+    """They may lie beside data that someone downloaded."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("json", "resource", "asyncio", "struct", "numpy", "math_verify", "unmask"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    worker = Worker(target)
+    worker.start()
+    worker.close()
+    assert not (tmp_path / "ran").exists()
+
+
 def test_arguments_may_have_any_name(path):
     worker = Worker(f"{path}:columns")
     assert worker.apply((), {"timeout": 1, "self": 2}, 60) == {"timeout": 1, "self": 2}

@@ -127,6 +127,13 @@ HOST = {
     "changes its root": "answers(lambda: os.chroot('/tmp') is None)",
     "opens devices": "answers(lambda: [d for d in os.listdir('/dev') if d in ('mem', 'kmsg', 'sda', 'vda', 'kvm')] or open('/dev/mem'))",
     "types into a terminal": "import fcntl\nanswers(lambda: fcntl.ioctl(0, 0x5412, b'x') is not None)",
+    "has a terminal of its own": "answers(lambda: tried(lambda: os.open('/dev/ptmx', os.O_RDWR)) or os.openpty())",
+    "locks a file that the host sees": (
+        "import fcntl\ndef go():\n"
+        " for path in ('/sandbox/lock', '/sandbox/worker.pyc', '/usr/bin/env'):\n"
+        "  for lock in (lambda file: fcntl.flock(file, 2 | 4), lambda file: fcntl.lockf(file, 1 | 4)):\n"
+        "   if tried(lambda: lock(open(path)) is None): return True\nanswers(go)"
+    ),
     "writes to /usr": "answers(lambda: open('/usr/lib/pwned', 'w'))",
     "writes to the worker": "answers(lambda: open('/sandbox/worker.pyc', 'ab') or os.unlink('/sandbox/worker.pyc') is None)",
     "raises its limits": "import resource\nanswers(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (4096, 4096)) is None)",
@@ -144,7 +151,7 @@ GREED = {
     "a fork bomb": "while True:\n try: os.fork()\n except OSError: pass",
     "a thread bomb": "while True:\n try: threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\n except RuntimeError: pass",
     "a daemon": (
-        "if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  signal.signal(signal.SIGTERM, signal.SIG_IGN)\n  time.sleep(600)\n os._exit(0)\n"
+        "if os.fork() == 0:\n tried(os.setsid)\n if os.fork() == 0:\n  signal.signal(signal.SIGTERM, signal.SIG_IGN)\n  time.sleep(600)\n os._exit(0)\n"
         "def f(x): return None"
     ),
     "all memory": "held = []\nwhile True: held.append(bytearray(1 << 24))",

@@ -48,13 +48,14 @@ except OSError:
         assert group.processes() and group.kill(5.0) and not group.processes()
 
 
-def test_the_files_of_version_2(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("controllers", "wanted"), [("memory pids", "+memory +pids"), ("cpu memory pids", "+memory +pids +cpu")])
+def test_the_files_of_version_2(monkeypatch, tmp_path, controllers, wanted):
     """In a folder that imitates the hierarchy, as only a host with version 2 has a real one."""
-    (tmp_path / "cgroup.controllers").touch()
+    (tmp_path / "cgroup.controllers").write_text(controllers)
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     monkeypatch.setattr(cgroups, "_own_group", lambda controller: tmp_path)
     group = Group("unmask-1-test", 64 << 20, 4)
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +pids"
+    assert (tmp_path / "cgroup.subtree_control").read_text() == wanted and group.shares_processors == ("cpu" in controllers)
     assert {file.name: file.read_text() for file in (tmp_path / "unmask-1-test").iterdir()} == {"memory.max": "67108864", "pids.max": "4"}
     assert group.entrance() == [str(tmp_path / "unmask-1-test" / "cgroup.procs")]
 

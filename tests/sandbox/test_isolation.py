@@ -6,8 +6,11 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
+import threading
 import time
 
 import pytest
@@ -16,7 +19,7 @@ from tests.helpers import require_sandbox
 from unmask.config.layers import ACCEPT_UNSANDBOXED
 from unmask.rewards import program
 from unmask.sandbox import isolation
-from unmask.sandbox.isolation import LAYERS, Host, Limits, SandboxError, probe
+from unmask.sandbox.isolation import FIRST_UID, LAYERS, Host, Limits, SandboxError, probe
 from unmask.sandbox.pool import Pool, PythonTests, python_job
 
 DOUBLE = python_job("def f(x):\n    return 2 * x\n", PythonTests("assert f(1) == 2", {"f": "f"}))
@@ -30,6 +33,7 @@ def test_the_probe_reports_layers_and_what_gets_through():
     assert told["isolated"] == probe().isolated == (done.returncode == 0)
     shown = subprocess.run([sys.executable, "-m", "unmask", "sandbox", "probe"], capture_output=True, text=True, env={"PATH": "/nowhere"})
     assert shown.returncode == 2 and "bubblewrap" in shown.stdout and "no bwrap" in shown.stdout
+    assert "forge" in shown.stdout and "forge" in LAYERS["bubblewrap"]
 
 
 @pytest.fixture
@@ -59,7 +63,7 @@ def test_the_environment_variable_accepts(bare, monkeypatch):
     make().close()
 
 
-@pytest.mark.parametrize("layer", ["users", "cgroups", "seccomp"])
+@pytest.mark.parametrize("layer", ["users", "cgroups", "cpu", "seccomp"])
 def test_one_layer_less_still_isolates(layer, monkeypatch):
     require_sandbox()
     host = dataclasses.replace(probe(), missing={layer: "taken away"})
@@ -134,3 +138,73 @@ def test_folders_of_processes_that_were_killed_are_swept_up(monkeypatch, tmp_pat
     (tmp_path / f"{isolation.PREFIX}other").mkdir()  # not ours: it has no lock
     living = isolation._new_folder()
     assert isolation._new_folder().is_dir() and living.is_dir() and not dead.exists() and (tmp_path / f"{isolation.PREFIX}other").is_dir()
+
+
+def test_the_place_of_a_lock_may_hold_anything(monkeypatch, tmp_path):
+    """Anyone may write to /tmp. A FIFO as the lock would hang whoever opens it; folders of other users are theirs."""
+    monkeypatch.setattr(isolation.tempfile, "tempdir", str(tmp_path))
+    for name in ("fifo", "folder", "link"):
+        (tmp_path / f"{isolation.PREFIX}{name}").mkdir()
+    os.mkfifo(tmp_path / f"{isolation.PREFIX}fifo" / isolation.LOCK)
+    (tmp_path / f"{isolation.PREFIX}folder" / isolation.LOCK).mkdir()
+    (tmp_path / "target").touch()
+    (tmp_path / f"{isolation.PREFIX}link" / isolation.LOCK).symlink_to(tmp_path / "target")
+    (tmp_path / f"{isolation.PREFIX}file").touch()
+    os.mkfifo(tmp_path / f"{isolation.PREFIX}pipe")
+    before = set(tmp_path.iterdir())
+    thread = threading.Thread(target=isolation._new_folder, daemon=True)
+    thread.start()
+    thread.join(20.0)
+    assert not thread.is_alive() and before < set(tmp_path.iterdir())
+    if os.geteuid() == 0:
+        foreign = tmp_path / f"{isolation.PREFIX}foreign"
+        foreign.mkdir()
+        (foreign / isolation.LOCK).touch()
+        os.chown(foreign, FIRST_UID, FIRST_UID)
+        isolation._new_folder()
+        assert foreign.is_dir()
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_an_interpreter_in_a_home_folder_shows_nothing_else_of_it(monkeypatch, tmp_path, copied):
+    """As pyenv and conda install it: only its binary and its library are in the sandbox, copied there or linked."""
+    require_sandbox()
+    home, version = tmp_path / "home", f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    (home / "bin").mkdir(parents=True)
+    (home / "lib").mkdir()
+    python, library = home / "bin" / version, home / "lib" / version
+    shutil.copy(os.path.realpath(sys.executable), python)
+    if copied:
+        ignored = shutil.ignore_patterns("test*", "idlelib", "tkinter", "ensurepip", "__pycache__", "config-*", "packages")
+        shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=lambda folder, names: [*ignored(folder, names), "site-packages"])
+        (library / "site-packages").mkdir()
+    else:
+        library.symlink_to(sysconfig.get_path("stdlib"))
+    secrets = [home / ".ssh" / "id_ed25519", home / "lib" / "token", home / "bin" / "key"]
+    for secret in secrets:
+        secret.parent.mkdir(exist_ok=True)
+        secret.write_text("secret")
+    monkeypatch.setattr(sys, "executable", str(python))
+    which = shutil.which  # without user ids of its own, a sandbox may read what this user may
+    monkeypatch.setattr(shutil, "which", lambda name: None if name == "setpriv" else which(name))
+    host = probe.__wrapped__()
+    assert host.isolated and host.python == str(python)
+    monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
+    program = f"import os\ndef f(x): return [path for path in {list(map(str, secrets))!r} if os.path.exists(path)]"
+    packages = f"import os\ndef f(x): return os.listdir({str(library / 'site-packages')!r})"
+    modules = "import ctypes, decimal, hashlib, json, zlib\ndef f(x): return []"
+    pool = Pool(1, Limits(seconds=5.0))
+    try:
+        tests = PythonTests("assert f(1) == []", {"f": "f"})
+        found = pool.run([python_job(each, tests) for each in (program, packages, modules)])
+        assert [outcome.status for outcome in found] == ["ok"] * 3, found
+    finally:
+        pool.close()
+
+
+def test_an_interpreter_whose_library_is_not_found_is_not_used(monkeypatch, tmp_path):
+    require_sandbox()
+    (tmp_path / "python3").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "python3").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
+    assert probe.__wrapped__().python == "/usr/bin/python3"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 
 from unmask.config.layers import ACCEPT_UNSANDBOXED
+from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import OK, Verdict
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Job, Pool
@@ -19,9 +20,9 @@ def shared_pool() -> Pool:
 
 
 def verify_programs(jobs: Iterable[Job | None]) -> list[Verdict]:
-    """The verdict on each program; `malformed` for None, a completion without a program."""
-    pool = shared_pool()
-    futures = [pool.submit(job) if job else None for job in jobs]
+    """The verdict on each program; `malformed` for None, a completion without a program. Those not done at `DEADLINE` have none."""
+    pool, deadline = shared_pool(), DEADLINE.get()
+    futures = [pool.submit(job, deadline) if job else None for job in jobs]
     return [verdict_of(future.result()) if future else Verdict(0.0, "malformed", "no program") for future in futures]
 
 

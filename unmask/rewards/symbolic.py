@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -18,6 +19,7 @@ from itertools import accumulate
 from queue import SimpleQueue
 
 from unmask.rewards.final_form import is_final
+from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
 
@@ -156,9 +158,16 @@ def _exact(text: str) -> str:
 
 
 def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:
-    """The verdict on each answer with its reference (and its question, if that is given), several at a time."""
+    """The verdict on each answer with its reference (and its question, if that is given), several at a time. Answers that are not begun at
+    `DEADLINE` have none."""
+    deadline = DEADLINE.get()
+
+    def verdict(answer: tuple[str, ...]) -> Verdict:
+        late = time.monotonic() > deadline
+        return Verdict(None, "infrastructure", "the time of its batch was over") if late else equivalent(*answer)
+
     with ThreadPoolExecutor(WORKERS) as threads:
-        return list(threads.map(lambda answer: equivalent(*answer), answers))
+        return list(threads.map(verdict, answers))
 
 
 _idle: SimpleQueue[Worker] = SimpleQueue()

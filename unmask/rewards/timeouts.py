@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future, wait
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from unmask.errors import TrainingError, UnmaskError
@@ -19,6 +21,8 @@ Arguments = Mapping[str, Any]
 TimedCall = Callable[[Arguments, float], list[Answer] | NotANumber]
 """Calls a function with arguments; raises LateError after this number of seconds."""
 PING_SECONDS = 1.0
+DEADLINE: ContextVar[float] = ContextVar("deadline", default=math.inf)
+"""When the verdicts of a batch must be there (of `time.monotonic`): what runs longer is ended, and does not delay the next batch."""
 
 
 class LateError(UnmaskError):

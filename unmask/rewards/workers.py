@@ -68,6 +68,8 @@ def load_function(target: str) -> Callable[..., Any]:
 class Worker:
     """A process that serves one function. It starts at the first call, and restarts at the first call after its end.
 
+    It imports from the folders that this process imports from, not from the current folder, which may hold data from elsewhere.
+
     Args:
         target: the function: `package.module:function` or `path/to/file.py:function`.
         wrapper: name of a function that is applied to it first; empty: none.
@@ -111,7 +113,7 @@ class Worker:
 
     def _start(self) -> Connection:
         self._pipe, remote = Pipe()
-        command = [sys.executable, "-m", __name__, str(remote.fileno()), self.target, self.wrapper]
+        command = [sys.executable, "-P", "-m", __name__, str(remote.fileno()), self.target, self.wrapper]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, stdin=subprocess.DEVNULL)
         remote.close()

@@ -19,7 +19,7 @@ import torch
 from unmask.errors import ConfigError, DataError, TrainingError
 from unmask.rewards.answers import answers_in, answers_of, describe_error, only_this_process
 from unmask.rewards.logged import Log
-from unmask.rewards.timeouts import EVENT_LOOP, Arguments, check_signature, in_thread, limited, reward_values, select
+from unmask.rewards.timeouts import DEADLINE, EVENT_LOOP, Arguments, check_signature, in_thread, limited, reward_values, select
 from unmask.rewards.workers import Worker
 from unmask.sandbox.isolation import SandboxError
 from unmask.tasks import Reward
@@ -112,7 +112,9 @@ class LocalReward:
         return EVENT_LOOP.run(answers_of(values), end - time.monotonic()) if inspect.isawaitable(values) else values
 
     def _values(self, arguments: Arguments, seconds: float) -> Any:
-        work = functools.partial(self._without_grad, arguments, torch.cuda.current_device() if torch.cuda.is_initialized() else None)
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        deadline = time.monotonic() + seconds - min(1.0, seconds / 10)  # so that the verdicts until then are not late
+        work = functools.partial(self._without_grad, arguments, device, deadline)
         if self.threaded:
             try:
                 return limited(in_thread(work), seconds)
@@ -124,12 +126,16 @@ class LocalReward:
         return work()
 
     @torch.no_grad()
-    def _without_grad(self, arguments: Arguments, device: int | None) -> Any:
+    def _without_grad(self, arguments: Arguments, device: int | None, deadline: float) -> Any:
         if device is not None:  # each thread has its own current device
             torch.cuda.set_device(device)
-        with only_this_process():
-            values = self.function(**arguments)
-            return values if inspect.isawaitable(values) else answers_in(values)
+        token = DEADLINE.set(deadline)
+        try:
+            with only_this_process():
+                values = self.function(**arguments)
+                return values if inspect.isawaitable(values) else answers_in(values)
+        finally:
+            DEADLINE.reset(token)
 
 
 def needs_main_thread(error: BaseException | None) -> bool:

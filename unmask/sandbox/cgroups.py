@@ -1,4 +1,4 @@
-"""Control groups (versions 1 and 2), which limit the total memory and number of processes of a sandbox."""
+"""Control groups (versions 1 and 2): they limit the memory and processes of a sandbox, and give each the same share of the processors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,27 @@ class Group:
         name: name of its folder.
         memory: bytes that its processes and their files in memory may use.
         processes: maximum number of processes and threads.
+
+    Attributes:
+        shares_processors: whether it has the cpu controller: then each group gets the same share, however many processes it has.
     """
 
     def __init__(self, name: str, memory: int, processes: int):
         if (ROOT / "cgroup.controllers").exists():
             parent = _own_group("")
-            (parent / "cgroup.subtree_control").write_text("+memory +pids")  # refused if the group has processes
+            self.shares_processors = "cpu" in (parent / "cgroup.controllers").read_text().split()
+            wanted = "+memory +pids" + " +cpu" * self.shares_processors
+            (parent / "cgroup.subtree_control").write_text(wanted)  # refused if the group has processes
             folder = parent / name
             limits = {folder / "memory.max": memory, folder / "memory.swap.max": 0, folder / "pids.max": processes}
+            self.folders = [folder]
         else:
             limits = {_own_group("memory") / name / "memory.limit_in_bytes": memory, _own_group("pids") / name / "pids.max": processes}
-        self.folders = list(dict.fromkeys(file.parent for file in limits))
+            self.folders = list(dict.fromkeys(file.parent for file in limits))
+            self.shares_processors = False
+            with contextlib.suppress(FileNotFoundError):
+                self.folders.append(_own_group("cpu") / name)
+                self.shares_processors = True
         try:
             for folder in self.folders:
                 folder.mkdir(exist_ok=True)
@@ -64,7 +74,7 @@ class Group:
 
 def sweep() -> None:
     """Remove the empty groups of processes that were killed. Their names are `unmask-<process id>-...`."""
-    for controller in ("memory", "pids", ""):
+    for controller in ("memory", "pids", "cpu", ""):
         with contextlib.suppress(OSError):
             for folder in _own_group(controller).glob("unmask-*-*"):
                 pid = folder.name.split("-")[1]

@@ -11,15 +11,18 @@ import contextlib
 import dataclasses
 import fcntl
 import functools
+import json
 import os
 import re
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from unmask.errors import UnmaskError
 from unmask.sandbox import worker
@@ -44,9 +47,11 @@ class Limits:
     """The resources that one program may use."""
 
     seconds: float = 10.0
-    """Wall time, from when it gets its job."""
+    """Processor time of the program and its tests, with all their processes, from when they get their job."""
+    wall_seconds: float = 60.0
+    """Time in all: for programs that wait, and for hosts under load."""
     cpu_seconds: int = 20
-    """Processor time of each process: more than the wall time, because of threads."""
+    """Processor time of each process, in case it escapes the count of `seconds`."""
     memory: int = 512 << 20
     """Bytes of all its processes and files."""
     processes: int = 32
@@ -98,6 +103,8 @@ class Host:
         if not self.isolated:
             return []
         enter = ["sh", "-c", ENTER, "sh", *entrances, "--"] if entrances else []
+        if "cpu" in self.missing:
+            enter = ["nice", "-n", "10", *enter]
         become = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups"] if "users" not in self.missing else []
         bubble = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session", "--clearenv"]
         bubble += [word for name, value in ENVIRONMENT.items() for word in ("--setenv", name, value)]
@@ -108,14 +115,18 @@ class Host:
 
 
 LAYERS = {
-    "bubblewrap": "programs read and write the files of this user, see and kill its processes, and reach the network",
+    "bubblewrap": "programs read and write this user's files, kill its processes, reach the network, and can forge their verdicts",
     "users": "sandboxes share a user id: only a control group, or Linux 5.14 for a user other than root, limits processes",
     "cgroups": "many processes together use more memory than one may",
+    "cpu": "programs that start many processes slow down the others: one program runs per processor, each at a low priority",
     "seccomp": "programs reach every system call: a hole in the kernel is a hole in the sandbox",
 }
 """The risk if a layer is missing."""
 ENTER = 'while [ "$1" != -- ]; do echo 0 > "$1"; shift; done; shift; exec "$@"'
 """Shell script that enters control groups through their files and runs the command after `--`."""
+
+FOLDERS = "import json, sysconfig; print(json.dumps(sorted({sysconfig.get_path('stdlib'), sysconfig.get_path('platstdlib')})))"
+"""Python program that prints the folders of the interpreter's standard library."""
 
 
 @functools.cache
@@ -131,9 +142,12 @@ def probe() -> Host:
         missing["users"] = "only root can choose user ids"
     try:
         sweep()
-        Group(f"unmask-{os.getpid()}-probe", 1 << 26, 16).remove()
+        group = Group(f"unmask-{os.getpid()}-probe", 1 << 26, 16)
+        group.remove()
+        if not group.shares_processors:
+            missing["cpu"] = "there is no cpu controller"
     except OSError as error:
-        missing["cgroups"] = str(error)
+        missing |= dict.fromkeys(("cgroups", "cpu"), str(error))
     python, problem = _find_python(Host(missing, folder, sys.executable))
     if problem:
         missing["bubblewrap"] = problem
@@ -144,16 +158,32 @@ def probe() -> Host:
 def _new_folder() -> Path:
     """A folder for this process. Folders of processes that were killed, whose locks are free, are removed."""
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), (old / LOCK).open() as lock:
+        with contextlib.suppress(OSError), _open_own(old / LOCK) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-    lock = (folder / LOCK).open("w")
+    outer = Path(tempfile.mkdtemp(prefix=PREFIX))
+    lock = (outer / LOCK).open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    atexit.register(shutil.rmtree, outer, ignore_errors=True)
     atexit.register(lock.close)  # keeps the lock until then
-    folder.chmod(0o755)
+    folder = outer / "inside"  # without the lock
+    folder.mkdir()
+    for each in (outer, folder):
+        each.chmod(0o755)
     return folder
+
+
+def _open_own(path: Path) -> IO[bytes]:
+    """Open a regular file in a folder of this user, whatever others put in its place. OSError if it is anything else."""
+    folder = path.parent.lstat()
+    if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid():
+        raise PermissionError(f"{path.parent} is not a folder of this user")
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        os.close(descriptor)
+        raise PermissionError(f"{path} is not a file of this user")
+    return open(descriptor, "rb")
 
 
 def _find_python(host: Host) -> tuple[str, str]:
@@ -162,7 +192,12 @@ def _find_python(host: Host) -> tuple[str, str]:
         return sys.executable, "there is no bwrap (apt-get install bubblewrap)"
     problem = ""
     for python in dict.fromkeys((os.path.realpath(sys.executable), "/usr/bin/python3")):
-        command = [*dataclasses.replace(host, python=python).command(FIRST_UID), python, "-I", "-S", "-c", "import _json, resource, typing"]
+        try:
+            sandbox = dataclasses.replace(host, python=python).command(FIRST_UID)
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            problem = problem or f"the library of {python} is not found ({error})"
+            continue
+        command = [*sandbox, python, "-I", "-S", "-c", "import _json, resource, typing"]
         tried = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
         if tried.returncode == 0:
             return python, ""
@@ -176,12 +211,27 @@ def _compile_worker(python: str, folder: Path) -> None:
 
 
 def _file_system(python: str) -> list[str]:
-    """The mounts of a sandbox: /usr and the folder of the interpreter (read-only), a few devices, a /tmp in memory."""
+    """The mounts of a sandbox: /usr and the interpreter (read-only), a few devices, a /tmp in memory."""
     words = ["--ro-bind", "/usr", "/usr", "--dev", "/dev", "--remount-ro", "/dev", "--size", str(DISK), "--tmpfs", "/tmp"]
+    words += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]  # no terminals, of which a host has a limited number
     for name in ("/lib", "/lib64", "/bin"):
         if os.path.islink(name):
             words += ["--symlink", os.readlink(name), name]
         elif os.path.isdir(name):
             words += ["--ro-bind", name, name]
-    home = Path(python).parent.parent
-    return words if home.is_relative_to("/usr") else [*words, "--ro-bind", str(home), str(home)]
+    return [*words, *_interpreter(python)]
+
+
+@functools.cache
+def _interpreter(python: str) -> list[str]:
+    """The mounts of an interpreter outside /usr: its binary, its standard library, and the shared libraries that they load. Never the
+    folder that it is installed in, which may be someone's home."""
+    if Path(python).is_relative_to("/usr"):
+        return []
+    folders = json.loads(subprocess.run([python, "-I", "-S", "-c", FOLDERS], check=True, capture_output=True, text=True).stdout)
+    extensions = [str(file) for folder in folders for file in Path(folder).glob("lib-dynload/*.so")]
+    loaded = subprocess.run(["ldd", python, *extensions], capture_output=True, text=True).stdout
+    libraries = {path for path in re.findall(r"=> (/\S+) \(0x", loaded) if not path.startswith(("/usr/", "/lib/", "/lib64/"))}
+    words = [word for path in (python, *folders, *sorted(libraries)) for word in ("--ro-bind", path, path)]
+    packages = [str(folder) for path in folders if (folder := Path(path) / "site-packages").is_dir()]
+    return words + [word for path in packages for word in ("--tmpfs", path, "--remount-ro", path)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import select
@@ -12,6 +13,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from unmask.sandbox.cgroups import Group
@@ -20,6 +22,8 @@ from unmask.sandbox.worker import MAX_FRAME
 
 START_SECONDS = 60.0
 DEATH_SECONDS = 10.0
+POLL_SECONDS = 0.1
+BATCH_OVER = "the time of its batch was over"
 
 
 class Member:
@@ -37,6 +41,8 @@ class Member:
         self._received = b""
         self.first = -1
         """A pidfd of the first process in the sandbox; when it ends, so do all others in it."""
+        self.ancestor = -1
+        """The id of a process from which all others in the sandbox descend."""
         with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as at_end:
             (self.control, control), (self.info, info) = (_pipe(on_failure, at_end) for _ in range(2))
             rules = None
@@ -64,7 +70,10 @@ class Member:
         if self.host.isolated:
             found = re.search(rb'"child-pid": ([0-9]+)', os.read(self.info, 4096))
             assert found, "bubblewrap reports the first process"
-            self.first = os.pidfd_open(int(found[1]))
+            self.ancestor = int(found[1])
+            self.first = os.pidfd_open(self.ancestor)
+        else:
+            self.ancestor = self.process.pid
 
     def send(self, payload: Any) -> None:
         """Send what the process works on."""
@@ -93,6 +102,10 @@ class Member:
         frame, self._received = self._received[4:end], self._received[end:]
         return frame
 
+    def cpu_seconds(self) -> float:
+        """The processor time of all processes in the sandbox until now."""
+        return processor_seconds(self.ancestor)
+
     def kill(self) -> None:
         """Kill all processes in the sandbox, and wait until they are gone. SandboxError if one does not die."""
         gone = True
@@ -118,6 +131,18 @@ class Member:
             raise SandboxError("a process in a sandbox does not die", where="sandbox", remedy="Look for it with `ps`, and kill it")
 
 
+def processor_seconds(pid: int) -> float:
+    """The processor time of a process and its descendants, with that of the ended ones that were waited for."""
+    seconds = 0.0
+    with contextlib.suppress(OSError):  # it has ended since
+        process = Path(f"/proc/{pid}")
+        times = (process / "stat").read_text().rpartition(")")[2].split()[11:15]
+        seconds = sum(map(int, times)) / os.sysconf("SC_CLK_TCK")
+        for children in process.glob("task/*/children"):
+            seconds += sum(processor_seconds(int(child)) for child in children.read_text().split())
+    return seconds
+
+
 def _pipe(on_failure: contextlib.ExitStack, at_end: contextlib.ExitStack) -> tuple[int, int]:
     """A pipe. `on_failure` closes its reading end, `at_end` its writing end."""
     reading, writing = os.pipe()
@@ -139,18 +164,29 @@ class Cell:
             self.tester = Member(host, limits, uids[1], groups[1], "tester", (read_answers, write_requests))
             on_failure.pop_all()
 
-    def run(self, program: str | dict[str, str], payload: dict[str, Any]) -> dict[str, Any] | None:
-        """The results of the tester: None after the time limit, an empty dict if it ends without results. Python's candidate is source
+    def run(self, program: str | dict[str, str], payload: dict[str, Any], deadline: float = math.inf) -> dict[str, Any] | None:
+        """The results of the tester: None after the time limits, an empty dict if it ends without results. Python's candidate is source
         text; a native program, and native tests, are `{"native": base64}`.
 
-        SandboxError if one of the two did not start. Then nothing of the program has run.
+        Raises:
+            SandboxError: one of the two did not start (then nothing of the program has run), or there are no results at the deadline
+                (of `time.monotonic`).
         """
         for member in (self.tester, self.candidate):
             member.wait_until_ready()
+        start, cpu_start = time.monotonic(), self._cpu_seconds()
         self.tester.send(payload)
         self.candidate.send(program)
-        frame = self.tester.receive(self.limits.seconds)
-        return None if frame is None else json.loads(frame or b"{}")
+        while (frame := self.tester.receive(POLL_SECONDS)) is None:
+            now = time.monotonic()
+            if now > deadline:
+                raise SandboxError(BATCH_OVER, where="sandbox", remedy="Give the batch more time")
+            if now > start + self.limits.wall_seconds or self._cpu_seconds() > cpu_start + self.limits.seconds:
+                return None
+        return json.loads(frame or b"{}")
+
+    def _cpu_seconds(self) -> float:
+        return self.candidate.cpu_seconds() + self.tester.cpu_seconds()
 
     def kill(self) -> None:
         self.candidate.kill()

@@ -12,12 +12,14 @@ import json
 import shutil
 import subprocess
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from unmask.sandbox.isolation import INSIDE, Host, SandboxError
+from unmask.sandbox.launch import BATCH_OVER
 from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Job, Slot, outcome_of
 
@@ -160,7 +162,7 @@ def ocaml_job(program: str, tests: OCamlTests) -> Job:
         if isinstance(candidate, Outcome):
             return candidate
         with slot.cell() as cell:
-            results = cell.run({"native": candidate}, {"native": tester})
+            results = cell.run({"native": candidate}, {"native": tester}, slot.deadline)
         return outcome_of(results, slot.limits)
 
     return job
@@ -175,7 +177,9 @@ def _build(slot: Slot, files: Mapping[str, str], commands: Sequence[list[str]], 
             return _built[key]
     with slot.member("compiler") as compiler:
         compiler.send({"files": files, "commands": commands, "result": "main"})
-        frame = compiler.receive(COMPILE_SECONDS)
+        frame = compiler.receive(min(COMPILE_SECONDS, slot.deadline - time.monotonic()))
+    if frame is None and time.monotonic() > slot.deadline:
+        return Outcome("infrastructure", detail=BATCH_OVER)
     if frame is None:
         return Outcome("timeout", detail=f"not compiled within {COMPILE_SECONDS:g} seconds")
     found = json.loads(frame or b'{"failed": -1, "detail": "the compiler ended"}')

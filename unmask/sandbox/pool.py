@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ from typing import Any
 
 from unmask.sandbox.cgroups import Group
 from unmask.sandbox.isolation import FIRST_UID, UIDS, Host, Limits, SandboxError, probe
-from unmask.sandbox.launch import Cell, Member
+from unmask.sandbox.launch import BATCH_OVER, Cell, Member
 from unmask.sandbox.outcome import Outcome
 
 MOST_SLOTS = 64
@@ -42,6 +44,8 @@ class Slot:
 
     def __init__(self, host: Host, limits: Limits):
         self.host, self.limits = host, limits
+        self.deadline = math.inf
+        """When the current job must be done (of `time.monotonic`)."""
         first = FIRST_UID + (os.getpid() * 64 + next(self.numbers) * 2) % UIDS
         self.uids = (first, first + 1)
         self.groups: tuple[Group | None, Group | None] = (None, None)
@@ -97,7 +101,8 @@ def python_job(program: str, tests: PythonTests) -> Job:
 
     def job(slot: Slot) -> Outcome:
         with slot.cell() as cell:
-            results = cell.run(program, {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)})
+            payload = {"tests": tests.asserts, "setup": tests.setup, "names": dict(tests.names)}
+            results = cell.run(program, payload, slot.deadline)
         return outcome_of(results, slot.limits)
 
     return job
@@ -106,7 +111,8 @@ def python_job(program: str, tests: PythonTests) -> Job:
 def outcome_of(results: dict[str, Any] | None, limits: Limits) -> Outcome:
     """The outcome of the results of a tester, Python's or native. Once the program is loaded, all failures count against it."""
     if results is None:
-        return Outcome("timeout", detail=f"not done within {limits.seconds:g} seconds")
+        what = f"not done within {limits.seconds:g} seconds of processor time, or {limits.wall_seconds:g} in all"
+        return Outcome("timeout", detail=what)
     if "broken" in results:
         return Outcome("infrastructure", detail=f"the tests are broken: {results['broken']}")
     if "refused" in results:
@@ -123,7 +129,8 @@ class Pool:
     """Sandboxes for many programs. SandboxError on a host without isolation, unless `accept_unsandboxed` is set.
 
     Args:
-        slots: number of programs at a time. None: two per processor (starting one is mostly waiting), divided by the local ranks.
+        slots: number of programs at a time. None: two per processor (starting one is mostly waiting), or one where no control group
+            shares the processors between them; divided by the local ranks.
         limits: limits of each program.
         accept_unsandboxed: on a host without isolation, run programs as this user, with all its permissions.
     """
@@ -134,7 +141,8 @@ class Pool:
             what = f"programs cannot be isolated here: {self.host.missing['bubblewrap']}"
             remedy = "Install what is missing, or accept the risk with --i-accept-unsandboxed-code"
             raise SandboxError(what, where="sandbox", remedy=remedy)
-        count = slots or max(2, min(MOST_SLOTS, 2 * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        wanted = (1 if "cpu" in self.host.missing else 2) * len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        count = slots or max(1, min(MOST_SLOTS, wanted))
         self._slots = [Slot(self.host, self.limits) for _ in range(count)]
         self._free: SimpleQueue[Slot] = SimpleQueue()
         for slot in self._slots:
@@ -143,16 +151,19 @@ class Pool:
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="sandbox")
         self.close = weakref.finalize(self, _close, self._threads, self._slots)
 
-    def submit(self, job: Job) -> Future[Outcome]:
-        """A future with the outcome of a job."""
-        return self._threads.submit(self._run, job)
+    def submit(self, job: Job, deadline: float = math.inf) -> Future[Outcome]:
+        """A future with the outcome of a job. It is killed at the deadline (of `time.monotonic`), and its outcome is `infrastructure`."""
+        return self._threads.submit(self._run, job, deadline)
 
-    def run(self, jobs: Iterable[Job]) -> list[Outcome]:
+    def run(self, jobs: Iterable[Job], deadline: float = math.inf) -> list[Outcome]:
         """The outcome of each job."""
-        return [future.result() for future in [self.submit(job) for job in jobs]]
+        return [future.result() for future in [self.submit(job, deadline) for job in jobs]]
 
-    def _run(self, job: Job) -> Outcome:
+    def _run(self, job: Job, deadline: float) -> Outcome:
+        if time.monotonic() > deadline:
+            return Outcome("infrastructure", detail=BATCH_OVER)
         slot = self._free.get()
+        slot.deadline = deadline
         try:
             return job(slot)
         except (OSError, SandboxError) as error:

@@ -1,7 +1,8 @@
 """The system calls that a sandboxed program may make: for computing, files, processes, threads and time. All others fail with EPERM.
 
 So programs reach no sockets, namespaces, mounts, tracing, keys, BPF, io_uring, performance counters, shared memory, message queues, or
-calls of newer kernels.
+calls of newer kernels. They lock no files, because the host and other sandboxes would see the locks. They do not leave their session or
+process group (`setsid`, `setpgid`), because the scheduler gives each session a share of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import errno
 from pathlib import Path
 
 FILES = """
-read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat creat close close_range lseek dup dup2 dup3 fcntl flock
+read write readv writev pread64 pwrite64 preadv pwritev preadv2 pwritev2 open openat creat close close_range lseek dup dup2 dup3
 stat fstat lstat newfstatat statx statfs fstatfs access faccessat faccessat2 readlink readlinkat getdents getdents64 getcwd chdir fchdir
 mkdir mkdirat rmdir unlink unlinkat rename renameat renameat2 link linkat symlink symlinkat truncate ftruncate fallocate fsync fdatasync
 chmod fchmod fchmodat utime utimes utimensat umask fadvise64 copy_file_range sendfile
@@ -19,7 +20,7 @@ pipe pipe2 poll ppoll select pselect6 epoll_create epoll_create1 epoll_ctl epoll
 MEMORY = "mmap mprotect munmap mremap madvise mincore membarrier brk getrandom"
 PROCESSES = """
 fork vfork execve exit exit_group wait4 waitid futex futex_waitv set_robust_list get_robust_list set_tid_address rseq arch_prctl prctl
-getpid getppid gettid getpgrp getpgid getsid setsid setpgid getuid geteuid getgid getegid getresuid getresgid getgroups
+getpid getppid gettid getpgrp getpgid getsid getuid geteuid getgid getegid getresuid getresgid getgroups
 getpriority sched_yield sched_getaffinity sched_getparam sched_getscheduler
 getrlimit setrlimit prlimit64 getrusage getcpu uname sysinfo times
 rt_sigaction rt_sigprocmask rt_sigreturn rt_sigsuspend rt_sigpending rt_sigtimedwait sigaltstack kill tkill tgkill pause restart_syscall
@@ -31,6 +32,8 @@ timer_create timer_settime timer_gettime timer_getoverrun timer_delete timerfd_c
 ALLOWED = (FILES + " " + MEMORY + " " + PROCESSES + " " + TIME).split()
 IOCTLS = {"TCGETS": 0x5401, "FIONREAD": 0x541B, "FIONBIO": 0x5421, "FIONCLEX": 0x5450, "FIOCLEX": 0x5451}
 """Allowed requests of `ioctl`: whether a file is a terminal, and how it is read and inherited."""
+FCNTLS = {"F_DUPFD": 0, "F_GETFD": 1, "F_SETFD": 2, "F_GETFL": 3, "F_SETFL": 4, "F_DUPFD_CLOEXEC": 1030, "F_GETPIPE_SZ": 1032}
+"""Allowed commands of `fcntl`. All others lock, lease or watch files, also those that the host and other sandboxes see."""
 NAMESPACES = 0x7E020000
 """The flags of `clone` that create namespaces."""
 
@@ -43,8 +46,9 @@ def write_filter(path: Path) -> None:
     for name in ALLOWED:
         if pyseccomp.resolve_syscall(pyseccomp.Arch.NATIVE, name) >= 0:  # some belong to other architectures
             rules.add_rule(pyseccomp.ALLOW, name)
-    for request in IOCTLS.values():
-        rules.add_rule(pyseccomp.ALLOW, "ioctl", pyseccomp.Arg(1, pyseccomp.EQ, request))
+    for name, requests in (("ioctl", IOCTLS), ("fcntl", FCNTLS)):
+        for request in requests.values():
+            rules.add_rule(pyseccomp.ALLOW, name, pyseccomp.Arg(1, pyseccomp.EQ, request))
     rules.add_rule(pyseccomp.ALLOW, "clone", pyseccomp.Arg(0, pyseccomp.MASKED_EQ, NAMESPACES, 0))
     # A filter cannot see its flags, which are in memory. With ENOSYS, libraries fall back to `clone`.
     rules.add_rule(pyseccomp.ERRNO(errno.ENOSYS), "clone3")

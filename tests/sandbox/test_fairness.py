@@ -1,0 +1,95 @@
+"""Processor time decides, and a program gets its share of it whatever its neighbours do."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+import time
+
+import pytest
+
+from tests.helpers import require_sandbox
+from unmask.sandbox.isolation import Limits, probe
+from unmask.sandbox.outcome import Outcome
+from unmask.sandbox.pool import Pool, PythonTests, python_job
+
+TESTS = PythonTests("assert f(3) == 6", {"f": "f"})
+HONEST = """
+import time
+def f(x):
+    start = time.process_time()
+    while time.process_time() - start < 0.5: pass
+    return 2 * x
+"""
+SPINNERS = """
+import os
+def spin(leave):
+    try: leave()
+    except OSError: pass
+    while True: pass
+for n in range(100):
+    try:
+        if os.fork() == 0: spin({leave})
+    except OSError: break
+while True: pass
+"""
+SLEEPS = "import time\ndef f(x):\n    time.sleep({seconds})\n    return 2 * x\n"
+CHILDREN = """
+import os
+def f(x):
+    for n in range(2):
+        if os.fork() == 0:
+            while True: pass
+    os.wait()
+"""
+HOSTILE = [SPINNERS.format(leave=leave) for leave in ("os.setsid", "lambda: os.setpgid(0, 0)", "lambda: os.nice(-5)")]
+
+
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [(SLEEPS.format(seconds=1.5), "ok"), (SLEEPS.format(seconds=9), "timeout"), (CHILDREN, "timeout"), (HONEST, "ok")],
+)
+def test_processor_time_of_all_processes_decides(program, status):
+    """Waiting is not counted, until the limit on time in all."""
+    require_sandbox()
+    pool = Pool(1, Limits(seconds=1.0, wall_seconds=4.0 if "9" in program else 60.0))
+    start = time.monotonic()
+    try:
+        assert [outcome.status for outcome in pool.run([python_job(program, TESTS)])] == [status]
+    finally:
+        pool.close()
+    assert time.monotonic() - start < 60.0
+
+
+@pytest.mark.parametrize("controlled", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
+def test_hostile_neighbours_change_no_verdict(monkeypatch, count, controlled):
+    """Three programs that start as many processes as they can, each of which spins, run all the time beside one honest one.
+
+    `controlled`: with control groups that share the processors, if this machine has them."""
+    require_sandbox()
+    if not controlled:
+        host = dataclasses.replace(probe(), missing=dict.fromkeys(("cgroups", "cpu"), "taken away"))
+        monkeypatch.setattr("unmask.sandbox.pool.probe", lambda: host)
+    pool = Pool(len(HOSTILE) + 1, Limits(seconds=2.0))
+    done = threading.Event()
+    found: list[Outcome] = []
+
+    def attack(program: str) -> None:
+        while not done.is_set():
+            found.extend(pool.run([python_job(program, TESTS)]))
+
+    attackers = [threading.Thread(target=attack, args=[program]) for program in HOSTILE]
+    try:
+        for attacker in attackers:
+            attacker.start()
+        honest = list(itertools.chain.from_iterable(pool.run([python_job(HONEST, TESTS)]) for _ in range(count)))
+    finally:
+        done.set()
+        for attacker in attackers:
+            attacker.join()
+        pool.close()
+    assert [outcome for outcome in honest if outcome != Outcome("ok", 1, 1)] == []
+    assert {outcome.status for outcome in found} == {"timeout"}
