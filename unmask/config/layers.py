@@ -139,8 +139,12 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file. Raises ConfigError if it is missing or malformed, or if it would let a model run code: files are passed on
-    and read by none, so that only the command line, or a variable of the user's shell, may say so."""
+    """The settings of a YAML file.
+
+    Raises:
+        ConfigError: it is missing or malformed, or lets a model run code. Files are copied unread, so that only the command line, or a
+            variable of the user's shell, may do so.
+    """
     values = parse_yaml(read_text(path), str(path))
     if values is None:
         return {}
