@@ -115,7 +115,9 @@ def test_no_space_is_inserted_between_prompt_and_answer(scheme, prompt, answer):
 
 
 def test_the_beginning_of_sequence_is_added_once_if_the_tokenizer_adds_it():
-    assert encode_prompt(BARE, "<s>ab") == encode_prompt(BARE, "ab")
+    parses = _tokenizer()
+    parses.parse_special_tokens = True
+    assert encode_prompt(parses, "<s>ab") == encode_prompt(BARE, "ab")
     ends_too = _tokenizer()
     ends_too.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", ends_too.bos_token_id), ("</s>", ends_too.eos_token_id)]

@@ -33,6 +33,7 @@ CHAT = character_tokenizer(string.printable)
 CHAT.chat_template = TEMPLATES["simple"]
 MASKED = character_tokenizer(string.ascii_lowercase)
 MASKED.add_special_tokens({"mask_token": "<|mask|>"})
+MASKED.parse_special_tokens = True
 
 words = st.text(string.ascii_lowercase, min_size=1, max_size=9)
 pairs = st.lists(st.tuples(words, words), min_size=1, max_size=4).map(lambda both: [{"prompt": p, "completion": c} for p, c in both])

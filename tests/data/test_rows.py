@@ -100,9 +100,10 @@ def test_packed_documents_have_the_log_probs_of_single_ones_with_a_logit_shift(a
     assert torch.equal(learnt, torch.cat([maskable for _, maskable in alone]))
 
 
-def test_text_with_the_mask_token_is_refused():
+def test_text_with_the_mask_token_is_refused_if_it_becomes_a_token():
     tokenizer = character_tokenizer(string.ascii_lowercase)
     tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
+    tokenizer.parse_special_tokens = True
     words = r"the text holds the mask token '<|mask|>'.*Remove it".replace("|", r"\|")
     with pytest.raises(DataError, match=f"eval_dataset, row 2: {words}"):
         list(iter_text_rows(tokenizer, ["a", "b", "c<|mask|>d"], 8, where="eval_dataset"))

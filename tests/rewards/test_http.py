@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import json
 import threading
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -90,3 +93,53 @@ def test_answers_that_came_in_time_are_kept():
         Slow.end.set()
         server.shutdown()
         server.server_close()
+
+
+def _answer(size: int) -> bytes:
+    return b'{"reward": 1, "why": "' + b"a" * size + b'"}'
+
+
+class Large(BaseHTTPRequestHandler):
+    """Answers with 2 MiB, plain or packed, or without an end."""
+
+    sent: ClassVar[dict[str, tuple[str, bytes]]] = {
+        "small, packed": ("gzip", gzip.compress(_answer(1000))),
+        "small, deflated": ("deflate", zlib.compress(_answer(1000))),
+        "large": ("identity", _answer(2**21)),
+        "large, packed": ("gzip", gzip.compress(_answer(2**21))),
+        "1 GiB, packed": ("gzip", gzip.compress(bytes(2**24)) * 64),
+        "of another packing": ("br", _answer(10)),
+        "damaged": ("gzip", b"\x1f\x8b" + bytes(100)),
+        "a list": ("identity", b"[" * 10**5),
+    }
+
+    def do_POST(self):
+        name = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["completion"]
+        self.send_response(200)
+        packing, data = self.sent.get(name, ("identity", b" " * 2**16))
+        self.send_header("Content-Encoding", packing)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # the client hangs up
+            self.wfile.write(data)
+            while name == "without end":
+                self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_answer_has_at_most_a_mebibyte_also_unpacked():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Large)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge", timeout=20)
+    names = [*Large.sent, "without end"]
+    try:
+        found = dict(zip(names, judge.ask({"prompts": names, "completions": names}, 60), strict=True))
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert found["small, packed"] == found["small, deflated"] == 1
+    for name in ("large", "large, packed", "1 GiB, packed", "without end"):
+        assert str(found[name]) == "the answer has more than 1,048,576 bytes", name
+    assert str(found["of another packing"]) == "the answer is packed with br, not gzip"
+    assert isinstance(found["damaged"], zlib.error) and isinstance(found["a list"], RecursionError | ValueError)

@@ -89,6 +89,7 @@ def load_or_initialise(config: RunConfig) -> DiffusionLM:
     """The model to start from: saved weights, or new ones for an architecture."""
     settings = config.model.load_arguments()
     if config.model.from_scratch:
-        kept = {name: settings[name] for name in ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids")}
+        names = ("dtype", "device", "revision", "trust_remote_code", "eos_token_ids", "parse_special_tokens")
+        kept = {name: settings[name] for name in names}
         return initialise(config.model.path, seed=config.data.seed, **kept)
     return load(config.model.path, **settings)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unmask.config.yaml import parse_yaml
+from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
 from unmask.errors import ConfigError, did_you_mean
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -139,19 +139,29 @@ def read_recipe(name: str) -> dict[str, Any]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """The settings of a YAML file. Raises ConfigError if it is missing or malformed."""
+    """The settings of a YAML file.
+
+    Raises:
+        ConfigError: it is missing or malformed, or lets a model run code. Files are copied unread, so that only the command line, or a
+            variable of the user's shell, may do so.
+    """
     values = parse_yaml(read_text(path), str(path))
     if values is None:
         return {}
     if not isinstance(values, dict):
         raise ConfigError(f"holds a {type(values).__name__}, not keys and values", where=str(path), remedy="Write lines such as `seed: 1`")
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("trust_remote_code", False) is not False:
+        remedy = "Remove it there, and give model.trust_remote_code=true on the command line if you trust the model's code"
+        raise ConfigError("may not stand in a file", where=f"model.trust_remote_code ({path})", remedy=remedy)
     return values
 
 
 def read_text(path: Path) -> str:
     """The text of a file of settings. Raises ConfigError if it is missing or no text."""
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            return file.read(MAX_CHARACTERS + 1)  # `parse_yaml` refuses more
     except OSError as error:
         raise ConfigError(f"cannot be read: {error.strerror}", where=str(path), remedy="Give the path of a YAML file") from error
     except UnicodeDecodeError as error:

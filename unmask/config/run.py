@@ -50,12 +50,14 @@ class ModelConfig(Config):
     from_scratch: bool = False
     """Pre-training: take only the architecture and the tokenizer from `path`, and start from random weights."""
     trust_remote_code: bool = False
-    """Whether to run Python code from the model's hub repository."""
+    """Whether to run Python code from the model's hub repository; for the command line only, a file may not set it."""
     device_map: Literal["balanced"] | None = None
     """balanced: spread the layers of one model over all GPUs of one process, by their memory; needs two GPUs or more."""
     eos_token_ids: list[int] | None = None
     """The tokens that end a text, besides the tokenizer's EOS; unset: as saved, and for other models those of generation_config.json,
     config.json and the chat template's end of turn."""
+    parse_special_tokens: bool = False
+    """Whether special tokens that texts spell, such as `</s>`, are read as tokens; unset: they stay text."""
     quantization: Literal["4bit", "8bit"] | None = None
     """Hold the weights of the linear layers in 4 or 8 bits (bitsandbytes); to train such a model, set `lora` (QLoRA)."""
 

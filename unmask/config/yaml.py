@@ -22,8 +22,41 @@ CORE_SCHEMA = {
 }
 
 
+MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1_000_000, 100_000, 40
+"""The largest YAML text that is read: its characters, its values with every alias counted in full, and their nesting."""
+UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # in no file name, and in no UTF-8 text
+
+
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[Any]] = {}  # noqa: RUF012 (filled below, in PyYAML's own way)
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self.depth = self.nodes = 0
+        self.sizes: dict[int, int] = {}  # the values in each finished node, by its id
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As of PyYAML, which lets a few lines of aliases stand for any number of values."""
+        is_alias, mark, before = self.check_event(yaml.AliasEvent), self.peek_event().start_mark, self.nodes
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"values are nested more than {MAX_DEPTH} deep", mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        if is_alias and id(node) not in self.sizes:
+            raise yaml.composer.ComposerError(None, None, "the alias is inside of its own anchor", mark)
+        self.nodes += self.sizes[id(node)] if is_alias else 1
+        if self.nodes > MAX_NODES:
+            raise yaml.composer.ComposerError(None, None, f"more than {MAX_NODES:,} values, counting every alias in full", mark)
+        self.sizes[id(node)] = self.nodes - before
+        return node
+
+    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+        value = super().construct_scalar(node)
+        if UNWRITABLE.search(value):
+            what = f"the text {value!r:.80} has a NUL or half of a character; no file can hold it"
+            raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -61,14 +94,18 @@ def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML text.
 
     Raises:
-        ConfigError: it is not YAML, or a key occurs twice; the error names `where` (a file, a variable) and the line.
+        ConfigError: it is not YAML, too large, nested too deeply, or a key occurs twice; the error names `where` (a file, a variable) and
+            the line.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise ConfigError(f"has more than {MAX_CHARACTERS:,} characters", where=where, remedy="Give a file of settings")
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{error.problem}", where=f"{where}{line}", remedy="Fix the YAML there") from error
-    except (yaml.YAMLError, ValueError) as error:  # characters that YAML forbids, or a number too large for Python
+    except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError) as error:
+        # Characters that YAML forbids, a number too large for Python, or a value that does not fit its tag.
         raise ConfigError(f"this is not YAML: {error}", where=where, remedy="Fix the YAML there") from error
 
 

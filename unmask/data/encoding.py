@@ -11,15 +11,19 @@ A message is `{"role": ..., "content": ...}`. Prompt and completion are tokenise
 beginning of sequence (BOS) belongs to the prompt, if the tokenizer adds one. A completion ends with exactly one end token, which is learnt:
 the one in the text or from the template, otherwise the tokenizer's EOS. Nothing is truncated here.
 
+Special tokens that a user's text spells stay text (`special_tokens.py`), except an end token at the end of a completion. Those that a chat
+template writes are tokens.
+
 `ends` are the model's end tokens (`DiffusionLM.eos_token_ids`); empty: only the tokenizer's EOS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeGuard, TypeVar
 
+from unmask.data.special_tokens import END, START, as_text, encode
 from unmask.errors import DataError
 from unmask.models.chat_template import render_template
 
@@ -44,13 +48,14 @@ def is_conversational(example: Mapping[str, Any]) -> bool:
     return any(_is_messages(example.get(field)) for field in FIELDS)
 
 
-def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged)."""
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, keep: Collection[str | None] = ()) -> list[int]:
+    """The ids of a prompt: a string (after BOS, if the tokenizer adds one), messages, or ids (unchanged). The special tokens in `keep` are
+    tokens also in users' texts."""
     if isinstance(prompt, str):
-        ids, bos = _encode(tokenizer, prompt), [tokenizer.bos_token_id]
+        ids, bos = encode(tokenizer, as_text(tokenizer, prompt, keep)), [tokenizer.bos_token_id]
         return bos + ids if ids[:1] != bos and tokenizer("")["input_ids"][:1] == bos else ids
     if _is_messages(prompt):
-        return _encode(tokenizer, _prompt_text(tokenizer, prompt))
+        return encode(tokenizer, _prompt_text(tokenizer, as_text(tokenizer, prompt, keep)))
     if _is_ids(prompt):
         return list(prompt)
     remedy = "Give a string, messages, or a list of token ids."
@@ -59,9 +64,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
 
 def encode_completion(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
     """The ids of a text that continues a prompt, without the space that tokenizers such as SentencePiece's add before a text."""
-    ids, newline = _encode(tokenizer, text), _encode(tokenizer, "\n")
-    if prompt and _encode(tokenizer, "\na") != newline + _encode(tokenizer, "a"):  # the tokenizer adds the space
-        after_newline = _encode(tokenizer, "\n" + text)
+    return _continuation(tokenizer, prompt, as_text(tokenizer, text))
+
+
+def _continuation(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, text: str) -> list[int]:
+    """As `encode_completion`, for a text that `as_text` has marked."""
+    ids, newline = encode(tokenizer, text), encode(tokenizer, "\n")
+    if prompt and encode(tokenizer, "\na") != newline + encode(tokenizer, "a"):  # the tokenizer adds the space
+        after_newline = encode(tokenizer, "\n" + text)
         if after_newline[: len(newline)] == newline:
             return after_newline[len(newline) :]
     return ids
@@ -82,11 +92,12 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
         remedy = "Give two strings, or two lists of messages."
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="wrong type")
     _require_answer(prompt, completion)
-    completion = [_without_end(tokenizer, message, ends) for message in completion]
+    completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
+    prompt = as_text(tokenizer, prompt)
     start = _prompt_text(tokenizer, prompt)
     whole = render_template(tokenizer, [*prompt, *completion])
     _require_prefix(start, whole, prompt)
-    return _encode(tokenizer, start), _finish(tokenizer, encode_completion(tokenizer, start, whole[len(start) :]), ends)
+    return encode(tokenizer, start), _finish(tokenizer, _continuation(tokenizer, start, whole[len(start) :]), ends)
 
 
 def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any], ends: Ends = ()) -> tuple[list[int], list[int]]:
@@ -96,10 +107,12 @@ def encode_example(tokenizer: PreTrainedTokenizerBase, example: Mapping[str, Any
         text = example["text"]
         if not isinstance(text, str):
             raise DataError(f"not a text: {text!r:.80}", where="text", remedy="Give a string.", reason="wrong type")
-        return encode_prompt(tokenizer, ""), _finish(tokenizer, _encode(tokenizer, text), ends)
+        text, end = _cut_end(tokenizer, text, ends)
+        return encode_prompt(tokenizer, ""), _finish(tokenizer, [*encode(tokenizer, as_text(tokenizer, text)), *end], ends)
     if "messages" in example:
         _require_messages(example["messages"])
-        ids = _encode(tokenizer, render_template(tokenizer, example["messages"]))
+        messages = [_without_end(tokenizer, message, ends) for message in example["messages"]]
+        ids = encode(tokenizer, render_template(tokenizer, as_text(tokenizer, messages)))
         start = int(ids[:1] == [tokenizer.bos_token_id])
         return ids[:start], _finish(tokenizer, ids[start:], ends)
     return encode_pair(tokenizer, example["prompt"], example["completion"], ends)
@@ -125,20 +138,18 @@ def encode_turns(
         if turn == 0 or messages[turn - 1]["role"] == "assistant":
             what = f"message {turn} is the assistant's, but follows no message to answer"
             raise DataError(what, where="messages", remedy="Begin with a user, and join turns.", reason="answer without a question")
-    messages = [_without_end(tokenizer, message, ends) for message in messages]
+    messages = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in messages])
     last = answers.pop()
     prompt, answer = encode_pair(tokenizer, messages[:last], messages[last : last + 1], ends)
     learnt = [False] * len(prompt)
     if learn == "all" and answers:
         whole = _prompt_text(tokenizer, messages[:last])
-        spans = _spans(tokenizer, whole)
         for turn in answers:
             before, through = _prompt_text(tokenizer, messages[:turn]), render_template(tokenizer, messages[: turn + 1])
             _require_prefix(before, through, messages[:turn])
             _require_prefix(through, whole, messages[: turn + 1])
             _require_end(through[len(before) :], messages[turn])
-            # Offsets may exclude white space, so that a token of only white space has an empty span.
-            inside = [index for index, (first, end) in enumerate(spans) if len(before) <= first and len(before) < end <= len(through)]
+            inside = _tokens_between(tokenizer, whole, prompt, len(before), len(through))
             for index in inside[: _learnt_length(tokenizer, [prompt[index] for index in inside], ends)]:
                 learnt[index] = True
     return prompt, answer, learnt
@@ -182,20 +193,21 @@ def _is_ids(value: Any) -> TypeGuard[Sequence[int]]:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(item, int) for item in value)
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    try:
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except TypeError as error:  # from the tokenizers library, for a lone surrogate: Python's escape of a byte that is not UTF-8
-        what = f"{text!r:.80} is not valid Unicode"
-        raise DataError(what, where="text", remedy="Save it as UTF-8", reason="not valid Unicode") from error
-
-
-def _spans(tokenizer: PreTrainedTokenizerBase, text: str) -> list[tuple[int, int]]:
-    """The start and end of each token in the text, in characters."""
+def _tokens_between(tokenizer: PreTrainedTokenizerBase, text: str, ids: Sequence[int], start: int, stop: int) -> Sequence[int]:
+    """The indices of the tokens of text[start:stop]; `ids` are those of the text."""
+    if START in text or END in text:  # the tokenizer has no offsets of such a text
+        before, through = encode(tokenizer, text[:start]), encode(tokenizer, text[:stop])
+        if through != ids[: len(through)] or before != ids[: len(before)]:
+            what = "a special token in the text hides where an answer begins"
+            remedy = "Write it differently, or learn only the last turn (learn: last)."
+            raise DataError(what, where="messages", remedy=remedy, reason="special token in the text")
+        return range(len(before), len(through))
     if not tokenizer.is_fast:
         what, remedy = "a slow tokenizer has no offsets to locate earlier answers", "Use a fast one, or learn only the last (learn: last)."
         raise DataError(what, where=tokenizer.name_or_path or None, remedy=remedy)
-    return list(tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"])
+    spans = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    # Offsets may exclude white space, so that a token of only white space has an empty span.
+    return [index for index, (first, end) in enumerate(spans) if start <= first and start < end <= stop]
 
 
 def _prompt_text(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> str:
@@ -228,22 +240,30 @@ def _without_end(tokenizer: PreTrainedTokenizerBase, message: Message, ends: End
 
 
 def _split_end(tokenizer: PreTrainedTokenizerBase, answer: str, ends: Ends) -> tuple[str, list[int]]:
-    """An answer without the end tokens at its end, and the first of these, if any. Each end token is removed at most once.
-
-    Raises:
-        DataError: the answer is empty without them, or another end token is inside it.
-    """
-    texts = {text: token for token in _all_ends(tokenizer, ends) if (text := str(tokenizer.decode([token])))}
-    first, remaining = list[int](), list(texts)
-    while closing := next((text for text in remaining if answer.rstrip().endswith(text)), None):
-        answer, first = answer.rstrip().removesuffix(closing), [texts[closing]]
-        remaining.remove(closing)
+    """As `_cut_end`. Raises DataError if the answer is empty without its end, or if another end token is inside it."""
+    answer, first = _cut_end(tokenizer, answer, ends)
     if first and not answer.strip():
         raise DataError("an answer is only an end token", where="completion", remedy="Fill it in, or remove the row.", reason="empty")
+    texts = _end_texts(tokenizer, ends)
     if inside := next((text for text in texts if text in answer), None):
         what = f"the answer has the end token {inside!r} before its end"
         raise DataError(what, where="completion", remedy="Remove it, or write it differently.", reason="end token inside the text")
     return answer, first
+
+
+def _cut_end(tokenizer: PreTrainedTokenizerBase, text: str, ends: Ends) -> tuple[str, list[int]]:
+    """A text without the end tokens at its end, and the first of these, if any. Each end token is removed at most once."""
+    texts = _end_texts(tokenizer, ends)
+    first, remaining = list[int](), list(texts)
+    while closing := next((end for end in remaining if text.rstrip().endswith(end)), None):
+        text, first = text.rstrip().removesuffix(closing), [texts[closing]]
+        remaining.remove(closing)
+    return text, first
+
+
+def _end_texts(tokenizer: PreTrainedTokenizerBase, ends: Ends) -> dict[str, int]:
+    """The end tokens by their texts."""
+    return {text: token for token in _all_ends(tokenizer, ends) if (text := str(tokenizer.decode([token])))}
 
 
 def _require_prefix(start: str, whole: str, messages: Any) -> None:

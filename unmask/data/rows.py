@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from unmask.data.special_tokens import encode_texts
 from unmask.errors import DataError
 from unmask.records import require_names
 
@@ -117,7 +118,7 @@ def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], where: st
         for index, text in chunk:
             if not isinstance(text, str):
                 raise DataError(f"{text!r:.40} is not text", where=f"{where}, row {index}", remedy="Give strings")
-        encoded = tokenizer([text for _, text in chunk], add_special_tokens=False)["input_ids"]
+        encoded = encode_texts(tokenizer, [text for _, text in chunk])
         for (index, _), ids in zip(chunk, encoded, strict=True):
             with prepending_place(f"{where}, row {index}"):
                 refuse_mask(tokenizer, ids)

@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from unmask.artifacts import write_atomic
 from unmask.data.rows import Column, Row, iter_text_rows
+from unmask.data.special_tokens import parses_special_tokens
 from unmask.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CACHE_FORMAT = 2
+CACHE_FORMAT = 3
 """Increase it when the content or the format of rows changes, so that earlier caches are not found."""
 ROWS, MANIFEST = "rows.arrow", "manifest.json"
 ROWS_AT_ONCE = 256
@@ -95,7 +96,8 @@ def _cache_key(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str], max_len
         tokenizer.save_pretrained(saved)
         for file in sorted(Path(saved).iterdir()):
             key.update(file.read_bytes())
-    key.update(json.dumps([CACHE_FORMAT, max_length, packed, tokenizer.bos_token_id, tokenizer.eos_token_id]).encode())
+    settings = [CACHE_FORMAT, max_length, packed, tokenizer.bos_token_id, tokenizer.eos_token_id, parses_special_tokens(tokenizer)]
+    key.update(json.dumps(settings).encode())
     for text in texts:
         key.update(repr(text).encode())  # quoted, so that the boundaries of texts count
     return key.hexdigest()[:32]

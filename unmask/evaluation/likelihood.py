@@ -80,7 +80,7 @@ def likelihood_of_file(
     the first, up to the model's context. Without an estimator: exact for a causal model, otherwise the ELBO. Raises DataError if no
     document has two tokens."""
     texts = list(Column(load_rows(path, max_rows=rows), "text", path))
-    documents = [ids[: lm.context_length] for ids in lm.tokenizer(texts).input_ids if len(ids) > 1]
+    documents = [ids[: lm.context_length] for ids in (encode_prompt(lm.tokenizer, text) for text in texts) if len(ids) > 1]
     if not documents:
         raise DataError("no document has two tokens or more", where=path, remedy="Give a file with text.")
     estimator = estimator or ("exact" if lm.autoregressive else "elbo")

@@ -5,7 +5,7 @@ Shapes: N hidden tokens of a block, S times of a schedule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -70,7 +70,7 @@ def make_requests(lm: DiffusionLM, prompts: Sequence[Any], config: SamplerConfig
 
 def make_infill_requests(lm: DiffusionLM, texts: Sequence[Any], config: SamplerConfig, keys: Sequence[int] | None = None) -> list[Request]:
     """Encode texts with mask tokens into requests. Arguments and errors as in `unmask.infill`."""
-    encoded = encode_all(lm.tokenizer, texts, "texts")
+    encoded = encode_all(lm.tokenizer, texts, "texts", keep=[lm.tokenizer.mask_token])
     attention_block = check_settings(lm, config)
     requests = []
     for index, (ids, key) in enumerate(zip(encoded, checked_keys(encoded, keys), strict=True)):
@@ -168,12 +168,16 @@ def _ancestral_counts(uniform_N: Tensor, steps: int) -> list[int]:
     return torch.bincount((uniform_N[:, None] < time_S).sum(-1), minlength=steps).tolist()
 
 
-def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str) -> list[list[int]]:
-    """Token ids of strings, chat messages or lists of ids. Raises GenerationError for a single string, or anything but a list of them."""
+def encode_all(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Any], where: str, keep: Collection[str | None] = ()) -> list[list[int]]:
+    """Token ids of strings, chat messages or lists of ids; `keep` as in `encode_prompt`.
+
+    Raises:
+        GenerationError: a single string, or anything but a list of them.
+    """
     if isinstance(texts, (str, bytes, Mapping)) or not isinstance(texts, Iterable):
         what = "is one string" if isinstance(texts, str) else f"is of type {type(texts).__name__}"
         raise GenerationError(f"{where} {what}", where=where, remedy=f"Give a list of {where}")
-    return [list(encode_prompt(tokenizer, text)) for text in texts]
+    return [list(encode_prompt(tokenizer, text, keep)) for text in texts]
 
 
 def checked_keys(encoded: Sequence[Sequence[int]], keys: Sequence[int] | None) -> Sequence[int]:

@@ -160,7 +160,7 @@ def logs_at(value: Any, old: Old) -> Settings:
 SETTINGS_OF_MODEL: Table = {
     "model_name_or_path": to("model.path", str),
     "model_revision": to("model.revision", str),
-    "trust_remote_code": switch("model.trust_remote_code"),
+    "trust_remote_code": Rule(lambda value, old: remote_code(value)),
     "attn_implementation": Rule(
         lambda value, old: attention(value), "FlashAttention 2 is a switch; otherwise the fastest exact kernel is used"
     ),
@@ -173,6 +173,13 @@ SETTINGS_OF_MODEL: Table = {
     **drop_keys("ignore_bias_buffers", "router_aux_loss_coef", "disable_dropout", why="not needed here"),
 }
 """The settings of the model under their names in other trainers."""
+
+
+def remote_code(value: Any) -> Settings:
+    """Only the command line may let a model run code."""
+    if truth(value):
+        raise DroppedError("give model.trust_remote_code=true on the command line")
+    return {}
 
 
 def weights_in(value: Any) -> Settings:

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError, TemplateSyntaxError
+
 from unmask.errors import ConfigError, DataError
+from unmask.models.limited_templates import LimitError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,15 +39,16 @@ def render_template(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mappi
     """Render messages with the tokenizer's chat template; `options` as of `apply_chat_template`.
 
     Raises:
-        DataError: there is no template, it is malformed, or it refuses the messages.
+        DataError: there is no template, it is malformed, it exceeds the limits of `limited_templates.py`, or it refuses the messages.
     """
-    from jinja2 import TemplateError, TemplateSyntaxError
-
     if not tokenizer.chat_template:
         remedy = "Use an instruction-tuned model's tokenizer, set its `chat_template` (data.chat_template), or give prompts as strings."
         raise DataError("the tokenizer has no chat template, which messages need", where=tokenizer.name_or_path or None, remedy=remedy)
     try:
         return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
+    except (LimitError, RecursionError) as error:
+        remedy = "Use another model's tokenizer, or set `data.chat_template`"
+        raise DataError(f"the chat template is stopped: {error}", where=tokenizer.name_or_path or None, remedy=remedy) from error
     except TemplateSyntaxError as error:
         raise DataError(f"the chat template is malformed: {error}", remedy="Fix the template.") from error
     except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:  # templates raise anything on odd values

@@ -11,29 +11,20 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as zero
 
 from unmask.config.run import AttentionName
-from unmask.errors import ModelError, first_line
+from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.attention import ATTENTION_NAME
 from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import resolve_end_tokens
 from unmask.models.family import Family
+from unmask.models.folders import read_config, read_tokenizer
 from unmask.models.hooks.time_embedding import load_time_embedding
-from unmask.models.released_families import family_of
-from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
+from unmask.models.weight_files import reading, refuse_pickled
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -61,6 +52,7 @@ def load(
     quantization: Quantization | None = None,
     device_map: Literal["balanced"] | None = None,
     eos_token_ids: Sequence[int] | None = None,
+    parse_special_tokens: bool = False,
 ) -> DiffusionLM:
     """Load a causal language model, stock or saved by Unmask, or a released diffusion model (docs/models.md).
 
@@ -78,6 +70,7 @@ def load(
         device_map: "balanced" spreads the layers over all GPUs of this process, by their memory.
         eos_token_ids: the tokens that end a text, besides the tokenizer's EOS; None: as saved, and for other models those of
             generation_config.json, config.json and the chat template's end of turn.
+        parse_special_tokens: read special tokens that texts spell, such as `</s>`, as tokens; otherwise they stay text.
 
     Returns:
         The model in eval mode. Its mask token is the tokenizer's, or a new one.
@@ -92,21 +85,24 @@ def load(
     hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, hub_options)
     tokenizer = read_tokenizer(where, hub_options, config, family)
+    tokenizer.parse_special_tokens = parse_special_tokens
     device, weight_dtype = resolve_device(device), _dtype(dtype)
     placement = _placement(config, weight_dtype, device, quantization, device_map)
+    refuse_pickled(where, revision)
     model = _load_model(where, config, weight_dtype, hub_options | placement, family)
     model = model if placement else model.to(device)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales.
             module.support_avx512bf16_for_cpu = False
-    align_weights(model)
-    settings = pattern_settings(config, attention, block_size, logit_shift)
-    if eos_token_ids is not None:
-        settings["eos_token_ids"] = eos_token_ids
-    if settings["time_embedding"]:
-        load_time_embedding(model, where, revision)
-    return make_diffusion(model, tokenizer, **settings)
+    with reading("cannot use the model", where, "Check config.json, generation_config.json and the tokenizer's files"):
+        align_weights(model)
+        settings = pattern_settings(config, attention, block_size, logit_shift)
+        if eos_token_ids is not None:
+            settings["eos_token_ids"] = eos_token_ids
+        if settings["time_embedding"]:
+            load_time_embedding(model, where, revision)
+        return make_diffusion(model, tokenizer, **settings)
 
 
 def _placement(
@@ -142,6 +138,7 @@ def initialise(
     dtype: str = "float32",
     device: str = "cpu",
     eos_token_ids: Sequence[int] | None = None,
+    parse_special_tokens: bool = False,
     **hub_options: Any,
 ) -> DiffusionLM:
     """A causal model with new random weights, and the architecture and tokenizer found at `path`.
@@ -151,8 +148,11 @@ def initialise(
     """
     config, family = read_config(str(path), hub_options)
     tokenizer = read_tokenizer(str(path), hub_options, config, family)
+    tokenizer.parse_special_tokens = parse_special_tokens
     torch.manual_seed(seed)
-    return make_diffusion(random_model(config, _dtype(dtype)).to(resolve_device(device)), tokenizer, eos_token_ids=eos_token_ids)
+    with reading("cannot build the model", str(path), "Check config.json"):
+        model = random_model(config, _dtype(dtype)).to(resolve_device(device))
+    return make_diffusion(model, tokenizer, eos_token_ids=eos_token_ids)
 
 
 def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -160,7 +160,7 @@ def random_model(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -
     config = copy.deepcopy(config)
     text = config.get_text_config()
     padding, text.pad_token_id = text.pad_token_id, None
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = padding
     return model
 
@@ -289,37 +289,15 @@ def _quantization(name: Quantization, dtype: torch.dtype) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype)
 
 
-def read_config(where: str, hub_options: dict) -> tuple[PretrainedConfig, Family | None]:
-    """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
-    folder = pathlib.Path(where)
-    if not folder.exists() and where.startswith(("/", ".", "~")):
-        raise ModelError("no such folder", where=where, remedy="Check the path")
-    if [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
-        remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
-        raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
-    try:
-        published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
-        if not isinstance(published, dict):
-            raise ValueError("config.json is not a JSON object")
-        family = family_of(published)
-        if family is None:
-            return AutoConfig.from_pretrained(where, **hub_options), None
-    except (OSError, ValueError) as error:
-        remedy = "Give a model folder or a hub id"
-        raise ModelError(f"cannot load a model config ({first_line(error)})", where=where, remedy=remedy) from error
-    return family.read_config(published, where), family
-
-
 def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, options: dict, family: Family | None) -> PreTrainedModel:
     remedy = "Give a causal language model with safetensors weights"
     key_mapping = family.key_mapping if family else None
-    try:
-        with _loading_unsharded(), family.splitting() if family else contextlib.nullcontext():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                where, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True, key_mapping=key_mapping, **options
-            )
-    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
-        raise ModelError(f"cannot load the weights ({first_line(error)})", where=where, remedy=remedy) from error
+    options |= {"use_safetensors": True, "attn_implementation": "eager"}  # the config's could be a kernel on a hub; ours replaces it
+    splitting = family.splitting() if family else contextlib.nullcontext()
+    with reading("cannot load the weights", where, remedy), _loading_unsharded(), splitting:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, output_loading_info=True, key_mapping=key_mapping, **options
+        )
     if info["missing_keys"]:  # transformers would initialise them
         raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
     if family:
@@ -340,20 +318,6 @@ def _loading_unsharded() -> Iterator[None]:
         yield
     finally:
         zero._hf_deepspeed_config_weak_ref = reference
-
-
-def read_tokenizer(where: str, hub_options: dict, config: PretrainedConfig, family: Family | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it returned."""
-    remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"no usable tokenizer ({first_line(error)})", where=where, remedy=remedy) from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):
-        raise ModelError("no usable tokenizer (its vocabulary is empty)", where=where, remedy=remedy)
-    if family:
-        name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
-    return tokenizer
 
 
 @torch.no_grad()

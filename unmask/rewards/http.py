@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import wait
 from typing import Any
@@ -17,6 +19,8 @@ TRIES = 3
 MAX_CONCURRENT = 16
 CALL_SECONDS = 600.0
 LATE = LateError("no answer in time")
+MAX_ANSWER = 2**20
+"""Bytes of an answer at most, as sent and unpacked."""
 NOT_SENT = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 
 
@@ -24,7 +28,7 @@ class HttpReward:
     """A reward function that queries a server. ConfigError if the address is invalid.
 
     It sends a POST of `{"prompt": ..., "completion": ..., <dataset columns>}` for each completion, and expects `{"reward": number or
-    null}` within `timeout` seconds. After three failed tries a completion has no reward (None).
+    null}`, of at most 1 MiB, within `timeout` seconds. After three failed tries a completion has no reward (None).
     """
 
     def __init__(self, url: str, timeout: float = 60.0):
@@ -65,9 +69,25 @@ class HttpReward:
             if seconds <= 0:
                 return LATE
             try:
-                answer = client.post(self.url, json=body, timeout=min(self.timeout, seconds))
-                answer.raise_for_status()
-                return answer_in(answer.json()["reward"])
-            except (httpx.HTTPError, KeyError, RecursionError, TypeError, ValueError) as error:
+                return answer_in(self._exchange(client, body, min(self.timeout, seconds))["reward"])
+            except (httpx.HTTPError, KeyError, RecursionError, TypeError, ValueError, zlib.error) as error:
                 failure = error
         return failure
+
+    def _exchange(self, client: httpx.Client, body: dict[str, Any], seconds: float) -> Any:
+        """The JSON of one answer. Raises ValueError if it is too large or packed in an unknown way, before all of it is read."""
+        with client.stream("POST", self.url, json=body, timeout=seconds, headers={"Accept-Encoding": "gzip"}) as answer:
+            answer.raise_for_status()
+            packing = answer.headers.get("Content-Encoding", "identity").lower()
+            if packing not in ("identity", "gzip", "deflate"):
+                raise ValueError(f"the answer is packed with {packing}, not gzip")
+            unpacker = None if packing == "identity" else zlib.decompressobj(wbits=zlib.MAX_WBITS | 32)  # gzip or zlib
+            found, size, deadline = bytearray(), 0, time.monotonic() + seconds
+            for part in answer.iter_raw():
+                size += len(part)
+                found += unpacker.decompress(part, MAX_ANSWER + 1) if unpacker else part
+                if max(size, len(found)) > MAX_ANSWER or (unpacker and unpacker.unconsumed_tail):
+                    raise ValueError(f"the answer has more than {MAX_ANSWER:,} bytes")
+                if time.monotonic() > deadline:
+                    raise httpx.ReadTimeout("the answer does not end")
+        return json.loads(found)

@@ -6,10 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification
 
+from unmask.data.special_tokens import as_text, encode
 from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
+from unmask.models.chat_template import render_template
+from unmask.models.folders import NO_CODE, read_config, read_tokenizer
+from unmask.models.weight_files import reading, refuse_pickled
 
 BATCH = 32
 
@@ -18,16 +22,18 @@ class RewardModel:
     """A reward function: the logit that a sequence classifier gives to a prompt with its completion.
 
     Args:
-        path: a folder, or the name of a model on the Hugging Face hub; it must have one output.
+        path: a folder, or the name of a model on the Hugging Face hub; it must have one output, and safetensors weights.
         device: as torch names it.
     """
 
     def __init__(self, path: str, *, device: str = "cpu"):
-        try:
-            self.tokenizer = AutoTokenizer.from_pretrained(path)
-            self.model = AutoModelForSequenceClassification.from_pretrained(path).to(device).eval()
-        except (OSError, ValueError) as error:
-            raise ModelError(f"no sequence classifier: {error}", where=path, remedy="Give its folder or its name on the hub.") from error
+        read_config(path, NO_CODE)
+        self.tokenizer = read_tokenizer(path)
+        refuse_pickled(path)
+        with reading("no sequence classifier", path, "Give its folder or its name on the hub."):
+            # None: the library's choice. The config's could be a kernel on a hub.
+            options = NO_CODE | {"use_safetensors": True, "attn_implementation": None}
+            self.model = AutoModelForSequenceClassification.from_pretrained(path, **options).to(device).eval()
         outputs = self.model.config.num_labels
         if outputs != 1:
             raise ModelError(f"the classifier has {outputs} labels", where=path, remedy="Give one with a single output.")
@@ -36,18 +42,25 @@ class RewardModel:
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model.config.pad_token_id = self.tokenizer.pad_token_id
+        sample, plain = self.tokenizer("a")["input_ids"], self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        start = next(index for index in range(len(sample)) if sample[index : index + len(plain)] == plain)
+        self._before, self._after = sample[:start], sample[start + len(plain) :]
 
     @torch.inference_mode()
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        """The logit of each pair; pairs of text, or of messages, which the tokenizer's chat template renders. Special tokens that they
+        spell are text."""
+        rows = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         rewards: list[float] = []
-        for start in range(0, len(texts), BATCH):
-            batch = self.tokenizer(texts[start : start + BATCH], padding=True, truncation=True, return_tensors="pt")
+        for start in range(0, len(rows), BATCH):
+            batch = self.tokenizer.pad({"input_ids": rows[start : start + BATCH]}, return_tensors="pt")
             rewards += self.model(**batch.to(self.model.device)).logits[:, 0].tolist()
         return rewards
 
-    def _text(self, prompt: Any, completion: Any) -> str:
-        if isinstance(prompt, str):
-            return prompt + completion
-        return str(self.tokenizer.apply_chat_template([*prompt, *completion], tokenize=False))
+    def _ids(self, prompt: Any, completion: Any) -> list[int]:
+        """The ids with the tokenizer's own beginning and end, cut to its longest text."""
+        text = prompt + completion if isinstance(prompt, str) else [*prompt, *completion]
+        marked = as_text(self.tokenizer, text)
+        ids = encode(self.tokenizer, marked if isinstance(text, str) else render_template(self.tokenizer, marked))
+        room = max(0, self.tokenizer.model_max_length - len(self._before) - len(self._after))
+        return [*self._before, *ids[:room], *self._after]

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.load import load, read_config
+from unmask.models.folders import NO_CODE, read_config
+from unmask.models.load import load
 
 FILE = "reference.safetensors"
 WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"
@@ -89,7 +90,7 @@ def make_reference(lm: DiffusionLM, accelerator: Accelerator, *, copy: bool = Fa
 def load_beside(lm: DiffusionLM, path: str) -> DiffusionLM:
     """Load another model in the policy's dtype. A model without saved settings gets the policy's attention pattern. Raises ConfigError if
     its tokens or saved settings differ from the policy's, ModelError if it cannot be loaded."""
-    config, _ = read_config(path, {})
+    config, _ = read_config(path, NO_CODE)
     has_settings, where = getattr(config, SETTINGS_KEY, None) is not None, f"reference_model {path}"
     pattern: dict[str, Any] = {} if has_settings else {name: lm.pattern[name] for name in ("attention", "block_size", "logit_shift")}
     other = load(path, dtype=str(lm.model.dtype).removeprefix("torch."), **pattern)

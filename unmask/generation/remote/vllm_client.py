@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import SamplerConfig
@@ -19,6 +19,7 @@ from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.nccl import nccl_sender
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.models.chat_template import turn_end
+from unmask.models.folders import read_tokenizer
 
 BANNED = -100.0  # the lowest bias that a server accepts
 
@@ -51,7 +52,7 @@ class RemoteLM:
         api_key: str | None = None,
         eos_token_ids: Sequence[int] | None = None,
     ):
-        self.tokenizer = AutoTokenizer.from_pretrained(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.tokenizer = read_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
         ends = [self.tokenizer.eos_token_id, turn_end(self.tokenizer)] if eos_token_ids is None else eos_token_ids
         self.eos_token_ids = [*dict.fromkeys(token for token in ends if token is not None)]
         self._sender: tuple[nn.Module, Any] | None = None

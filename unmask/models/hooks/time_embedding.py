@@ -8,17 +8,16 @@ Shapes: B batch, T tokens, D hidden width, F frequencies.
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import cached_file
 
 from unmask.errors import ModelError
+from unmask.models.weight_files import weight_files
 
 FREQUENCIES = 128
 NAME = "unmask_time"
@@ -86,10 +85,7 @@ def load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str |
     """Add the time embedding that was saved with a model; stock classes do not load it. Raises ModelError if the weights lack it."""
     time = add_time_embedding(model)
     found: dict[str, Tensor] = {}
-    options = {"revision": revision, "_raise_exceptions_for_missing_entries": False}
-    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **options)
-    shards = set(json.loads(Path(index).read_text())["weight_map"].values()) if index else {SAFE_WEIGHTS_NAME}
-    for shard in sorted(shards):
+    for shard in weight_files(path_or_id, revision):
         with safe_open(cached_file(path_or_id, shard, revision=revision), "pt") as file:
             found |= {name.removeprefix(f"{NAME}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{NAME}.")}  # noqa: SIM118
     if found.keys() != time.state_dict().keys():

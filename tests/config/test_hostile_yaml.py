@@ -1,0 +1,193 @@
+"""YAML of strangers: bounded, without code, and what is accepted is valid."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unmask.commands.run import resolved, training_arguments
+from unmask.commands.verbs import VERBS
+from unmask.config.layers import MODES, RECIPES, Layer, Layers, read_layers, read_settings
+from unmask.config.run import RunConfig, resolve, to_yaml
+from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
+from unmask.errors import ConfigError, UnmaskError
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12))
+HOSTILE = {
+    "billion laughs": (LAUGHS, "more than 100,000 values"),
+    "billion merges": (
+        "a0: &a0 {x: 1}\n"
+        + "".join(f"a{n}: &a{n} [{', '.join([f'{{<<: *a{n - 1}}}' if n == 1 else f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)),
+        "more than 100,000 values",
+    ),
+    "depth of lists": ("a: " + "[" * 10**5, "nested more than 40 deep"),
+    "depth of mappings": ("".join(f"{' ' * n}a:\n" for n in range(200)), "nested more than 40 deep"),
+    "an alias of itself": ("a: &a [1, *a]", "inside of its own anchor"),
+    "a long text": ("a: " + "x" * MAX_CHARACTERS, "more than 1,000,000 characters"),
+    "a long number": ("a: " + "9" * 10**5, "not YAML"),
+    "an object of Python": ("a: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    "a switch that is none": ("a: !!bool x", "not YAML"),
+    "a date that is none": ("a: !!timestamp x", "not YAML"),
+    "a number that is none": ("a: !!int ''", "not YAML"),
+    "a NUL": ('a: "x\\0y"', "NUL"),
+    "half of a character": ('a: "\\ud800"', "half of a character"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_yaml_is_one_error(name: str) -> None:
+    text, message = HOSTILE[name]
+    with pytest.raises(ConfigError, match=message):
+        parse_yaml(text, "x.yaml")
+
+
+def test_aliases_in_reason_are_read() -> None:
+    assert parse_yaml("a: &a [1, 2]\nb: *a\nc: {<<: {d: *a}}", "x") == {"a": [1, 2], "b": [1, 2], "c": {"d": [1, 2]}}
+
+
+@pytest.mark.parametrize("value", ["true", "'true'", "1", "null", "[]"])
+def test_only_the_command_line_lets_a_model_run_code(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text(f"model: {{path: m, trust_remote_code: {value}}}\noutput_dir: o")
+    with pytest.raises(ConfigError, match=r"model\.trust_remote_code \(.*a\.yaml\): may not stand in a file.*on the command line"):
+        read_layers(config_files=[path])
+    path.write_text("model: {path: m, trust_remote_code: false}\noutput_dir: o")  # as every recorded config says
+    assert not resolve(read_layers(config_files=[path])).model.trust_remote_code
+    assert resolve(read_layers(config_files=[path], overrides=["model.trust_remote_code=true"])).model.trust_remote_code
+    assert resolve(read_layers(config_files=[path], environ={"UNMASK_MODEL__TRUST_REMOTE_CODE": "true"})).model.trust_remote_code
+
+
+SEEDS = [path.read_text() for path in sorted(RECIPES.glob("*/*.yaml")) if path.parent != MODES]
+SNIPPETS = [
+    *(
+        "*a",
+        "&a ",
+        "<<: *a",
+        "!!bool ",
+        "!!timestamp ",
+        "!!set ",
+        "!!binary ",
+        "!x ",
+        "? ",
+        "- ",
+        ": ",
+        "{",
+        "}",
+        "[",
+        "]",
+        "\n",
+        "  ",
+        "|\n",
+    ),
+    *(
+        "null",
+        "~",
+        "true",
+        "'",
+        '"',
+        '"\\0"',
+        '"\\ud800"',
+        ".nan",
+        "-.inf",
+        "1e400",
+        "-1",
+        "0",
+        "1e-5",
+        "0x1f",
+        "9" * 400,
+        "''",
+        "#",
+        "\t",
+        "\x1b",
+    ),
+    *(
+        "model: {trust_remote_code: true}",
+        "training:",
+        "model:",
+        "output_dir:",
+        "rewards:",
+        "lora:",
+        "hardware:",
+        "sampler:",
+        "overwrite: true",
+    ),
+]
+
+
+RUN = {"model": {"path": "m"}, "output_dir": "o"}
+
+
+def seeds() -> list[tuple[str, str]]:
+    """The recipes and the recorded default config of every verb, each with the verbs that accept it."""
+    defaults = [to_yaml(resolved(RunConfig(**RUN), training_arguments(verb, RunConfig(**RUN)))) for verb in VERBS]
+    found = []
+    for text in [*SEEDS, *defaults]:
+        config = resolve(Layers([Layer("test", RUN), Layer("file", parse_yaml(text, "seed"))]))
+        for verb in VERBS:
+            with contextlib.suppress(UnmaskError):
+                training_arguments(verb, config)
+                found.append((text, verb))
+    return found
+
+
+def mutate(text: str, draw: random.Random) -> str:
+    """The text after one to four changes of characters, tokens, lines or values."""
+    for _ in range(draw.randint(1, 4)):
+        lines, place = text.splitlines(keepends=True) or [""], draw.randint(0, len(text))
+        number = draw.randrange(len(lines))
+        match draw.randrange(7):
+            case 0:
+                text = text[:place] + text[place + draw.randint(1, 9) :]
+            case 1:
+                text = text[:place] + draw.choice(SNIPPETS) + text[place:]
+            case 2:
+                text = text[:place] + chr(draw.choice([*range(128), 0x85, 0xA0, 0x202E, 0xFEFF, 0x1F600])) + text[place + 1 :]
+            case 3:
+                text = "".join([*lines[:number], *lines[number + 1 :]])
+            case 4:
+                text = "".join([*lines[:number], lines[number] * 2, *lines[number + 1 :]])
+            case 5:
+                key, colon, _ = lines[number].partition(":")
+                text = "".join([*lines[:number], f"{key}{colon} {draw.choice(SNIPPETS)}\n", *lines[number + 1 :]])
+            case 6:
+                text += draw.choice(draw.choice(SEEDS).splitlines(keepends=True) or [""])
+    return text
+
+
+def check(text: str, verb: str, path: Path) -> bool:
+    """Whether a file is accepted. If so it is valid: it makes training arguments, and its record loads back as the same run."""
+    try:
+        path.write_text(text, encoding="utf-8")
+        layers = Layers([Layer("test", RUN), Layer("file", read_settings(path))])
+        config = resolve(layers)
+        with layers.naming_sources():
+            args = training_arguments(verb, config)
+    except UnmaskError:
+        return False
+    recorded: dict[str, Any] = parse_yaml(to_yaml(resolved(config, args)), "record")
+    again = RunConfig(**recorded)
+    assert again.model_dump(exclude={"training"}) == config.model_dump(exclude={"training"})
+    assert training_arguments(verb, again).to_dict() == args.to_dict()
+    return True
+
+
+def accepted(count: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    draw, start = random.Random(0), seeds()
+    drawn = (draw.choice(start) for _ in range(count))
+    return sum(check(mutate(text, draw), verb, path / "a.yaml") for text, verb in drawn)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_accepted_of_mutated_files_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 20 < accepted(200, tmp_path, monkeypatch) < 180
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_what_is_accepted_of_ten_thousand_mutated_files_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accepted(10_000, tmp_path, monkeypatch) > 1000
