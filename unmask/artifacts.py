@@ -30,10 +30,23 @@ def write_atomic(path: str | Path, text: str) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)  # mkstemp lets only its owner read it
+        Path(temporary).chmod(default_mode())  # mkstemp lets only its owner read it
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+
+
+def default_mode() -> int:
+    """The permissions that the umask gives a new file."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return 0o666 & ~umask
+
+
+def share(folder: str | Path) -> None:
+    """Give the files of a folder the permissions of new ones: safetensors lets only the owner read."""
+    for path in Path(folder).rglob("*.safetensors"):
+        path.chmod(default_mode())
 
 
 def plain(value: Any) -> Any:

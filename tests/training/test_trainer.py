@@ -132,7 +132,7 @@ def test_a_run_killed_while_saving_goes_on_from_the_checkpoint_before(torn, tmp_
     state.unlink() if torn is None else state.write_text(torn)
     (tmp_path / "checkpoint-6" / "optimizer.pt").unlink()
     resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match="checkpoint-6 is incomplete: resuming from checkpoint-4") as warned:
+    with pytest.warns(RuntimeWarning, match=r"checkpoint-6 \(.*: resuming from checkpoint-4") as warned:
         resumed.train(resume_from_checkpoint=True)
     assert len(warned) == 1
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
@@ -163,21 +163,9 @@ def test_without_a_whole_checkpoint_a_resumed_run_starts_anew(tmp_path):
     for state in tmp_path.glob("checkpoint-*/trainer_state.json"):
         state.unlink()
     resumed = make("sft", tmp_path, **SAVING)
-    with pytest.warns(RuntimeWarning, match="checkpoint-6, checkpoint-4, checkpoint-2 is incomplete: resuming from the start"):
+    with pytest.warns(RuntimeWarning, match="checkpoint-6 .*, checkpoint-4 .*, checkpoint-2 .*: resuming from the start"):
         resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm)) and logged(tmp_path) == lines
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_a_file_or_with_a_torn_one_is_refused(name, tmp_path):
-    make("sft", tmp_path, **SAVING).train()
-    path = tmp_path / "checkpoint-6" / name
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    for named in (name, "no weights" if name == "model.safetensors" else f"{name}: is missing"):
-        for resume in (True, str(path.parent)):
-            with pytest.raises(TrainingError, match=rf"checkpoint-6.*{named}.*Delete this checkpoint"):
-                make("sft", tmp_path, **SAVING).train(resume_from_checkpoint=resume)
-        path.unlink(missing_ok=True)
 
 
 def test_weights_alone_are_not_gone_on_from(tmp_path):

@@ -23,6 +23,7 @@ from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
+from unmask.training.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
@@ -89,7 +90,8 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     if isinstance(resume, str):
         check_last(Path(resume), output)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with display as progress, progress.phase(verb) as phase, naming_full_memory(config.hardware):
+    disk = naming_write_errors(output, FULL_DISK)
+    with disk, display as progress, progress.phase(verb) as phase, naming_full_memory(config.hardware):
         trainer = make_trainer(verb, config, args, progress=phase)
         task, held_out = held_out_problems(config)
         if task and held_out:
@@ -101,10 +103,10 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
             if reports := {name: report.to_dict() for name, report in trainer.data_reports().items()}:
                 write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
         trainer.train(resume_from_checkpoint=resume)
-        trainer.save_model(str(output / TRAINED_MODEL))
+        save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)
         if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # conversion stages evaluate at their end
             trainer.evaluate()
-            trainer.save_model(str(output / TRAINED_MODEL))  # for its card
+            save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
     if args.should_save:
         write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
     if args.should_save and task and held_out:
@@ -116,6 +118,14 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     processes = PartialState()
     processes.wait_for_everyone()
     processes.destroy_process_group()
+
+
+def save_whole(trainer: Any, folder: Path, *, writes: bool) -> None:
+    """Save the model to a folder, which is replaced when it is complete. `writes`: whether this process writes it."""
+    with written_whole(folder, writes=writes, listed=False) as unfinished:
+        if writes and (card := folder / "README.md").is_file():  # it may have been edited
+            shutil.copy(card, unfinished)
+        trainer.save_model(str(unfinished))
 
 
 def make_trainer(verb: str, config: RunConfig, args: TrainingConfig, **rest: Any) -> Any:

@@ -34,8 +34,10 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import check_weights, checkpoints, named_stage, steps_done
+from unmask.training.checkpoint_files import fault
+from unmask.training.checkpoints import checkpoints, named_stage, steps_done
 from unmask.training.config import row_length, total_steps
+from unmask.training.distributed import from_first
 from unmask.training.hardware_checks import is_split
 from unmask.training.run_log import ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
@@ -79,7 +81,8 @@ class StageTrainer(DiffusionTrainer):
         logged = self.metrics.read()
         if steps_done(checkpoint) is None or not any("train_loss" in line for line in logged):
             return False
-        check_weights(checkpoint)
+        if from_first(lambda: fault(checkpoint)) is not None:  # `train` finds an earlier one
+            return False
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.state.log_history = logged
@@ -242,7 +245,7 @@ class ConvertTrainer:
 
     def _checkpoint_to_resume(self, path: Path) -> tuple[int, str]:
         """The number of a checkpoint's stage, and the checkpoint. Restores the history of the earlier stages."""
-        number, checkpoint = named_stage(path)
+        number, checkpoint = from_first(lambda: named_stage(path))
         if number > len(self.ends):
             what = f"is of stage {number}, but this conversion has {len(self.ends)} stages"
             raise TrainingError(what, where=str(path), remedy="Convert with the recipe of that run")

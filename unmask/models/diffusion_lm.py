@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from unmask.artifacts import share
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
 from unmask.models.attention import AttentionMask, Layout, check_pattern, make_mask, segments, unpadded_mask
@@ -364,6 +365,7 @@ class DiffusionLM:
         setattr(self.model.config, SETTINGS_KEY, self.settings)
         accept_generation_config(self.model.generation_config)
         self.model.save_pretrained(path)
+        share(path)
         self.tokenizer.save_pretrained(path)
         write_card(self, path)
 

@@ -10,6 +10,7 @@ import warnings
 from huggingface_hub import save_torch_state_dict
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from unmask.artifacts import share
 from unmask.errors import ConfigError, ModelError
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
@@ -52,6 +53,7 @@ def _export_released(lm: DiffusionLM, folder: pathlib.Path, layout: str) -> None
         warnings.warn(message, RuntimeWarning, stacklevel=3)
     folder.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(family.published_weights(lm.model), folder)
+    share(folder)
     accept_generation_config(lm.model.generation_config)
     lm.model.generation_config.save_pretrained(folder)
     for name, text in {**family.code, "config.json": json.dumps(family.write_config(lm), indent=2) + "\n"}.items():
@@ -67,6 +69,7 @@ def _export_stock(lm: DiffusionLM, folder: pathlib.Path) -> None:
     accept_generation_config(lm.model.generation_config)
     try:
         lm.model.save_pretrained(folder)
+        share(folder)
     finally:
         vars(config).update(removed)
     generation = copy.deepcopy(lm.model.generation_config)

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from unmask.artifacts import default_mode
 from unmask.data.rows import Row
 from unmask.diffusion.views import Views
 from unmask.errors import TrainingError
@@ -119,6 +120,7 @@ class ReferenceTable:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(".unfinished")
         save_file({"scores": self.log_prob_EIS, "digests": self.digest_EI}, unfinished, metadata=dict(hashes))
+        unfinished.chmod(default_mode())
         unfinished.replace(path)
 
 

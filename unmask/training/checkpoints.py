@@ -3,7 +3,8 @@
 `output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, and metric sums in
 `recorded.json` (all by `DiffusionTrainer.save_model`, `training/trainer.py`). transformers adds optimizer, scheduler, random state and
 `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights of a reference
-that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). A conversion has checkpoints in each `stage-N/`.
+that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files (`checkpoint_files.py`). A
+conversion has checkpoints in each `stage-N/`.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ from __future__ import annotations
 import json
 import re
 import warnings
-import zipfile
-from itertools import takewhile
 from pathlib import Path
 from typing import Literal
 
-from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.errors import TrainingError
+from unmask.training.checkpoint_files import fault
 
 ADAPTER_CONFIG = "adapter_config.json"
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
+EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -40,37 +40,44 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The last complete checkpoint. Warns of later incomplete ones, which a run leaves if it is killed while saving."""
-    found = checkpoints(folder)
-    incomplete = [path.name for path in takewhile(lambda path: steps_done(path) is None, found)]
-    complete = next(iter(found[len(incomplete) :]), None)
-    if incomplete:
-        message = f"{folder}: {', '.join(incomplete)} is incomplete: resuming from {complete.name if complete else 'the start'}"
+    """The last whole checkpoint. Warns of later ones that are incomplete, because a run was killed while saving, or damaged."""
+    damaged: list[str] = []
+    whole = None
+    for path in checkpoints(folder):
+        if (found := _damage(path)) is None:
+            whole = path
+            break
+        damaged.append(f"{path.name} ({found})")
+    if damaged:
+        message = f"{folder}: incomplete or damaged: {', '.join(damaged)}: resuming from {whole.name if whole else 'the start'}"
         warnings.warn(message, RuntimeWarning, stacklevel=3)
-    return complete
+    return whole
 
 
 def checked_checkpoint(folder: Path, named: str | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:
-        named: a path, as in `named_checkpoint`; True: the last complete checkpoint in the output folder, if there is one.
-        in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format, which are not checked.
+        named: a path, as in `named_checkpoint`; True: the last whole checkpoint in the output folder, if there is one.
+        in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format.
         adapters: whether the run trains adapters.
 
     Raises:
-        TrainingError: it is missing or incomplete, or only one of the run and the checkpoint has adapters.
+        TrainingError: it is missing, incomplete or damaged, or only one of the run and the checkpoint has adapters.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
     if checkpoint is not None and not in_shards:
-        check_whole(checkpoint)
+        check_parts(checkpoint)
         check_adapters(checkpoint, adapters=adapters)
     return checkpoint
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: itself, or the last complete one in the folder of a run. Raises TrainingError if there is none."""
+    """The checkpoint at a path: itself, or the last whole one in the folder of a run. Raises TrainingError if there is none, or if it is
+    damaged."""
     if _is_checkpoint(path):
+        if (found := _damage(path)) is not None:
+            raise TrainingError(found, where=str(path), remedy=EARLIER)
         return path
     if (checkpoint := last_checkpoint(path)) is None:
         raise TrainingError("holds no complete checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
@@ -102,22 +109,23 @@ def steps_done(checkpoint: Path) -> int | None:
     """The optimizer steps before the checkpoint; None if its state file, which is written last, is missing or incomplete."""
     try:
         return json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))["global_step"]
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def check_whole(checkpoint: Path) -> None:
-    """Raise TrainingError unless a checkpoint of transformers has all files that a run resumes from, and they are complete."""
-    if steps_done(checkpoint) is None:
-        raise TrainingError("is missing or incomplete", where=str(checkpoint / TRAINER_STATE_NAME), remedy=DELETE)
-    check_weights(checkpoint)
+def check_parts(checkpoint: Path) -> None:
+    """Raise TrainingError unless a checkpoint of transformers has all the parts that a run resumes from."""
+    if not any(checkpoint.glob("*.safetensors")):
+        raise TrainingError("has no weights", where=str(checkpoint), remedy=DELETE)
     for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
-        path = checkpoint / name
-        if not path.is_file():
+        if not (path := checkpoint / name).is_file():
             remedy = f"{DELETE}. With save_only_model no checkpoint has it: start a new run from its weights"
             raise TrainingError("is missing: the run would not be the same", where=str(path), remedy=remedy)
-        if not zipfile.is_zipfile(path):
-            raise TrainingError("cannot be read", where=str(path), remedy=DELETE)
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with the files of a checkpoint; None: nothing."""
+    return f"{TRAINER_STATE_NAME} is missing or incomplete" if steps_done(checkpoint) is None else fault(checkpoint)
 
 
 def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
@@ -125,19 +133,6 @@ def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
     if (checkpoint / ADAPTER_CONFIG).is_file() != adapters:
         what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters only", "Set lora as in that run")
         raise TrainingError(what, where=str(checkpoint), remedy=remedy)
-
-
-def check_weights(checkpoint: Path) -> None:
-    """Raise TrainingError unless the weight files are there and complete."""
-    files = sorted(checkpoint.glob("*.safetensors"))
-    if not files:
-        raise TrainingError("has no weights", where=str(checkpoint), remedy=DELETE)
-    for path in files:
-        try:
-            with safe_open(path, framework="pt"):  # reads the header, and compares the file's length with it
-                pass
-        except SafetensorError as error:
-            raise TrainingError(f"cannot be read ({error})", where=str(path), remedy=DELETE) from error
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather, gather_object, slice_tensors
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list, gather, gather_object, slice_tensors
 from transformers import TrainingArguments
 
 from unmask.errors import UnmaskError
 from unmask.models.diffusion_lm import DiffusionLM
+
+Found = TypeVar("Found")
 
 
 @contextmanager
@@ -71,3 +73,18 @@ def failing_together(where: str) -> Iterator[None]:
         if error is not None and type(error) is kind:
             raise error
         raise kind(f"another process has failed ({what})", where=where, remedy="See its error") from error
+
+
+def from_first(find: Callable[[], Found]) -> Found:
+    """What the first process finds, on all; an UnmaskError that it raises there is raised on all. A collective."""
+    answer: list[Any] = [None, None]
+    if PartialState().is_main_process:
+        try:
+            answer[0] = find()
+        except UnmaskError as error:
+            answer[1] = error
+    if PartialState().num_processes > 1:
+        broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

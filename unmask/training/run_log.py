@@ -16,10 +16,10 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from unmask.artifacts import MetricsLog, write_atomic
+from unmask.training.checkpoint_files import LISTED, SUMS_NAME
 from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"
-SUMS_NAME = "recorded.json"
 SHOWN = ("loss", "cross_entropy", "reward", "margin", "accuracy", "learning_rate", "tokens_per_second")  # on the progress display
 RESERVED = {
     *("step", "stage", "epoch", "loss", "grad_norm", "learning_rate"),
@@ -152,13 +152,14 @@ class Means:
 
 def write_sums(checkpoint: Path, sums: Sums) -> None:
     """Save the sums since the last log line in a checkpoint."""
-    write_atomic(checkpoint / SUMS_NAME, json.dumps(sums))
+    write_atomic(checkpoint / SUMS_NAME, json.dumps({LISTED: True, "sums": sums}))
 
 
 def read_sums(checkpoint: Path) -> Sums:
-    """The sums that `write_sums` saved; empty for a checkpoint of an older version of Unmask."""
+    """The sums that `write_sums` saved; earlier versions of Unmask saved them alone, or none."""
     path = checkpoint / SUMS_NAME
-    return json.loads(path.read_text()) if path.exists() else {}
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    return stored["sums"] if stored.get(LISTED) is True else stored
 
 
 def _everywhere(sums: Sums) -> Sums:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from unmask.data.report import DataReport, Rows, print_report
@@ -22,20 +22,21 @@ from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
 from unmask.errors import ConfigError, TrainingError, first_line
-from unmask.models.adapters import has_adapters, merged, with_adapters, without_tables
+from unmask.models.adapters import has_adapters, with_adapters
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.end_tokens import accept_generation_config
 from unmask.models.load import as_diffusion_lm
-from unmask.models.model_card import HISTORY_KEY, history, write_card
+from unmask.models.model_card import HISTORY_KEY, history
+from unmask.training.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
-from unmask.training.distributed import lockstep, rows_before, without_repeats
+from unmask.training.distributed import from_first, lockstep, rows_before, without_repeats
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.model_history import chosen_settings, history_entry
 from unmask.training.optimizers import keep_on_host
 from unmask.training.per_view_backward import PerViewBackward
-from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput, read_sums, write_sums
+from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
+from unmask.training.saving import SavingTrainer
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import set_tensorboard_dir
 
@@ -46,7 +47,7 @@ Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
 STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 
 
-class DiffusionTrainer(Trainer):
+class DiffusionTrainer(SavingTrainer):
     """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
     Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss. Losses are sums divided
@@ -163,11 +164,16 @@ class DiffusionTrainer(Trainer):
         """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none. A
         path may also be a run's folder. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced."""
         self._throughput = Throughput()
+        with naming_write_errors(self.args.output_folder, FULL_DISK):
+            return self._train(resume_from_checkpoint, **rest)
+
+    def _train(self, resume_from_checkpoint: str | bool | None, **rest: Any) -> TrainOutput:
         if not resume_from_checkpoint:
             refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
             return super().train(None, **rest)
         in_shards, adapters = self.uses_fsdp_or_deepspeed, has_adapters(self.lm)
-        checkpoint = checked_checkpoint(self.args.output_folder, resume_from_checkpoint, in_shards=in_shards, adapters=adapters)
+        folder, named = self.args.output_folder, resume_from_checkpoint
+        checkpoint = from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards, adapters=adapters))
         if self.is_world_process_zero():
             self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
         return super().train(checkpoint and str(checkpoint), **rest)
@@ -348,11 +354,6 @@ class DiffusionTrainer(Trainer):
         """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
         return self.phases.performance_stats()
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            self.means.load(read_sums(Path(checkpoint)) if self.is_world_process_zero() else {})  # the saved sums cover all processes
-
     def _track_num_input_tokens(self, inputs: Batch) -> None:
         self._throughput.samples += self.count_samples(inputs)
         self.state.num_input_tokens_seen += int(self.accelerator.gather(self.count_tokens(inputs).to(self.args.device)).sum())
@@ -375,24 +376,3 @@ class DiffusionTrainer(Trainer):
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
             self._remember()
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config and metric sums."""
-        accept_generation_config(self.lm.model.generation_config)
-        if _internal_call:
-            sums = self.means.state_everywhere()
-            if self.args.should_save:
-                write_sums(Path(str(output_dir)), sums)
-                self.lm.config.save_pretrained(str(output_dir))  # it holds the history, which is not saved with adapters
-            without_tables(self.lm)
-        if _internal_call or not has_adapters(self.lm):
-            super().save_model(output_dir, _internal_call)
-            if not _internal_call and self.args.should_save:
-                write_card(self.lm, output_dir or str(self.args.output_dir))
-        elif self.args.should_save:
-            merged(self.lm).save(output_dir or self.args.output_dir)
-
-    def create_model_card(self, *_: Any, **__: Any) -> None:
-        """Called by transformers when it pushes to the hub."""
-        if self.args.should_save:
-            write_card(self.lm, str(self.args.output_dir))

@@ -1,0 +1,203 @@
+"""Checkpoints are whole or absent: every fault of the disk is noticed, and a checkpoint before it is used."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import resource
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.training.tiny_runs import Before, equal, make, tiny, weights
+from unmask.errors import TrainingError
+from unmask.models.export import export
+from unmask.training import checkpoint_files
+from unmask.training.checkpoint_files import FILE_LIST
+from unmask.training.checkpoints import checked_checkpoint, last_checkpoint
+
+SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
+NUM_FAULTS = 102
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def damage(checkpoint: Path, number: int) -> str:
+    """A fault at a random place: a flipped bit, a truncation, or a missing file."""
+    draw = random.Random(number)
+    path = draw.choice(files_of(checkpoint))
+    data, kind = bytearray(path.read_bytes()), ("flip", "truncate", "remove")[number % 3]
+    if kind == "remove":
+        path.unlink()
+    elif kind == "truncate":
+        path.write_bytes(data[: draw.randrange(len(data))])
+    else:
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        path.write_bytes(data)
+    return f"{kind} {path.name}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    make("grpo", folder, **SAVING, num_iterations=4, reference_sync_steps=4, beta=0.1).train()
+    return folder
+
+
+def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(run, tmp_path):
+    checkpoint = tmp_path / "checkpoint-6"
+    shutil.copytree(run / "checkpoint-4", tmp_path / "checkpoint-4")
+    unnoticed = []
+    for number in range(NUM_FAULTS):
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        shutil.copytree(run / "checkpoint-6", checkpoint)
+        fault = damage(checkpoint, number)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = last_checkpoint(tmp_path)
+        if found != tmp_path / "checkpoint-4" or "checkpoint-6 (" not in str(caught[0].message):
+            unnoticed.append(fault)
+    assert unnoticed == []
+    with pytest.raises(TrainingError, match="--resume without a path"):
+        checked_checkpoint(tmp_path, str(checkpoint), in_shards=False, adapters=False)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "recorded.json", "scheduler.pt"])
+def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
+    straight = make("sft", tmp_path, **SAVING)
+    straight.train()
+    path = tmp_path / "checkpoint-4" / name
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    damage_to(path)
+    resumed = make("sft", tmp_path, **SAVING)
+    with pytest.warns(RuntimeWarning, match=rf"checkpoint-4 \({name} is damaged\): resuming from checkpoint-2"):
+        resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+def as_of_an_earlier_version(checkpoint: Path) -> None:
+    """Remove the list of files."""
+    (checkpoint / FILE_LIST).unlink()
+    path = checkpoint / "recorded.json"
+    path.write_text(json.dumps(json.loads(path.read_text())["sums"]))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_of_an_earlier_version_without_a_part_is_refused(name, tmp_path):
+    make("sft", tmp_path, **SAVING | {"max_steps": 2}).train()
+    as_of_an_earlier_version(tmp_path / "checkpoint-2")
+    (tmp_path / "checkpoint-2" / name).unlink()
+    said = "no weights" if name == "model.safetensors" else f"{name}: is missing"
+    for resume in (True, str(tmp_path / "checkpoint-2")):
+        with pytest.raises(TrainingError, match=rf"checkpoint-2.*{said}.*Delete this checkpoint"):
+            checked_checkpoint(tmp_path, resume, in_shards=False, adapters=False)
+
+
+def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
+    straight = make("sft", tmp_path, **SAVING)
+    straight.train()
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    for folder in tmp_path.glob("checkpoint-*"):
+        as_of_an_earlier_version(folder)
+    resumed = make("sft", tmp_path, **SAVING)
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(straight.lm))
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    for name in ("rng_state.pth", "recorded.json", "config.json", "scheduler.pt", "trainer_state.json", "model.safetensors"):
+        path = tmp_path / "checkpoint-4" / name
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) // 2])
+        with pytest.warns(RuntimeWarning, match=rf"checkpoint-4 \({name} .*: resuming from checkpoint-2"):
+            assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+        path.write_bytes(data)
+
+
+@pytest.mark.parametrize("size", [100, 2_000, 60_000, 100_000])
+def test_a_disk_that_fills_up_ends_the_run_in_one_error_and_spares_the_last_checkpoint(size, tmp_path, largest_file):
+    trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(3, lambda: largest_file(size))])
+    with pytest.raises(TrainingError, match=r"cannot be written \(.*--resume continues from "):
+        trainer.train()
+    largest_file(None)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    assert not (tmp_path / ".unfinished").exists()
+    straight, resumed = make("sft", tmp_path / "straight", **SAVING), make("sft", tmp_path, **SAVING)
+    straight.train()
+    resumed.train(resume_from_checkpoint=True)
+    assert equal(weights(resumed.lm), weights(straight.lm))
+
+
+@pytest.fixture
+def largest_file() -> Iterator[Callable[[int | None], None]]:
+    """Lets no file grow beyond a number of bytes, as on a full disk; None: any."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before[0] if size is None else size, before[1]))
+
+    yield limit
+    limit(None)
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.EIO, errno.EACCES])
+def test_an_error_of_the_disk_is_one_error(code, tmp_path, monkeypatch):
+    def failing(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(3, lambda: monkeypatch.setattr(checkpoint_files, "sync", failing))])
+    with pytest.raises(TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"):
+        trainer.train()
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize(("step", "kept"), [(0, "from the beginning"), (3, "checkpoint-2 is intact")])
+def test_free_space_is_checked_before_a_checkpoint_is_written(step, kept, tmp_path, monkeypatch):
+    def fill() -> None:
+        monkeypatch.setattr(checkpoint_files.shutil, "disk_usage", lambda _: SimpleNamespace(free=50_000))
+
+    trainer = make("sft", tmp_path, **SAVING, callbacks=[Before(step, fill)])
+    with pytest.raises(TrainingError, match=rf"a checkpoint needs .* GB, but the disk has 5e-05 GB left.*{kept}"):
+        trainer.train()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_the_umask_decides_who_reads_what_is_saved(umask, mode, tmp_path):
+    before = os.umask(umask)
+    try:
+        trainer = make("sft", tmp_path, **SAVING | {"max_steps": 2})
+        trainer.train()
+        trainer.save_model(str(tmp_path / "model"))
+        trainer.lm.save(tmp_path / "saved")
+        export(tiny("causal"), tmp_path / "exported", "hf")
+    finally:
+        os.umask(before)
+    for name in ("checkpoint-2", "model", "saved", "exported"):
+        assert {path.stat().st_mode & 0o777 for path in files_of(tmp_path / name)} == {mode}, name
+
+
+def test_the_best_checkpoint_is_named_where_it_is_and_old_ones_are_removed(tmp_path):
+    more = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2}
+    trainer = make("sft", tmp_path, **SAVING | more, eval_dataset=[{"prompt": "ab", "completion": "cab"}])
+    trainer.train()
+    best = Path(str(trainer.state.best_model_checkpoint))
+    left = sorted(tmp_path.glob("checkpoint-*"))
+    assert best.parent == tmp_path and best in left and len(left) == 2
+    stored = json.loads((left[-1] / "trainer_state.json").read_text())
+    assert Path(stored["best_model_checkpoint"]).parent == tmp_path
+    damage_to(best / "model.safetensors")
+    with pytest.raises(TrainingError, match=r"model.safetensors is damaged.*load_best_model_at_end=false"):
+        trainer._load_best_model()
+
+
+def damage_to(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

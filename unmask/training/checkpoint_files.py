@@ -1,0 +1,185 @@
+"""The files of a checkpoint on the disk: written whole or not at all, listed with sizes and hashes, and compared with that list.
+
+A folder is written in `.unfinished` beside it, and renamed when every file is on the disk. The list, `checkpoint_files.json`, is written
+last. It covers the files of all processes, so also the shards of FSDP and DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from accelerate import PartialState
+from safetensors import SafetensorError, safe_open
+
+from unmask.artifacts import default_mode, write_atomic
+from unmask.errors import TrainingError, first_line
+
+FILE_LIST = "checkpoint_files.json"
+UNFINISHED = ".unfinished"
+SUMS_NAME = "recorded.json"
+LISTED = "listed"  # in `recorded.json`: this checkpoint has a list of files
+FULL_DISK = "Make room and permit writing: --resume continues from the last checkpoint"
+THREADS = 4  # hashing releases the lock of the interpreter
+
+
+@contextlib.contextmanager
+def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]:
+    """Inside, all processes write into the folder that this yields. Afterwards it takes the place of `folder`. If anything fails, `folder`
+    is unchanged.
+
+    Args:
+        writes: whether this process creates and moves the folder.
+        listed: whether a list of its files is written.
+    """
+    unfinished = folder.parent / UNFINISHED / folder.name
+    processes = PartialState()
+    if writes:
+        shutil.rmtree(unfinished.parent, ignore_errors=True)  # of a run that was killed
+        unfinished.mkdir(parents=True)
+    processes.wait_for_everyone()
+    with contextlib.ExitStack() as failing:
+        if writes:
+            failing.callback(shutil.rmtree, unfinished.parent, ignore_errors=True)  # it may fill the disk
+        yield unfinished
+        processes.wait_for_everyone()
+        if writes:
+            publish(unfinished, folder, listed=listed)
+        failing.pop_all()
+    processes.wait_for_everyone()
+
+
+def publish(unfinished: Path, folder: Path, *, listed: bool) -> None:
+    """Move a folder to its place when its files are on the disk, with the permissions that the umask gives."""
+    files = [path for path in sorted(unfinished.rglob("*")) if path.is_file()]
+    for path in files:
+        path.chmod(default_mode())  # safetensors lets only the owner read
+        sync(path)
+    if listed:
+        write_atomic(unfinished / FILE_LIST, json.dumps({"files": described(unfinished, files)}, indent=1) + "\n")
+    for inner in {path.parent for path in files}:
+        sync(inner)
+    earlier = unfinished.with_name(f"{folder.name}.earlier")
+    if folder.exists():
+        folder.rename(earlier)
+    try:
+        unfinished.rename(folder)
+    except OSError:
+        if earlier.exists():
+            earlier.rename(folder)
+        raise
+    sync(folder.parent)
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file or a folder's entries are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def described(folder: Path, files: list[Path]) -> dict[str, dict[str, int | str]]:
+    """Size in bytes and SHA-256 of files, by their paths in the folder."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        hashes = pool.map(sha256, files)
+        return {
+            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": each}
+            for path, each in zip(files, hashes, strict=True)
+        }
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fault(folder: Path) -> str | None:
+    """The first difference between a checkpoint and its list of files, as a sentence; None: there is none. A checkpoint of an earlier
+    version has no list: its files are only opened."""
+    try:
+        text = (folder / FILE_LIST).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return _unreadable(folder) or (f"{FILE_LIST} is missing" if _is_listed(folder) else None)
+    except (OSError, ValueError) as error:
+        return f"{FILE_LIST} cannot be read ({first_line(error)})"
+    try:
+        listed: dict[str, dict[str, int | str]] = json.loads(text)["files"]
+        sizes = {name: int(each["bytes"]) for name, each in listed.items()}
+        hashes = {name: str(each["sha256"]) for name, each in listed.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return f"{FILE_LIST} is damaged"
+    try:
+        for name, size in sizes.items():
+            if (found := (folder / name).stat().st_size) != size:
+                return f"{name} has {found:,} bytes instead of {size:,}"
+        with ThreadPoolExecutor(THREADS) as pool:
+            found_hashes = pool.map(sha256, [folder / name for name in hashes])
+            return next((f"{name} is damaged" for name, each in zip(hashes, found_hashes, strict=True) if each != hashes[name]), None)
+    except OSError as error:
+        return f"{Path(str(error.filename)).name} cannot be read ({error.strerror})"
+
+
+def _unreadable(folder: Path) -> str | None:
+    """The first file of a checkpoint without a list that cannot be opened."""
+    for path in sorted(path for path in folder.iterdir() if path.is_file()):
+        try:
+            if path.suffix == ".json":
+                json.loads(path.read_text(encoding="utf-8"))
+            elif path.suffix == ".safetensors":
+                with safe_open(path, framework="pt"):  # reads the header, and compares the file's length with it
+                    pass
+            elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
+                return f"{path.name} is incomplete"
+        except (OSError, ValueError, SafetensorError) as error:
+            return f"{path.name} cannot be read ({first_line(error)})"
+    return None
+
+
+def _is_listed(folder: Path) -> bool:
+    path = folder / SUMS_NAME
+    return path.is_file() and json.loads(path.read_text(encoding="utf-8")).get(LISTED) is True
+
+
+def bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def check_free_space(folder: Path, needed: int, remedy: str) -> None:
+    """Raise TrainingError if the disk of a folder has fewer free bytes than needed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (free := shutil.disk_usage(folder).free) < needed:
+        what = f"a checkpoint needs {needed / 1e9:.3g} GB, but the disk has {free / 1e9:.3g} GB left"
+        raise TrainingError(what, where=str(folder), remedy=remedy)
+
+
+WRITE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO, errno.EMFILE, errno.ENOTDIR}
+
+
+@contextlib.contextmanager
+def naming_write_errors(where: Path, remedy: str) -> Iterator[None]:
+    """Inside, an error of the disk is raised as a TrainingError."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in WRITE_ERRORS:
+            raise
+        path = error.filename or where
+        raise TrainingError(f"cannot be written ({error.strerror})", where=str(path), remedy=remedy) from error
+    except SafetensorError as error:
+        raise TrainingError(f"cannot be written ({first_line(error)})", where=str(where), remedy=remedy) from error
+    except RuntimeError as error:
+        if "PytorchStreamWriter" not in str(error) and "unexpected pos" not in str(error):
+            raise
+        what = f"cannot be written ({first_line(error.__context__ or error)})"
+        raise TrainingError(what, where=str(where), remedy=remedy) from error
