@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from safetensors import SafetensorError, safe_open
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.errors import TrainingError
@@ -138,6 +138,11 @@ def check_weights(checkpoint: Path) -> None:
                 pass
         except SafetensorError as error:
             raise TrainingError(f"cannot be read ({error})", where=str(path), remedy=DELETE) from error
+
+
+def drop_pickled_settings(folder: str | Path) -> None:
+    """Remove the pickle of all settings, tokens included, that transformers writes beside a model and nothing reads."""
+    Path(folder, TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
 
 def _is_checkpoint(path: Path) -> bool:

@@ -27,7 +27,7 @@ from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history, write_card
-from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
+from unmask.training.checkpoints import checked_checkpoint, drop_pickled_settings, refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
 from unmask.training.distributed import lockstep, rows_before, without_repeats
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
@@ -387,6 +387,8 @@ class DiffusionTrainer(Trainer):
             without_tables(self.lm)
         if _internal_call or not has_adapters(self.lm):
             super().save_model(output_dir, _internal_call)
+            if self.args.should_save:
+                drop_pickled_settings(output_dir or self.args.output_dir)
             if not _internal_call and self.args.should_save:
                 write_card(self.lm, output_dir or str(self.args.output_dir))
         elif self.args.should_save:
