@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import REPOSITORY
 
 LEVELS = [
+    ["redaction"],
     ["errors", "console"],
     ["config", "artifacts", "sandbox", "records"],
     ["models", "rewards"],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from unmask.errors import DataError
+from unmask.redaction import masked, masked_argument
 
 RECORDED_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
@@ -102,7 +103,7 @@ def package_version(package: str) -> str | None:
 
 
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """What is needed to repeat a run: package versions (None: not installed), machine, date, command line, config.
+    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command line, config.
 
     Args:
         config: the resolved configuration.
@@ -115,13 +116,13 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     return {
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
+        "command": shlex.join(map(masked_argument, sys.orig_argv)),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": cores,
         "packages": {package: package_version(package) for package in RECORDED_PACKAGES},
-        "config": plain(config),
-        **plain(extra),
+        "config": masked(plain(config)),
+        **masked(plain(extra)),
     }
 
 

@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
+from unmask.redaction import shown
+
 PLAIN_LINE_EVERY = 10.0  # seconds between two lines if the output is not a terminal
 PRIOR_WEIGHT = 0.05  # of the expected times in the estimate of the time left, as the fraction of the run whose observation weighs as much
 
@@ -131,7 +133,7 @@ class Progress:
 
     def _print(self, state: str) -> None:
         parts = [f"[{self.fraction:4.0%}] {self._phase.name} {state}", str(self._phase), self._times()]
-        line = " · ".join(filter(None, parts))
+        line = shown(" · ".join(filter(None, parts)))
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False)
         else:
@@ -144,7 +146,8 @@ class Progress:
             lines.append((self._phase.name, self._phase.fraction, str(self._phase)))
         bars = Table.grid(padding=(0, 1))
         for name, fraction, text in lines:
-            bars.add_row(Text(name), ProgressBar(total=1.0, completed=fraction, width=32), f"{fraction:4.0%}", Text(text))
+            bar = ProgressBar(total=1.0, completed=fraction, width=32)
+            bars.add_row(Text(shown(name)), bar, f"{fraction:4.0%}", Text(shown(text)))
         return bars
 
 
@@ -155,14 +158,19 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def for_stdout(text: str) -> str:
+    """A text to print: as it is into a file or a pipe, and as `shown` on a terminal."""
+    return shown(text) if sys.stdout.isatty() else text
+
+
 def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = ()) -> None:
     """Print a table, above the progress display (rich or tqdm) if there is one."""
     from tqdm import tqdm
 
-    columns = [Column(Text(name), overflow="fold") for name in head]
-    table = Table(*columns, title=Text(title, "table.title"), show_header=bool(columns))
+    columns = [Column(Text(shown(name)), overflow="fold") for name in head]
+    table = Table(*columns, title=Text(shown(title), "table.title"), show_header=bool(columns))
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(shown(cell)) for cell in row))
     console = Console()
     with console.capture() as captured:
         console.print(table)

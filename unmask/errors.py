@@ -10,6 +10,8 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Self
 
+from unmask.redaction import masked_text
+
 
 class UnmaskError(ValueError):
     """Base of all errors that a user can cause and fix.
@@ -24,7 +26,7 @@ class UnmaskError(ValueError):
         self.what, self.where, self.remedy = what, where, remedy
         head = f"{where}: {what}" if where else what
         stop = "" if (remedy or "").endswith((".", "?", "!")) else "."
-        super().__init__(f"{head}. {remedy}{stop}" if remedy else head)
+        super().__init__(masked_text(f"{head}. {remedy}{stop}" if remedy else head))
 
     def moved(self, where: str | None) -> Self:
         """The same error with another location."""

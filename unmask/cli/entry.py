@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import typing
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -17,8 +18,9 @@ from typer.core import TyperGroup
 from unmask import __version__
 from unmask.config.cli_options import spread_configs
 from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, check_output_folder, refuse_existing
-from unmask.console import is_first_process, show_table
+from unmask.console import for_stdout, is_first_process, show_table
 from unmask.errors import ConfigError, DataError, UnmaskError
+from unmask.redaction import shown
 from unmask.sandbox.cli import app as sandbox
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Commands(TyperGroup):
         except UnmaskError as error:
             if ctx.obj:
                 raise
-            typer.echo("error: " + " ".join(str(error).splitlines()), err=True)
+            typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
@@ -58,10 +60,24 @@ def main() -> None:
     # In every run bitsandbytes warns of a missing CPU kernel, torchao of kernels for other machines, and torch of torchao.
     for library in ("bitsandbytes", "torchao", "torch.utils._pytree"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    warnings.formatwarning = _format_warning
+    logging.setLogRecordFactory(_Record)
     with contextlib.ExitStack() as stack:
         if not is_first_process():
             stack.enter_context(contextlib.redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         app(prog_name="unmask")
+
+
+def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    """As Python's, for a terminal: warnings quote data and names."""
+    return f"{filename}:{lineno}: {category.__name__}: {shown(str(message))}\n"
+
+
+class _Record(logging.LogRecord):
+    """A line of a log, for a terminal."""
+
+    def getMessage(self) -> str:  # noqa: N802 (as in logging)
+        return shown(super().getMessage())
 
 
 def show_version(wanted: bool) -> None:
@@ -128,7 +144,7 @@ def generate(
         typer.echo(f"{sampler.lossy}: {result.agreement:.1%} of the tokens are those of the exact sampler", err=True)
     for row, (text, tokens, log_probs) in enumerate(zip(result.texts, result.tokens, result.log_probs, strict=True)):
         line = {"prompt": prompts[row], "text": text, "tokens": list(map(int, tokens)), "log_probs": list(map(float, log_probs))}
-        typer.echo(json.dumps(line, ensure_ascii=False) if as_json else text)
+        typer.echo(for_stdout(json.dumps(line, ensure_ascii=False) if as_json else text))
 
 
 @app.command(epilog="Example: unmask evaluate runs/sft/model --task sudoku --rows 200 --output sudoku.json")
@@ -292,7 +308,7 @@ def migrate(
     if output:
         write_atomic(output, found.to_yaml())
     else:
-        typer.echo(found.to_yaml(), nl=False)
+        typer.echo(for_stdout(found.to_yaml()), nl=False)
 
 
 @app.command()

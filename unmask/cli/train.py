@@ -18,8 +18,9 @@ from typer.core import TyperCommand
 
 from unmask.config.layers import ACCEPT_UNSANDBOXED, read_layers
 from unmask.config.run import RunConfig, check_output_folder, resolve, resumes_in_place, split_resume, to_yaml
-from unmask.console import show_table
+from unmask.console import for_stdout, show_table
 from unmask.errors import ConfigError
+from unmask.redaction import shown
 
 USAGE_ERROR: Any = typer.BadParameter.__base__  # which typer does not export
 
@@ -144,7 +145,7 @@ def enable_debug_output(ctx: typer.Context) -> None:
 def show_config(verb: str, settings: RunConfig) -> None:
     from unmask.commands.run import resolved, training_arguments
 
-    typer.echo(to_yaml(resolved(settings, training_arguments(verb, settings))), nl=False)
+    typer.echo(for_stdout(to_yaml(resolved(settings, training_arguments(verb, settings)))), nl=False)
 
 
 def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None) -> None:
@@ -153,7 +154,7 @@ def show_profile(verb: str, settings: RunConfig, steps: int, trace: Path | None)
     trace = trace or Path(settings.output_dir, "trace.json")
     for title, lines in profile_run(verb, settings, trace, steps).items():
         show_table([line.values() for line in lines], f"{verb}: {title}", head=lines[0])
-    typer.echo(f"{trace}: open it in https://ui.perfetto.dev")
+    typer.echo(f"{shown(str(trace))}: open it in https://ui.perfetto.dev")
 
 
 def show_dry_run(verb: str, settings: RunConfig) -> None:

@@ -11,6 +11,7 @@ import pydantic
 from pydantic import ConfigDict
 
 from unmask.errors import ConfigError, did_you_mean
+from unmask.redaction import masked
 
 
 class Config(pydantic.BaseModel):
@@ -51,7 +52,7 @@ def _config_error(error: pydantic.ValidationError, values: dict[str, Any], cls: 
 def refused(errors: Sequence[Any], value: Any, where: str) -> ConfigError:
     """The error for a value; several errors of pydantic are the alternatives of a union."""
     wanted = " or ".join(dict.fromkeys(re.sub(r"^Input should be |^Value error, ", "", one["msg"]) for one in errors))
-    return ConfigError(f"{value!r} is not valid", where=where, remedy=f"It should be {wanted}")
+    return ConfigError(f"{masked(value, where)!r} is not valid", where=where, remedy=f"It should be {wanted}")
 
 
 def _locate(loc: Sequence[str | int], values: Any) -> tuple[list[str], Any]:

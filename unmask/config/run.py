@@ -22,6 +22,7 @@ from unmask.config.sampler import SamplerConfig as SamplerConfig
 from unmask.config.yaml import dump_yaml
 from unmask.console import is_first_process
 from unmask.errors import ConfigError, TrainingError, UnmaskError, did_you_mean
+from unmask.redaction import MASK, find_mask, masked
 
 if TYPE_CHECKING:
     import peft
@@ -203,14 +204,18 @@ class RunConfig(Config):
 
 
 def resolve(layers: Layers) -> RunConfig:
-    """The config of all sources together; errors name the source of a refused value."""
+    """The config of all sources together; errors name the source of a refused value, or of one whose secret a record has masked."""
     with layers.naming_sources():
-        return RunConfig(**layers.merged())
+        values = layers.merged()
+        if (key := find_mask(values)) is not None:
+            what, remedy = f"holds {MASK} in the place of a secret, which is not recorded", "Give it again, on the command line"
+            raise ConfigError(what, where=key, remedy=remedy)
+        return RunConfig(**values)
 
 
 def to_yaml(config: Config) -> str:
-    """YAML of every field, defaults included, that loads back as the same config."""
-    return dump_yaml(config.model_dump())
+    """YAML of every field, defaults included, that loads back as the same config, except that secrets are masked."""
+    return dump_yaml(masked(config.model_dump()))
 
 
 def split_resume(resume: str | None, settings: RunConfig) -> tuple[str | bool, RunConfig]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
+from unmask.redaction import masked_text
 from unmask.rewards.answers import NotANumber, copy_of, describe_error, shown
 from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
@@ -281,7 +282,7 @@ class Rewards:
                 raise TrainingError(failure.what, where=where, remedy=failure.remedy)
             if (name, failure.kind) not in self._warned:
                 self._warned.add((name, failure.kind))
-                what = " ".join(failure.what.split())
+                what = masked_text(" ".join(failure.what.split()))
                 logger.warning("%s: %.400s. Where it fails, completions are unscored; further such failures are only counted", where, what)
 
 

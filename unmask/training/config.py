@@ -19,6 +19,7 @@ from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
+from unmask.redaction import masked
 from unmask.training.config_fields import check_types
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
@@ -118,6 +119,11 @@ class TrainingConfig(TrainingArguments):
         set_backends(args)
         check_optimizer(args)
         check_offload(args)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings without secrets, for trackers and the model card."""
+        values: dict[str, Any] = masked(super().to_dict())
+        return values
 
     # What the command line needs to know of a verb.
 

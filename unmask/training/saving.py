@@ -18,7 +18,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
 from unmask.training.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
-from unmask.training.checkpoints import checkpoints
+from unmask.training.checkpoints import checkpoints, drop_pickled_settings
 from unmask.training.run_log import Means, read_sums, write_sums
 
 
@@ -90,6 +90,8 @@ class SavingTrainer(Trainer):
             without_tables(self.lm)
         if _internal_call or not has_adapters(self.lm):
             super().save_model(output_dir, _internal_call)
+            if self.args.should_save:
+                drop_pickled_settings(output_dir or str(self.args.output_dir))
             if not _internal_call and self.args.should_save:
                 share(output_dir or str(self.args.output_dir))
                 write_card(self.lm, output_dir or str(self.args.output_dir))

@@ -22,6 +22,7 @@ from unmask.generation.remote.protocol import OTHER_WEIGHTS, GenerateRequest, Up
 from unmask.generation.sampler import generate
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import load
+from unmask.redaction import shown
 
 try:
     import uvicorn
@@ -116,6 +117,6 @@ def open_port(host: str, port: int) -> socket.socket:
 def run(lm: DiffusionLM, listener: socket.socket) -> None:
     """Serve a model until interrupted; clients must send UNMASK_API_KEY if it is set."""
     host, port = listener.getsockname()[:2]
-    print(f"{lm} is served at http://{host}:{port}", flush=True)
+    print(f"{shown(str(lm))} is served at http://{host}:{port}", flush=True)
     app = make_app(lm, os.environ.get(API_KEY))
     uvicorn.Server(uvicorn.Config(app, log_level="warning", ws="none")).run(sockets=[listener])

@@ -1,0 +1,115 @@
+"""Secrets are masked wherever settings and errors are shown or recorded; control characters are escaped on terminals."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from unmask.artifacts import run_manifest
+from unmask.cli.entry import app
+from unmask.commands.run import resolved, training_arguments
+from unmask.config.layers import read_layers
+from unmask.config.run import RunConfig, resolve, to_yaml
+from unmask.console import Progress, show_table
+from unmask.errors import ConfigError, DataError
+from unmask.redaction import CONTROL, MASK, find_mask, masked, masked_argument, masked_text, shown
+from unmask.training.model_history import chosen_settings
+
+SECRET = "s3cr3t-p4ss"
+TOKEN = "hf_" + "a1B2" * 8
+URLS = {
+    f"http://me:{SECRET}@host:8000/path": f"http://me:{MASK}@host:8000/path",
+    f"https://:{SECRET}@host": f"https://:{MASK}@host",
+    f"http://me:{SECRET}@@host/": f"http://me:{MASK}@host/",
+    f"https://host/judge?api_key={SECRET}&x=1": f"https://host/judge?api_key={MASK}&x=1",
+    f"see http://a:{SECRET}@b and http://c:{SECRET}@d.": f"see http://a:{MASK}@b and http://c:{MASK}@d.",
+    f"token {TOKEN} there": f"token hf_{MASK} there",
+    "http://host:8000/a:b@c": "http://host:8000/a:b@c",
+    "a: b@c, http://host/?page=2": "a: b@c, http://host/?page=2",
+}
+SECRETS = [
+    f"training.hub_token={SECRET}",
+    f"training.rollout={{backend: server, url: 'http://me:{SECRET}@host:1', api_key: {SECRET}}}",
+    f"rewards=['http://me:{SECRET}@judge/score', 'http://judge/score?token={SECRET}']",
+]
+
+
+@pytest.mark.parametrize("text", URLS)
+def test_passwords_of_urls_and_tokens_are_masked(text: str) -> None:
+    assert masked_text(text) == URLS[text] == masked_text(masked_text(text))
+    assert SECRET not in str(DataError(text, where=text, remedy=text))
+
+
+def run_config() -> RunConfig:
+    return resolve(read_layers(overrides=["model.path=m", "output_dir=o", *SECRETS]))
+
+
+def test_no_record_of_a_run_holds_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = run_config()
+    args = training_arguments("grpo", config)
+    monkeypatch.setattr(sys, "orig_argv", ["unmask", "grpo", *SECRETS])
+    records = {
+        "config.yaml": to_yaml(resolved(config, args)),
+        "manifest.json": json.dumps(run_manifest(config.model_dump(), verb="grpo")),
+        "trackers": args.to_json_string() + str(args.to_sanitized_dict()),
+        "model card": str(chosen_settings(args)),
+    }
+    assert not [name for name, text in records.items() if SECRET in text]
+    assert all(MASK in text for text in (records["config.yaml"], records["manifest.json"]))
+    assert args.hub_token == SECRET and SECRET in str(args.rollout)  # the run itself has them
+
+
+def test_print_config_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = CliRunner().invoke(app, ["grpo", "--model", "m", "--output", "o", "--print-config", *SECRETS])
+    assert result.exit_code == 0 and SECRET not in result.output and f"me:{MASK}@judge" in result.output
+
+
+def test_a_record_is_read_without_its_secrets(tmp_path: Path) -> None:
+    """A key that is masked as a whole is left out, so that UNMASK_API_KEY or the login holds; an address must be given again."""
+    config = run_config()
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(config))
+    with pytest.raises(ConfigError, match=r"rollout\.url \(.*config.yaml\): holds \*+ in the place of a secret.*Give it again"):
+        resolve(read_layers(config_files=[path]))
+    again = resolve(read_layers(config_files=[path], overrides=["training.rollout.url=http://x", "rewards=[sudoku]"]))
+    assert "hub_token" not in again.training and again.training["rollout"] == {"backend": "server", "url": "http://x"}
+    assert resolve(read_layers(config_files=[path], overrides=SECRETS)).training == config.training
+
+
+def test_a_refused_secret_is_not_quoted() -> None:
+    with pytest.raises(ConfigError, match="hub_token") as caught:
+        training_arguments("sft", RunConfig(**{"model": {"path": "m"}, "output_dir": "o", "training": {"hub_token": [SECRET]}}))
+    assert SECRET not in str(caught.value)
+    assert masked_argument("--data=x") == "--data=x" and masked_argument(f"a.api_key={SECRET}") == f"a.api_key={MASK}"
+
+
+def test_tokens_of_text_are_no_secrets() -> None:
+    values = {"eos_token": "</s>", "eos_token_ids": [1], "token_cache": "a", "max_tokens": 3, "text_column": "key"}
+    assert masked(values) == values and find_mask(values) is None
+
+
+HOSTILE = "a\x1b[31m\x00\x9b1m\u202eb\r\x07\ufeff\U000e0041"
+
+
+def test_control_characters_are_escaped_in_tables_progress_and_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    show_table([(HOSTILE,)], HOSTILE, [HOSTILE])
+    progress = Progress([(HOSTILE, 1.0)], stream=(stream := io.StringIO()))
+    with progress, progress.phase(HOSTILE):
+        pass
+    data = f"{HOSTILE.replace(chr(0), '')}.txt"
+    result = CliRunner().invoke(app, ["sft", "--model", "m", "--data", data, "--output", str(tmp_path / "o")])
+    for text in (capsys.readouterr().out, stream.getvalue(), result.output):
+        assert "\\u001b" in text and "\\u202e" in text and not CONTROL.search(text)
+
+
+@given(st.text())
+def test_what_is_shown_has_no_control_characters_and_other_text_is_unchanged(text: str) -> None:
+    assert not CONTROL.search(shown(text))
+    assert shown(text) == masked_text(text) or CONTROL.search(text)

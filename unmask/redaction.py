@@ -1,0 +1,62 @@
+"""What is shown and recorded of secrets and of control characters: neither."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+MASK = "********"
+NAMES = r"(?:(?:hub|hf|auth|access|bearer)_?token|api_?key|secret(?:_?key)?|password|passwd|authorization)"
+SECRET_KEY = re.compile(rf"(?:^|[._-]){NAMES}$", re.IGNORECASE)
+ASSIGNED = re.compile(rf"({NAMES}['\"]?\s*[:=]\s*)[^\s,}}]+", re.IGNORECASE)  # within a value in YAML
+PASSWORD = re.compile(r"(?<=://)([^\s/@:?#]*):[^\s/?#]+@")  # of a URL; it may hold an @
+PARAMETER = re.compile(r"([?&][\w.-]*(?:token|key|secret|password|signature|sig)=)[^&\s#'\"]+", re.IGNORECASE)
+TOKEN = re.compile(r"\b(hf_|sk-|gh[pousr]_|Bearer )[\w.-]{16,}")
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
+
+
+def masked_text(text: str) -> str:
+    """The text without the passwords of its URLs and without the tokens of known services."""
+    return TOKEN.sub(rf"\1{MASK}", PARAMETER.sub(rf"\1{MASK}", PASSWORD.sub(rf"\1:{MASK}@", text)))
+
+
+def masked(value: Any, key: str = "") -> Any:
+    """The value of a setting, which may hold others, without secrets: those of keys such as `api_key`, and those in texts."""
+    if value and SECRET_KEY.search(key) and not isinstance(value, Mapping):
+        return MASK
+    if hasattr(value, "model_dump"):
+        value = value.model_dump()
+    if isinstance(value, Mapping):
+        return {name: masked(item, str(name)) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(masked(item) for item in value) if type(value) in (list, tuple) else value
+    return masked_text(value) if isinstance(value, str) else value
+
+
+def masked_argument(argument: str) -> str:
+    """An argument of the command line without secrets: `training.hub_token=...`, a URL."""
+    key, equals, value = argument.partition("=")
+    return f"{key}={MASK}" if equals and value and SECRET_KEY.search(key) else masked_text(ASSIGNED.sub(rf"\1{MASK}", argument))
+
+
+def without_masks(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Recorded settings without those that are masked as a whole: a run that reads them takes its own, or none."""
+    kept = {key: value for key, value in settings.items() if not (value == MASK and SECRET_KEY.search(key))}
+    return {key: without_masks(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def find_mask(value: Any, key: str = "") -> str | None:
+    """The dotted key of a text in which a secret is masked; None: there is none."""
+    if isinstance(value, str):
+        return key if MASK in value else None
+    items: Any = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    return next((found for name, item in items if (found := find_mask(item, f"{key}.{name}".lstrip(".")))), None)
+
+
+def shown(text: str) -> str:
+    """A text for a terminal: without secrets, and with control characters (escape sequences, NUL, changes of direction) as `\\uXXXX`.
+    Line ends and tabs stay."""
+    return CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}" if ord(found[0]) < 0x10000 else f"\\U{ord(found[0]):08x}", masked_text(text))
