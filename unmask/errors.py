@@ -65,6 +65,19 @@ class TrainingError(UnmaskError):
     """A run that must stop or cannot start: a loss that is not finite, an output directory in use."""
 
 
+class RunStopped(BaseException):
+    """A signal has ended a run. It is no error, and passes through code that handles errors.
+
+    Args:
+        what: what has happened, and how to continue.
+        code: the exit code.
+    """
+
+    def __init__(self, what: str, *, code: int):
+        self.code = code
+        super().__init__(what)
+
+
 NAMES_ELSEWHERE = {
     "use_amp": "bf16",
     "log_gpu_memory": "log_memory_usage",

@@ -12,7 +12,8 @@ from safetensors import safe_open
 from tests.training.tiny_runs import PREFERENCES, batch, make, tiny
 from unmask.errors import TrainingError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.preference.reference_log_probs import REFERENCE_FILE, digests
+from unmask.preference import reference_log_probs
+from unmask.preference.reference_log_probs import REFERENCE_FILE, ReferenceTable, digests
 from unmask.training import per_view_backward
 
 AGAIN = "the reference's log-probabilities are recomputed"
@@ -87,9 +88,57 @@ def test_a_stale_table_is_an_error_or_recomputed(change, stale, tmp_path, comput
 
 
 def test_the_table_of_a_longer_run_serves_a_shorter_one(tmp_path, computed):
-    for steps, passes in ((2, 2), (4, 6), (2, 6), (4, 6)):
+    for steps, passes in ((2, 2), (4, 4), (2, 4), (4, 4)):
         make("dpo", tmp_path, max_steps=steps)
         assert len(computed) == passes
+
+
+MANY = [PREFERENCES[number % 8] | {"prompt": "abcdefgh"[: 1 + number // 8]} for number in range(64)]
+
+
+@pytest.mark.parametrize("verb", ["dpo", "kto"])
+@pytest.mark.parametrize("more", [{"max_steps": 3}, {"max_steps": 19}, {"max_steps": 5, "gradient_accumulation_steps": 2}])
+def test_only_the_rows_that_the_run_visits_are_scored(verb, more, tmp_path):
+    trainer = make(verb, tmp_path, rows=MANY, **more)
+    scored_EI = trainer.stored["train"].digest_EI != 0
+    visited_EI = torch.zeros_like(scored_EI)
+    look_up = ReferenceTable.look_up
+
+    def looking(table: ReferenceTable, plan: int, sample_id_B: torch.Tensor, digest_B: torch.Tensor) -> torch.Tensor:
+        visited_EI[plan, sample_id_B.cpu()] = True
+        return look_up(table, plan, sample_id_B, digest_B)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReferenceTable, "look_up", looking)
+        trainer.train()
+    assert torch.equal(scored_EI, visited_EI)
+    assert not scored_EI.all()
+
+
+def test_a_kill_loses_only_the_part_that_was_being_scored(tmp_path, computed, monkeypatch):
+    monkeypatch.setattr(reference_log_probs, "PART", 2)
+    whole = make("dpo", tmp_path / "whole", rows=MANY, max_steps=16).stored["train"]
+    batches = len(computed)
+    computed.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ReferenceTable, "write", dying(3))
+        with pytest.raises(KeyboardInterrupt):
+            make("dpo", tmp_path / "run", rows=MANY, max_steps=16)
+    again = make("dpo", tmp_path / "run", rows=MANY, max_steps=16).stored["train"]
+    assert torch.equal(again.log_prob_EIS, whole.log_prob_EIS) and torch.equal(again.digest_EI, whole.digest_EI)
+    assert len(computed) == batches + 2  # the part that was not written
+
+
+def dying(last: int) -> Any:
+    """A `ReferenceTable.write` that is killed instead of writing this part."""
+    write, count = ReferenceTable.write, iter(range(1, last + 1))
+
+    def writing(table: ReferenceTable, *arguments: Any) -> None:
+        if next(count) == last:
+            raise KeyboardInterrupt
+        write(table, *arguments)
+
+    return writing
 
 
 def renamed() -> DiffusionLM:

@@ -19,7 +19,7 @@ from unmask import __version__
 from unmask.config.cli_options import spread_configs
 from unmask.config.run import DataConfig, ModelConfig, SamplerConfig, check_output_folder, refuse_existing
 from unmask.console import for_stdout, is_first_process, show_table
-from unmask.errors import ConfigError, DataError, UnmaskError
+from unmask.errors import ConfigError, DataError, RunStopped, UnmaskError
 from unmask.redaction import shown
 from unmask.sandbox.cli import app as sandbox
 
@@ -29,7 +29,8 @@ from unmask.cli.train import PROFILE, TRAINING_EPILOG, VERB_HELP, TrainingComman
 
 
 class Commands(TyperGroup):
-    """Exits with one line and status 2 for an `UnmaskError`, and with status 130 for Ctrl-C."""
+    """Exits with one line and status 2 for an `UnmaskError`, with status 130 for Ctrl-C, and 75 for a run that
+    another signal has stopped with a checkpoint."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -39,6 +40,10 @@ class Commands(TyperGroup):
                 raise
             typer.echo("error: " + shown(" ".join(str(error).splitlines())), err=True)
             raise typer.Exit(2) from error
+        except RunStopped as stopped:
+            if is_first_process():
+                typer.echo(str(stopped), err=True)
+            raise typer.Exit(stopped.code) from stopped
         except KeyboardInterrupt as error:
             raise typer.Exit(130) from error
 

@@ -23,9 +23,11 @@ from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
 from unmask.rl.completion_log import COMPLETIONS_FILE
-from unmask.training.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
 from unmask.training.checkpoints import check_last
 from unmask.training.config import TrainingConfig
+from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors, written_whole
+from unmask.training.durable.launchers import naming_lost_process
+from unmask.training.durable.stopping import StopOnSignal
 from unmask.training.hardware_checks import bound_memory, naming_full_memory
 from unmask.training.run_log import LOG_NAME
 from unmask.training.sharding import weight_sharding_setting
@@ -81,7 +83,13 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
 
     Raises:
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
+        RunStopped: a signal has stopped the run.
     """
+    with StopOnSignal(Path(config.output_dir)) as stop, naming_lost_process():
+        _run(verb, config, resume, stop)
+
+
+def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -> None:
     args = training_arguments(verb, config)
     output, settings = Path(config.output_dir), resolved(config, args)
     overwrite = config.overwrite and not resumes_in_place(output, resume)
@@ -90,9 +98,8 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
     if isinstance(resume, str):
         check_last(Path(resume), output)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    disk = naming_write_errors(output, FULL_DISK)
-    with disk, display as progress, progress.phase(verb) as phase, naming_full_memory(config.hardware):
-        trainer = make_trainer(verb, config, args, progress=phase)
+    with naming_write_errors(output, FULL_DISK), display as progress, progress.phase(verb) as phase, naming_full_memory(config.hardware):
+        trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
         task, held_out = held_out_problems(config)
         if task and held_out:
             check_evaluation(trainer.lm, task, held_out, config.sampler)

@@ -34,10 +34,10 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoint_files import fault
 from unmask.training.checkpoints import checkpoints, named_stage, steps_done
 from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import from_first
+from unmask.training.durable.checkpoint_files import fault
 from unmask.training.hardware_checks import is_split
 from unmask.training.run_log import ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state

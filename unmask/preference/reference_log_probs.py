@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of all responses of a dataset, computed once before training and stored on disk.
+"""The reference's log-probabilities of the responses that a run visits, computed once before training and stored on disk.
 
 Shapes: E view plans, I sample ids, B rows, S responses of a row, N responses (the first of every row, then the second of every row),
 M views, T tokens.
@@ -19,6 +19,7 @@ from accelerate import Accelerator
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 
 from unmask.artifacts import default_mode
 from unmask.data.rows import Row
@@ -28,6 +29,8 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import fingerprint
 
 REFERENCE_FILE = "reference_scores.safetensors"
+PART = 64
+"""Batches of each process between two writes of the file."""
 LogProbsOfRows = Callable[[Sequence[Row], int], tuple[Tensor, Tensor]]
 """Called with rows and the number of a view plan; returns the log-probabilities [N] of the responses and the digests [B] of the rows."""
 
@@ -38,7 +41,7 @@ class ReferenceTable:
 
     Attributes:
         log_prob_EIS: the log-probabilities, in nats.
-        digest_EI: the `digests` of the rows and masks.
+        digest_EI: the `digests` of the rows and masks; 0: not computed, because the run does not visit the row.
     """
 
     log_prob_EIS: Tensor
@@ -58,8 +61,8 @@ class ReferenceTable:
         return self.log_prob_EIS[plan, index_B].T.flatten().to(sample_id_B.device)
 
     @classmethod
-    def read(cls, path: Path, hashes: Mapping[str, str], num_plans: int, *, replace: bool) -> ReferenceTable | None:
-        """The table in a file, or None if it must be computed: the file is missing, has fewer view plans, or is stale and `replace` is set.
+    def read(cls, path: Path, hashes: Mapping[str, str], *, replace: bool) -> ReferenceTable | None:
+        """The table in a file, or None if there is none to be used: the file is missing, or is stale and `replace` is set.
 
         Raises:
             TrainingError: the file has other hashes or cannot be read, and `replace` is not set.
@@ -71,8 +74,7 @@ class ReferenceTable:
                 stored = file.metadata() or {}
                 stale = [name for name in hashes if stored.get(name) != hashes[name]]
                 if not stale:
-                    table = cls(file.get_tensor("scores"), file.get_tensor("digests"))
-                    return table if len(table.digest_EI) >= num_plans else None
+                    return cls(file.get_tensor("scores"), file.get_tensor("digests"))
             what = f"holds log-probabilities of another {' and another '.join(stale)}"
         except SafetensorError as error:
             what = f"cannot be read ({error})"
@@ -82,38 +84,71 @@ class ReferenceTable:
         warnings.warn(f"{path} {what}: the reference's log-probabilities are recomputed", RuntimeWarning, stacklevel=2)
         return None
 
-    @classmethod
-    def compute(
-        cls,
-        rows: Sequence[Row],
+    def extended(self, num_plans: int) -> ReferenceTable:
+        """The table with at least this many view plans; the new ones hold nothing."""
+        more = max(0, num_plans - len(self.digest_EI))
+        return ReferenceTable(pad(self.log_prob_EIS, (0, 0, 0, 0, 0, more)), pad(self.digest_EI, (0, 0, 0, more)))
+
+    def completed(
+        self,
+        rows_by_plan: Sequence[Sequence[Row]],
         log_probs_of: LogProbsOfRows,
         accelerator: Accelerator,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
         batch_size: int,
         report: Callable[[float], None],
+        save: Callable[[ReferenceTable], None],
     ) -> ReferenceTable:
-        """The table of all rows. The processes divide the rows; a batch has rows of similar length.
+        """The table with the log-probabilities of these rows of each view plan, as far as it lacks them. The processes divide the rows; a
+        batch has rows of similar length.
 
         Args:
-            shape: the number of view plans, and of responses per row.
             report: called with the finished fraction.
+            save: called with the table after each part, so that only one part is lost if the run is killed.
         """
-        num_plans, num_responses = shape
-        ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
-        mine = ordered[accelerator.process_index :: accelerator.num_processes]
-        count = 1 + max(row["sample_id"] for row in rows)
-        log_prob_EIS = torch.zeros(num_plans, count, num_responses, dtype=dtype)
-        digest_EI = torch.zeros(num_plans, count, dtype=torch.int64)
-        for start in range(0, len(mine), batch_size):
-            batch = mine[start : start + batch_size]
+        table, all_rows, finished = self.extended(len(rows_by_plan)), sum(map(len, rows_by_plan)), 0
+
+        def finish(count: int) -> None:
+            nonlocal finished
+            finished += count
+            report(min(1.0, finished / all_rows))
+
+        def reporting(batch: Sequence[Row], plan: int) -> tuple[Tensor, Tensor]:
+            found = log_probs_of(batch, plan)
+            finish(len(batch) * accelerator.num_processes)
+            return found
+
+        for plan, rows in enumerate(rows_by_plan):
+            ordered = sorted(rows, key=lambda row: (len(row["input_ids"]), row["sample_id"]))
+            size = PART * batch_size * accelerator.num_processes
+            for start in range(0, len(ordered), size):
+                part = ordered[start : start + size]
+                if table.digest_EI[plan, [row["sample_id"] for row in part]].all():
+                    finish(len(part))
+                    continue
+                mine = part[accelerator.process_index :: accelerator.num_processes]
+                table = table.with_batches(plan, mine, reporting, accelerator, batch_size)
+                save(table)
+        return table
+
+    def with_batches(
+        self, plan: int, rows: Sequence[Row], log_probs_of: LogProbsOfRows, accelerator: Accelerator, batch_size: int
+    ) -> ReferenceTable:
+        """The table with the log-probabilities of rows under a view plan, each process's and those of the others. A collective."""
+        log_prob_IS, digest_I = torch.zeros_like(self.log_prob_EIS[plan]), torch.zeros_like(self.digest_EI[plan])
+        for start in range(0, len(rows), batch_size):
+            batch = rows[start : start + batch_size]
             ids = [row["sample_id"] for row in batch]
-            for plan in range(num_plans):
-                log_prob_N, digest_EI[plan, ids] = log_probs_of(batch, plan)
-                log_prob_EIS[plan, ids] = log_prob_N.view(num_responses, -1).T.cpu().to(dtype)
-            report(min(1.0, (start + batch_size) / len(mine)))
-        whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_EIS, digest_EI)]
-        return cls(*whole)
+            log_prob_N, digest_I[ids] = log_probs_of(batch, plan)
+            log_prob_IS[ids] = log_prob_N.view(log_prob_IS.shape[1], -1).T.cpu().to(log_prob_IS.dtype)
+        whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_IS, digest_I)]
+        new_I, table = whole[1] != 0, ReferenceTable(self.log_prob_EIS.clone(), self.digest_EI.clone())
+        table.log_prob_EIS[plan, new_I], table.digest_EI[plan, new_I] = whole[0][new_I], whole[1][new_I]
+        return table
+
+    @classmethod
+    def empty(cls, count: int, num_responses: int, dtype: torch.dtype) -> ReferenceTable:
+        """A table of `count` sample ids that holds nothing: no view plan."""
+        return cls(torch.zeros(0, count, num_responses, dtype=dtype), torch.zeros(0, count, dtype=torch.int64))
 
     def write(self, path: Path, hashes: Mapping[str, str]) -> None:
         """Write the file atomically."""
@@ -124,7 +159,7 @@ class ReferenceTable:
         unfinished.replace(path)
 
 
-EMPTY_TABLE = ReferenceTable(torch.zeros(0, 0, 1), torch.zeros(0, 0, dtype=torch.long))
+EMPTY_TABLE = ReferenceTable.empty(0, 1, torch.float32)
 
 
 def digests(batch: Mapping[str, Tensor], views: Views) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,12 +29,14 @@ from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.model_state import disable_dropout, evaluating
+from unmask.preference.batch import PreferenceBatch
 from unmask.preference.config import DPOConfig
 from unmask.preference.kto_rows import UnpairedCollator, labelled, with_mismatched
 from unmask.preference.losses import dpo, hinge, ipo, kto, margins, simpo
 from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, ReferenceTable, data_hashes, digests, model_hashes
+from unmask.preference.visited_rows import visited_rows
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
-from unmask.training.config import TrainingConfig, canvas_length, total_steps
+from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, total_steps
 from unmask.training.distributed import failing_together
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
@@ -45,23 +47,6 @@ MEASURED_PAIRS, LOGGED_REDRAWS = 32, 8
 """The variance of the margin is measured on this many pairs, each with this many redraws of its masks."""
 FIRST_REDRAW = 1 << 30
 """The number of the first redraw; smaller numbers are epochs."""
-
-
-@dataclass(frozen=True)
-class PreferenceBatch:
-    """Collated rows with the views of their responses.
-
-    Attributes:
-        rows: the output of the collator, on the device.
-        views: the same for policy and reference.
-        reference_N: log-probabilities of the responses under the reference, in nats; None before they are computed.
-        baseline: for KTO, a scalar (`DPOTrainer.baseline`).
-    """
-
-    rows: Batch
-    views: Views
-    reference_N: Tensor | None = None
-    baseline: Tensor | None = None
 
 
 class DPOTrainer(DiffusionTrainer):
@@ -117,7 +102,7 @@ class DPOTrainer(DiffusionTrainer):
         self.exact = args.exact(self.lm)
         self.reference = self._make_reference() if args.needs_reference and args.reference != "stored" else None
         self.stored: dict[str, ReferenceTable] = {}
-        self.table_seconds = 0.0  # time to compute the table of the training rows
+        self.table_seconds, self.table_rows = 0.0, 0  # time to compute the table of the training rows, and their number in all plans
         if args.needs_reference and args.reference == "stored":
             self._make_tables(rest.get("progress"))
 
@@ -137,9 +122,10 @@ class DPOTrainer(DiffusionTrainer):
         return total_steps(args, range(self.num_given_rows))
 
     def setup_seconds(self, args: DPOConfig) -> float:
-        """The time to compute the reference table of all rows."""
+        """The time to compute the reference table of the rows that the run visits."""
         rows = range(self.num_given_rows)
-        return self.table_seconds * len(rows) / len(self.train_dataset) * args.num_plans(rows, exact=self.exact)
+        scored = min(total_steps(args, rows) * rows_per_step(args), len(rows) * args.num_plans(rows, exact=self.exact))
+        return self.table_seconds / max(self.table_rows, 1) * scored
 
     # Views and log-probabilities.
 
@@ -318,9 +304,10 @@ class DPOTrainer(DiffusionTrainer):
         with self._reference_before_training() as lm:
             hashes = model_hashes(lm)
             if self.train_dataset is not None:
-                started, epochs = time.perf_counter(), range(args.num_plans(self.train_dataset, exact=self.exact))
-                self.stored["train"] = self._table("train", lm, hashes, self.train_dataset, epochs, progress)
-                self.table_seconds = time.perf_counter() - started
+                started, plans = time.perf_counter(), range(args.num_plans(self.train_dataset, exact=self.exact))
+                visited = visited_rows(self)[: len(plans)]
+                self.stored["train"] = self._table("train", lm, hashes, self.train_dataset, plans, progress, visited)
+                self.table_seconds, self.table_rows = time.perf_counter() - started, sum(map(len, visited))
             if self.eval_dataset is not None:
                 self.stored["eval"] = self._table("eval", lm, hashes, self.eval_dataset, range(1), progress)
             if args.log_variance_steps:
@@ -336,11 +323,22 @@ class DPOTrainer(DiffusionTrainer):
         return make_reference(self.lm, self.accelerator, copy=self.uses_fsdp_or_deepspeed, path=path).model_in_use()
 
     def _table(
-        self, name: str, lm: DiffusionLM, hashes: Mapping[str, str], items: Sequence[Row], draws: range, progress: Any
+        self,
+        name: str,
+        lm: DiffusionLM,
+        hashes: Mapping[str, str],
+        items: Sequence[Row],
+        draws: range,
+        progress: Any,
+        visited: Sequence[Sequence[int]] | None = None,
     ) -> ReferenceTable:
-        """The table of all responses under the view plans with these numbers: read from disk, or computed and written there."""
+        """The table of responses under the view plans with these numbers: read from disk, or computed and written there.
+
+        Args:
+            visited: the indices of the items by view plan; None: all.
+        """
         args = self.args
-        rows = [item[key] for item in items for key in ("response", "mismatched")] if args.loss_type == "kto" else items
+        rows, rows_by_plan = self._responses(items), [self._responses([items[i] for i in plan]) for plan in visited or ()]
         settings = {"samples": args.samples, "complementary": args.complementary, "exact": self.exact, "seed": args.seed}
         settings |= {"first_plan": draws.start, "bf16": args.bf16, "fp16": args.fp16}
         path, hashes = args.output_folder / f"{name}_{REFERENCE_FILE}", {**hashes, **data_hashes(rows, settings)}
@@ -354,15 +352,18 @@ class DPOTrainer(DiffusionTrainer):
             if progress is not None:
                 progress.update(0.0, reference_scored=fraction)
 
-        table = ReferenceTable.read(path, hashes, len(draws), replace=args.stale_reference == "replace")
-        if table is None:
-            shape = (len(draws), self.responses_per_row)
-            table = ReferenceTable.compute(
-                rows, log_probs_of, self.accelerator, shape, self.lm.log_prob_dtype, args.train_batch_size, report
-            )
+        def save(table: ReferenceTable) -> None:
             if args.should_save:
                 table.write(path, hashes)
-        return table
+
+        table = ReferenceTable.read(path, hashes, replace=args.stale_reference == "replace")
+        if table is None:
+            table = ReferenceTable.empty(1 + max(row["sample_id"] for row in rows), self.responses_per_row, self.lm.log_prob_dtype)
+        by_plan = [rows] * len(draws) if visited is None else rows_by_plan
+        return table.completed(by_plan, log_probs_of, self.accelerator, args.train_batch_size, report, save)
+
+    def _responses(self, items: Sequence[Row]) -> Sequence[Row]:
+        return [item[key] for item in items for key in ("response", "mismatched")] if self.args.loss_type == "kto" else items
 
     # The variance of the margin, and evaluation.
 

@@ -10,6 +10,7 @@ import faulthandler
 import importlib
 import inspect
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -177,4 +178,6 @@ def serve(pipe: Connection, target: str, wrapper: str) -> None:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # the trainer receives them too, and ends this process itself
+        signal.signal(number, lambda *_: None)
     serve(Connection(int(sys.argv[1])), sys.argv[2], sys.argv[3])

@@ -47,6 +47,12 @@ class Update:
     old_BMT: Tensor | None
     reference_BMT: Tensor | None
 
+    def select_rows(self, rows: slice) -> Update:
+        """These completions, with their views."""
+        old_BMT, reference_BMT = (None if each is None else each[rows] for each in (self.old_BMT, self.reference_BMT))
+        views = self.views.select(rows, slice(None))
+        return Update(self.rollout.select(rows), views, self.advantage_BT[rows], self.learnt_BT[rows], old_BMT, reference_BMT)
+
 
 STORED: list[Any] = [Update, (Update, "unmask.training.grpo.Update"), Rollout, Views]
 STORED += [(Rollout, "unmask.methods.base.Rollout"), (Rollout, "unmask.rl.methods.base.Rollout")]

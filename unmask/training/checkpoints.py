@@ -1,10 +1,10 @@
 """What a checkpoint holds, which one a run resumes from, and whether it is complete.
 
 `output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, and metric sums in
-`recorded.json` (all by `DiffusionTrainer.save_model`, `training/trainer.py`). transformers adds optimizer, scheduler, random state and
+`recorded.json` (all by `SavingTrainer.save_model`, `durable/saving.py`). transformers adds optimizer, scheduler, random state and
 `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights of a reference
-that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files (`checkpoint_files.py`). A
-conversion has checkpoints in each `stage-N/`.
+that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
+(`durable/checkpoint_files.py`). A conversion has checkpoints in each `stage-N/`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.errors import TrainingError
-from unmask.training.checkpoint_files import fault
+from unmask.training.durable.checkpoint_files import fault
 
 ADAPTER_CONFIG = "adapter_config.json"
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"

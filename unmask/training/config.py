@@ -21,6 +21,7 @@ from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
 from unmask.training.config_fields import check_types
+from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
 from unmask.training.sharding import deepspeed_config
@@ -102,7 +103,8 @@ class TrainingConfig(TrainingArguments):
         self._drop_unsupported_precision()
         if args.deepspeed:
             args.deepspeed = deepspeed_config(args.deepspeed)
-        args.use_cpu |= args.bf16 and not torch.accelerator.is_available()  # transformers warns unless it is set
+        alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
+        args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
         if args.max_length < 2:
             raise ConfigError(f"{args.max_length} tokens in a row", where="max_length", remedy="max_length must be at least 2")
         if args.learning_rate < 0:
@@ -114,6 +116,7 @@ class TrainingConfig(TrainingArguments):
             if getattr(args, name):
                 raise ConfigError("does not apply to a bound on the likelihood", where=name, remedy="Leave it out")
         super().__post_init__()
+        check_processes(args.world_size)
         if args.lr_scheduler_type in METRIC_SCHEDULERS:  # transformers leaves them at "min", whichever metric it is
             args.lr_scheduler_kwargs = {"mode": "max" if args.greater_is_better else "min"} | (args.lr_scheduler_kwargs or {})
         set_backends(args)

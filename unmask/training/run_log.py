@@ -16,7 +16,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from unmask.artifacts import MetricsLog, write_atomic
-from unmask.training.checkpoint_files import LISTED, SUMS_NAME
+from unmask.training.durable.checkpoint_files import LISTED, SUMS_NAME
 from unmask.training.step_timer import Phases
 
 LOG_NAME = "training_logs.json"

@@ -26,17 +26,18 @@ from unmask.models.adapters import has_adapters, with_adapters
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history
-from unmask.training.checkpoint_files import FULL_DISK, naming_write_errors
 from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
 from unmask.training.distributed import from_first, lockstep, rows_before, without_repeats
+from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
+from unmask.training.durable.saving import SavingTrainer
+from unmask.training.half_batches import HalfBatches
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.model_history import chosen_settings, history_entry
 from unmask.training.optimizers import keep_on_host
 from unmask.training.per_view_backward import PerViewBackward
 from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
-from unmask.training.saving import SavingTrainer
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import set_tensorboard_dir
 
@@ -92,7 +93,7 @@ class DiffusionTrainer(SavingTrainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
-        self.means, self.evaluating = Means(), False
+        self.means, self.evaluating, self._half_batches = Means(), False, HalfBatches(self)
         self.metrics = log or RunLog(folder=args.output_folder)
         self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
         self._history, self._num_train_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
@@ -260,10 +261,13 @@ class DiffusionTrainer(SavingTrainer):
     # Training steps: overridden methods of transformers.Trainer.
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        if self.per_view is not None and (loss := self.per_view.step(model, inputs, num_items_in_batch)) is not None:
-            return self.record_loss(loss)
+        return self.record_loss(self._half_batches.make(self._micro_step, model, inputs, num_items_in_batch))
+
+    def _micro_step(self, model: nn.Module, inputs: Any, items: Tensor | int | None) -> Tensor:
+        if self.per_view is not None and (loss := self.per_view.step(model, inputs, items)) is not None:
+            return loss
         with self.phases("backward"):  # the forward pass within is a separate phase
-            return self.record_loss(super().training_step(model, inputs, num_items_in_batch))
+            return super().training_step(model, inputs, items)
 
     def compute_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Tensor | int | None = None
@@ -319,9 +323,13 @@ class DiffusionTrainer(SavingTrainer):
 
     def record_loss(self, loss: Tensor) -> Tensor:
         """Add a micro-batch's part of a step's loss to the logged mean. The sums of transformers are lost on resume."""
-        for name in STEP_LOSSES:
-            self.means.add(name, float(loss), self.accelerator.sync_gradients)  # a step is counted with its last micro-batch
+        self.add_to_loss(loss, steps=int(self.accelerator.sync_gradients))  # a step is counted with its last micro-batch
         return loss
+
+    def add_to_loss(self, loss: Tensor, steps: int) -> None:
+        """Add to the sum of the steps' losses, and to their number."""
+        for name in STEP_LOSSES:
+            self.means.add(name, float(loss), steps)
 
     def count_tokens(self, batch: Batch) -> Tensor:
         """The number of tokens without padding, which the model card reports."""
@@ -346,8 +354,13 @@ class DiffusionTrainer(SavingTrainer):
     def finite(self, name: str, value: Tensor) -> Tensor:
         """Return the value, or raise TrainingError if it is not finite."""
         if not math.isfinite(number := float(value.detach() if isinstance(value, Tensor) else value)):
+            where = f"step {self.state.global_step}"
+            damaged = next((name for name, weight in self.lm.model.named_parameters() if not weight.isfinite().all()), None)
+            if damaged is not None:
+                remedy = "Resume from a checkpoint before it: --resume. If it happens again, lower the learning rate or max_grad_norm"
+                raise TrainingError(f"the {name} is {number}, because weights are not finite ({damaged})", where=where, remedy=remedy)
             remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
-            raise TrainingError(f"the {name} is {number}", where=f"step {self.state.global_step}", remedy=remedy)
+            raise TrainingError(f"the {name} is {number}, although all weights are finite", where=where, remedy=remedy)
         return value
 
     def get_performance_stats(self) -> dict[str, Any]:

@@ -19,9 +19,9 @@ import pytest
 from tests.training.tiny_runs import Before, equal, make, tiny, weights
 from unmask.errors import TrainingError
 from unmask.models.export import export
-from unmask.training import checkpoint_files
-from unmask.training.checkpoint_files import FILE_LIST
 from unmask.training.checkpoints import checked_checkpoint, last_checkpoint
+from unmask.training.durable import checkpoint_files
+from unmask.training.durable.checkpoint_files import FILE_LIST
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102

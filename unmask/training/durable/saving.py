@@ -17,8 +17,8 @@ from unmask.models.adapters import has_adapters, merged, without_tables
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
-from unmask.training.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.checkpoints import checkpoints, drop_pickled_settings
+from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import Means, read_sums, write_sums
 
 

@@ -1,0 +1,31 @@
+"""Short runs of the command line, and their logs without what differs between two equal runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+COMMON = [
+    "training.per_device_train_batch_size=4",
+    "training.logging_steps=1",
+    "training.use_cpu=true",
+    "data.max_rows=16",
+    "data.eval_rows=4",
+]
+
+
+def command(verb: str, model: Path, output: Path, *more: str) -> list[str]:
+    """A run of six steps without regular checkpoints."""
+    data = ["--task", "sudoku"] if verb in ("sft", "grpo") else []
+    own = {
+        "grpo": ["training.num_generations=4", "training.max_completion_length=17", "training.num_iterations=2", "training.steps=2"],
+        "convert": ["training.attention=bidirectional"],
+    }
+    settings = [*COMMON, "training.max_steps=6", *own.get(verb, []), *more]
+    return [verb, "--model", str(model), *data, "--output", str(output), *settings]
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "training_logs.json").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if not name.endswith(("_runtime", "_per_second"))} for line in lines]

@@ -1,0 +1,89 @@
+"""Several processes train together, or not at all."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import REPOSITORY
+from unmask.errors import ConfigError
+from unmask.training.durable.launchers import check_processes, started_processes
+
+ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1"}
+REFUSED = "accelerate launch starts only one process on CPUs"
+
+
+@pytest.mark.parametrize(
+    ("environ", "together", "said"),
+    [
+        ({}, 1, None),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, 2, None),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, 1, None),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, 1, None),
+        (ACCELERATE | {"WORLD_SIZE": "2", "RANK": "1"}, 2, None),
+        ({"WORLD_SIZE": "2", "RANK": "0"}, 1, "2 processes were started, and each would train alone.*--nproc-per-node 2 -m unmask"),
+        ({"OMPI_COMM_WORLD_SIZE": "4"}, 1, "4 processes were started"),
+        ({"SLURM_STEP_NUM_TASKS": "3"}, 1, "3 processes were started"),
+        (ACCELERATE, 1, f"{REFUSED}.*--nproc-per-node N -m unmask"),
+    ],
+)
+def test_processes_that_would_train_alone_are_refused(environ, together, said):
+    if said is None:
+        check_processes(together, environ)
+    else:
+        with pytest.raises(ConfigError, match=f"launcher: {said}"):
+            check_processes(together, environ)
+    assert started_processes({}) == 1
+
+
+MULTI_CPU = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nnum_processes: 2\nnum_machines: 1\nuse_cpu: true\n"
+PAGES = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"), *(REPOSITORY / "unmask" / "recipes").rglob("*.yaml")]
+DOCUMENTED = {
+    re.sub(r"\s*\\\n\s*", " ", found)
+    for page in PAGES
+    for found in re.findall(r"(?:accelerate launch|torchrun)(?: |\\\n)(?:[^\n`]|\\\n)*?-m (?=unmask)", page.read_text(encoding="utf-8"))
+}
+MORE = {"accelerate launch --cpu --num_processes 2 -m ", "accelerate launch --config_file multi-cpu.yaml -m "}
+ALONE = {"accelerate launch -m "}  # of itself accelerate starts a process for each GPU, or one
+
+
+def with_two_processes(launch: str) -> list[str]:
+    """The command that starts a launcher, with two processes on this machine."""
+    launch = re.sub(r"(--nnodes) \d+", r"\1 1", re.sub(r"(--nproc[_-]per[_-]node|--num_processes) \d+", r"\1 2", launch))
+    launch = launch.replace("HOST:29500", "localhost:0").replace("scripts/", f"{REPOSITORY}/scripts/")
+    program, *options = launch.split()
+    if "accelerate-a40" in launch and "--num_processes" not in options:
+        options[1:1] = ["--num_processes", "2"]
+    module = {"torchrun": ["torch.distributed.run"], "accelerate": ["accelerate.commands.accelerate_cli"]}[program]
+    return [sys.executable, "-m", *module, *options, "unmask"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", sorted(DOCUMENTED | MORE))
+def test_every_launcher_that_the_docs_name_trains_with_its_processes_or_refuses(launch, model, tmp_path):
+    (tmp_path / "multi-cpu.yaml").write_text(MULTI_CPU)
+    settings = ["training.max_steps=2", "training.per_device_train_batch_size=2", "training.save_steps=2", "data.max_rows=16"]
+    run = ["sft", "--model", str(model), "--task", "sudoku", "--output", "run", "data.eval_rows=4", *settings]
+    environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", "HOME": str(tmp_path)}
+    environment |= {"HF_HUB_OFFLINE": "1"}
+    called = subprocess.run(
+        [*with_two_processes(launch), *run], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    states = {path.name for path in (tmp_path / "run").glob("checkpoint-2/rng_state*")}
+    if launch.startswith("accelerate") and launch not in ALONE and "a40" not in launch:  # without GPUs it starts one
+        assert called.returncode != 0 and f"launcher: {REFUSED}" in called.stderr, called.stderr
+        assert not (tmp_path / "run").exists()
+    else:
+        assert called.returncode == 0, called.stderr
+        assert states == ({"rng_state.pth"} if launch in ALONE else {"rng_state_0.pth", "rng_state_1.pth"})
+
+
+def test_the_launchers_of_the_docs_are_found():
+    assert "accelerate launch --num_processes 2 -m " in DOCUMENTED
+    assert any(each.startswith("torchrun") for each in DOCUMENTED)
+    assert Path(REPOSITORY / "scripts" / "accelerate-a40-x3.yaml").is_file()

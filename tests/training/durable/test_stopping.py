@@ -1,0 +1,143 @@
+"""Signals end a run with a checkpoint, from which it is resumed bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.helpers import REPOSITORY
+from tests.training.durable.runs import command, logged
+from tests.training.tiny_runs import equal, unmask
+from unmask.convert.trainer import StageTrainer
+from unmask.rl.trainer import GRPOTrainer
+from unmask.training.durable.stopping import resume_command
+from unmask.training.trainer import DiffusionTrainer
+
+
+@pytest.fixture
+def interrupt(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sends a signal to this process amid a call of a method in this step."""
+
+    def arrange(owner: type, method: str, step: int, *numbers: signal.Signals) -> None:
+        whole, left = getattr(owner, method), list(numbers)
+
+        def interrupted(trainer: Any, *arguments: Any, **named: Any) -> Any:
+            while left and trainer.state.global_step == step:
+                os.kill(os.getpid(), left.pop(0))
+            return whole(trainer, *arguments, **named)
+
+        monkeypatch.setattr(owner, method, interrupted)
+
+    return arrange
+
+
+MOMENTS = {
+    "amid a step": ("sft", DiffusionTrainer, "training_step", 2, "checkpoint-3"),
+    "amid a rollout": ("grpo", GRPOTrainer, "collect_updates", 2, "checkpoint-3"),
+    "between the updates of a rollout": ("grpo", DiffusionTrainer, "training_step", 1, "checkpoint-2"),
+    "amid an evaluation": ("sft", DiffusionTrainer, "prediction_step", 4, "checkpoint-4"),
+    "amid the last step": ("sft", DiffusionTrainer, "training_step", 5, "checkpoint-6"),
+    "amid a stage": ("convert", StageTrainer, "training_step", 1, "stage-1/checkpoint-2"),
+}
+
+
+@pytest.mark.parametrize(
+    ("moment", "number", "code"),
+    [
+        *[(moment, signal.SIGTERM, 75) for moment in MOMENTS],
+        ("amid a step", signal.SIGUSR1, 75),
+        ("amid a rollout", signal.SIGINT, 130),
+    ],
+)
+def test_a_run_that_a_signal_ends_is_resumed_as_if_it_had_not(moment, number, code, model, text, tmp_path, interrupt, monkeypatch):
+    verb, owner, method, step, checkpoint = MOMENTS[moment]
+    more = ["training.eval_strategy=steps", "training.eval_steps=2"] if method == "prediction_step" else []
+    more += ["--data", str(text), 'training.stages=[{"share": 1}, {"share": 1}]'] if verb == "convert" else []
+    straight = unmask(*command(verb, model, tmp_path / "straight", *more))
+    assert straight.exit_code == 0, straight.output
+    with monkeypatch.context():
+        interrupt(owner, method, step, number)
+        stopped = unmask(*command(verb, model, tmp_path / "run", *more))
+    assert stopped.exit_code == code, stopped.output
+    assert "Resume with: " in stopped.output and "Traceback" not in stopped.output
+    assert (tmp_path / "run" / checkpoint / "optimizer.pt").is_file() and not (tmp_path / "run" / "model").exists()
+    resumed = unmask(*command(verb, model, tmp_path / "run", *more), "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    ends = [load_file(tmp_path / name / "model" / "model.safetensors") for name in ("straight", "run")]
+    assert equal(*ends) and logged(tmp_path / "run") == logged(tmp_path / "straight")
+
+
+def test_a_second_ctrl_c_ends_at_once(model, tmp_path, interrupt):
+    interrupt(DiffusionTrainer, "training_step", 2, signal.SIGINT, signal.SIGINT)
+    stopped = unmask(*command("sft", model, tmp_path / "run", "training.save_strategy=steps", "training.save_steps=2"))
+    assert stopped.exit_code == 130
+    assert "stopped by SIGINT at once. Resume with: " in stopped.output
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+def test_a_repeated_sigterm_changes_nothing(model, tmp_path, interrupt):
+    interrupt(DiffusionTrainer, "training_step", 2, signal.SIGTERM, signal.SIGTERM)
+    assert unmask(*command("sft", model, tmp_path / "run")).exit_code == 75
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+
+
+def test_before_the_first_step_a_signal_ends_at_once(model, tmp_path, interrupt):
+    interrupt(DiffusionTrainer, "get_train_dataloader", 0, signal.SIGTERM)
+    stopped = unmask(*command("sft", model, tmp_path / "run"))
+    assert stopped.exit_code == 128 + signal.SIGTERM
+    assert "There is no checkpoint yet" in stopped.output
+
+
+def test_an_ignored_ctrl_c_stays_ignored(model, tmp_path, interrupt):
+    interrupt(DiffusionTrainer, "training_step", 2, signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job of a shell
+    try:
+        assert unmask(*command("sft", model, tmp_path / "run")).exit_code == 0
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_the_command_to_go_on_is_that_of_the_run():
+    same = "unmask sft --model 'a b' --output out training.max_steps=3"
+    for more in ([], ["--resume"], ["--resume", "x/checkpoint-3"], ["--resume=x"], ["--overwrite"], ["training.resume_from_checkpoint=x"]):
+        argv = ["/bin/unmask", "sft", "--model", "a b", "--output", "out", *more, "training.max_steps=3"]
+        assert resume_command(argv) == f"{same} --resume"
+    assert resume_command(["/x/unmask/__main__.py", "sft"]) == "python -m unmask sft --resume"
+
+
+LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_two_processes_stop_after_the_same_step(number, model, tmp_path):
+    output = tmp_path / "run"
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    settings = [*command("sft", model, output), "training.max_steps=100000"]
+    with subprocess.Popen([*LAUNCH, *settings], env=environment, stderr=subprocess.PIPE, text=True) as process:
+        wait_for_line(output, process)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "Resume (with the same launcher) with: python -m unmask sft" in errors, errors
+    (checkpoint,) = output.glob("checkpoint-*")
+    assert {path.name for path in checkpoint.glob("rng_state_*")} == {"rng_state_0.pth", "rng_state_1.pth"}
+
+
+def wait_for_line(output: Path, process: subprocess.Popen[str]) -> None:
+    """Wait until a run has logged three steps."""
+    log = output / "training_logs.json"
+    deadline = time.monotonic() + 300
+    while not log.exists() or len(log.read_text().splitlines()) < 3:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)

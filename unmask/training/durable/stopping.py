@@ -1,0 +1,128 @@
+"""A signal ends a run with a checkpoint, at the end of the running step."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from unmask.errors import RunStopped
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SAVED = 75
+"""The exit code after SIGTERM and SIGUSR1 if there is a checkpoint: EX_TEMPFAIL of sysexits.h, try again. 128 + signal, which any process
+has that is ended by the signal, says nothing about a checkpoint."""
+FORWARDED_SECONDS = 1.0
+"""A launcher sends on a Ctrl-C that the terminal has sent to its processes, too: within this time it is the same one."""
+
+
+class StopOnSignal(TrainerCallback):
+    """Within its context, SIGTERM, SIGUSR1 and Ctrl-C save a checkpoint at the end of the running step, and raise RunStopped.
+
+    A second Ctrl-C, and each of these signals outside of training, raises it at once. A signal that this process ignores stays ignored:
+    shells start background jobs that ignore Ctrl-C.
+
+    Args:
+        output: the folder of the run.
+    """
+
+    def __init__(self, output: Path):
+        self.output = output
+        self._received: signal.Signals | None = None
+        self._since = 0.0
+        self._training = self._agreed = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            mine = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._receive) for number in mine}
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._agreed and isinstance(error, RunStopped):  # a process that exits would abort the others
+            PartialState().wait_for_everyone()
+            PartialState().destroy_process_group()
+
+    def _receive(self, number: int, _: Any) -> None:
+        received = signal.Signals(number)
+        if os.getpid() != self._process:  # a fork, such as a worker of the data loader
+            if received is signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        forwarded = "LOCAL_RANK" in os.environ and time.monotonic() - self._since < FORWARDED_SECONDS
+        if not self._training or (self._received is not None and received is signal.SIGINT and not forwarded):
+            self._received = received
+            raise self._stopped()
+        if self._received is None:
+            self._received, self._since = received, time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                again = "; again: end at once" if received is signal.SIGINT else ""
+                os.write(2, f"\n{received.name}: saving a checkpoint at the end of this step{again}\n".encode())
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._training = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._agree(args):
+            control.should_save, args.save_only_model = True, False
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        if self._training:  # an evaluation follows the end of its step
+            self.on_step_end(args, state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self._agreed:
+            raise self._stopped(f"after step {state.global_step}, checkpoint saved")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._training = False
+        if self._agree(args):
+            raise self._stopped("after the last step")
+
+    def _agree(self, args: Any) -> bool:
+        """Whether any process has received a signal. A collective, so that all stop after the same step."""
+        number = self._received or 0
+        if args.world_size > 1:
+            number = int(gather(torch.tensor([number], device=args.device)).max())
+        if number:
+            self._received, self._agreed = signal.Signals(number), True
+        return self._agreed
+
+    def _stopped(self, how: str = "at once") -> RunStopped:
+        assert self._received is not None
+        saved = any(self.output.glob(f"**/{PREFIX_CHECKPOINT_DIR}-*"))
+        launched = " (with the same launcher)" if "LOCAL_RANK" in os.environ else ""
+        go_on = f"Resume{launched} with: {resume_command(sys.argv)}" if saved else "There is no checkpoint yet"
+        code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
+        return RunStopped(f"stopped by {self._received.name} {how}. {go_on}", code=code)
+
+
+def resume_command(argv: Sequence[str]) -> str:
+    """The command line that continues a run, from the one that started it."""
+    program = "unmask" if Path(argv[0]).name == "unmask" else "python -m unmask"
+    kept: list[str] = []
+    arguments = list(argv[1:])
+    while arguments:
+        argument = arguments.pop(0)
+        if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
+            arguments.pop(0)
+        elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
+            kept.append(argument)
+    return f"{program} {shlex.join([*kept, '--resume'])}"
