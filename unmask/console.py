@@ -155,6 +155,13 @@ def format_duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
+def show_line(text: str) -> None:
+    """Print a line, above the progress display (rich or tqdm) if there is one."""
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
 def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = ()) -> None:
     """Print a table, above the progress display (rich or tqdm) if there is one."""
     from tqdm import tqdm

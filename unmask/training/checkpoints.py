@@ -14,15 +14,17 @@ import warnings
 import zipfile
 from itertools import takewhile
 from pathlib import Path
-from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from unmask.config.run import LOCK_FILE
 from unmask.errors import TrainingError
+from unmask.training.run_log import LOG_NAME
 
 ADAPTER_CONFIG = "adapter_config.json"
+OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE)
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 
 
@@ -39,6 +41,21 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
         raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
 
 
+def refuse_nothing(folder: Path) -> None:
+    """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint left other files."""
+    if not any((folder / name).exists() for name in OF_A_RUN) and not checkpoints(folder) and not any(folder.glob("stage-*")):
+        remedy = "Check the path, or start a new run without --resume (resume_from_checkpoint)"
+        raise TrainingError("holds no run: there is nothing to resume", where=str(folder), remedy=remedy)
+
+
+def last_of_run(path: Path) -> Path | None:
+    """The last complete checkpoint at a path: itself, or that of a run's folder, in the last stage that has one."""
+    if _is_checkpoint(path):
+        return path
+    stages = sorted(path.glob("stage-*"), key=lambda stage: (len(stage.name), stage.name), reverse=True)
+    return next((found for found in map(last_checkpoint, [*stages, path]) if found is not None), None)
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The last complete checkpoint. Warns of later incomplete ones, which a run leaves if it is killed while saving."""
     found = checkpoints(folder)
@@ -50,7 +67,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     return complete
 
 
-def checked_checkpoint(folder: Path, named: str | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Path | bool, *, in_shards: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 
 from unmask.errors import UnmaskError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.resume.lock import sole_run
 
 
 @contextmanager
@@ -71,3 +73,12 @@ def failing_together(where: str) -> Iterator[None]:
         if error is not None and type(error) is kind:
             raise error
         raise kind(f"another process has failed ({what})", where=where, remedy="See its error") from error
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """`sole_run` for all processes of a run: if the folder is another run's, the TrainingError is raised on all."""
+    with ExitStack() as stack:
+        with failing_together("output_dir"):
+            stack.enter_context(sole_run(folder))
+        yield
