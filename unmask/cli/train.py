@@ -133,10 +133,7 @@ def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
     in_place = resumes_in_place(settings.output_dir, resume)
     check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
     from unmask.commands.run import run_verb
-    from unmask.training.checkpoints import refuse_nothing
 
-    if resume is True:
-        refuse_nothing(Path(settings.output_dir))
     run_verb(verb, settings, resume)
 
 

@@ -13,15 +13,15 @@ from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import RunConfig, check_output_folder, resumes_in_place, to_yaml
-from unmask.training.checkpoints import last_of_run
+from unmask.training.checkpoints import last_of_run, refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.resume.fingerprints import file_fingerprints
 from unmask.training.resume.record import RunRecord
 
 MANIFEST = "manifest.json"
-ELSEWHERE = {"training", "output_dir", "overwrite"}
-"""Settings that the trainer's arguments hold, or that belong to a launch."""
+ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
+"""Settings that the trainer's arguments or inputs hold, or that belong to a launch."""
 
 
 def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
@@ -48,9 +48,11 @@ class RunFolder:
         """Inside, no other run can write here, and the manifest gets the state in which the run ends.
 
         Raises:
-            TrainingError: another run is here, or was here since the folder was checked.
+            TrainingError: another run is here, or was here since the folder was checked; or there is none to resume.
             ConfigError: the settings would make another run than the one to resume.
         """
+        if resume is True:
+            refuse_nothing(self.path)
         with alone_in(self.path), contextlib.ExitStack() as stack:
             stack.push(self._end)
             in_place = resumes_in_place(self.path, resume)

@@ -1,9 +1,9 @@
 """What a checkpoint holds, which one a run resumes from, and whether it is complete.
 
-`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, and metric sums in
-`recorded.json` (all by `DiffusionTrainer.save_model`, `training/trainer.py`). transformers adds optimizer, scheduler, random state and
-`trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights of a reference
-that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). A conversion has checkpoints in each `stage-N/`.
+`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums in `recorded.json`,
+and settings and inputs in `run.json` (all by `DiffusionTrainer.save_model`, `training/trainer.py`). transformers adds optimizer, scheduler,
+random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights
+of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). A conversion has checkpoints in each `stage-N/`.
 """
 
 from __future__ import annotations

@@ -161,8 +161,8 @@ class DiffusionTrainer(ResumableTrainer):
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or from the beginning if the run ended before it.
-        A path may also be a run's folder. A resumed run is compared (`checkpoint_to_resume`), a new one refuses to overwrite checkpoints."""
+        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if the run ended before it.
+        A path may also be a run's folder. A resumed run is compared (`checkpoint_to_resume`), a new one refuses to overwrite another."""
         self._throughput = Throughput()
         checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
         with alone_in(self.args.output_folder):
