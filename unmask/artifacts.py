@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -103,7 +104,7 @@ def package_version(package: str) -> str | None:
 
 
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command line, config.
+    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command line, git commit, config.
 
     Args:
         config: the resolved configuration.
@@ -117,6 +118,7 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
         "unmask": package_version("unmask"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(map(masked_argument, sys.orig_argv)),
+        "git": git_state(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "cores": cores,
@@ -129,5 +131,22 @@ def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
 def write_manifest(path: str | Path, config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
     """Write `run_manifest(config, **extra)` to `path` as JSON, atomically, and return it."""
     manifest = run_manifest(config, **extra)
-    write_atomic(path, json.dumps(manifest, indent=2, allow_nan=False) + "\n")
+    write_json(path, manifest)
     return manifest
+
+
+def write_json(path: str | Path, value: Mapping[str, Any]) -> None:
+    """Write values of JSON types atomically."""
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """The commit of the folder's git repository, and whether tracked files differ from it; None without a repository or git."""
+    git = ["git", "-c", "core.fsmonitor=false", "-C", str(folder)]  # a repository may name a program as its file monitor
+    asked = []
+    for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"]):
+        try:
+            asked.append(subprocess.run([*git, *command], capture_output=True, text=True, timeout=10, check=True).stdout.strip())
+        except (OSError, subprocess.SubprocessError):
+            return None
+    return {"commit": asked[0], "changed": bool(asked[1])}

@@ -163,6 +163,13 @@ def for_stdout(text: str) -> str:
     return shown(text) if sys.stdout.isatty() else text
 
 
+def show_line(text: str) -> None:
+    """Print a line, above the progress display (rich or tqdm) if there is one."""
+    from tqdm import tqdm
+
+    tqdm.write(text)
+
+
 def show_table(rows: Iterable[Iterable[str]], title: str, head: Iterable[str] = ()) -> None:
     """Print a table, above the progress display (rich or tqdm) if there is one."""
     from tqdm import tqdm

@@ -316,6 +316,25 @@ def migrate(
         typer.echo(for_stdout(found.to_yaml()), nl=False)
 
 
+@app.command(epilog="Example: unmask runs runs --json")
+def runs(
+    folders: Annotated[list[Path] | None, typer.Argument(metavar="[FOLDER...]", help="Folders of runs; unset: this one.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines, one per run.")] = False,
+) -> None:
+    """List runs: state, steps, last metric, and the command that resumes an unfinished one."""
+    from unmask.commands.runs import as_rows, find_runs
+
+    found = find_runs(folders or [Path()])
+    if as_json:
+        for run in found:
+            typer.echo(json.dumps(run))
+        return
+    show_table(as_rows(found), title=f"{len(found)} runs", head=["folder", "verb", "state", "step", "last metric"])
+    for run in found:
+        if run["command"]:
+            typer.echo(run["command"])
+
+
 @app.command()
 def demo(
     task: Annotated[str, typer.Option(metavar="NAME", help="sudoku or countdown.")] = "sudoku",

@@ -127,11 +127,15 @@ def train(
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            in_place = resumes_in_place(settings.output_dir, resume_from)
-            check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)
-            from unmask.commands.run import run_verb
+            run(verb, settings, resume_from)
 
-            run_verb(verb, settings, resume_from)
+
+def run(verb: str, settings: RunConfig, resume: str | bool) -> None:
+    in_place = resumes_in_place(settings.output_dir, resume)
+    check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)  # before what takes seconds to import
+    from unmask.commands.run import run_verb
+
+    run_verb(verb, settings, resume)
 
 
 def enable_debug_output(ctx: typer.Context) -> None:

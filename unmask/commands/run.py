@@ -13,11 +13,12 @@ from typing import Any
 from accelerate import PartialState
 from transformers import TrainingArguments
 
-from unmask.artifacts import write_atomic, write_manifest
+from unmask.artifacts import write_atomic
 from unmask.commands.compatibility import check_together
 from unmask.commands.inputs import held_out_problems, load_or_initialise, naming_files, read_data, task_of
+from unmask.commands.run_folder import RunFolder
 from unmask.commands.verbs import VERBS
-from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place, to_yaml
+from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
@@ -97,30 +98,37 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
         args.overwriting(given=config.training)
     if isinstance(resume, str):
         check_last(Path(resume), output)
+    folder = RunFolder(verb, config, args)
     display = Progress([(verb, 1.0)], stream=None if args.should_save else io.StringIO())
-    with naming_write_errors(output, FULL_DISK), display as progress, progress.phase(verb) as phase, naming_full_memory(config.hardware):
+    with (
+        folder.held(resume),
+        naming_write_errors(output, FULL_DISK),
+        display as progress,
+        progress.phase(verb) as phase,
+        naming_full_memory(config.hardware),
+    ):
         trainer = make_trainer(verb, config, args, progress=phase, callbacks=[stop])
         task, held_out = held_out_problems(config)
         if task and held_out:
             check_evaluation(trainer.lm, task, held_out, config.sampler)
-        if args.should_save:
-            if overwrite:
-                forget_earlier_run(output)
-            write_atomic(output / "config.yaml", to_yaml(settings.model_copy(update={"overwrite": False})))
-            if reports := {name: report.to_dict() for name, report in trainer.data_reports().items()}:
-                write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
+        if resume:
+            trainer.checkpoint_to_resume(resume)  # refuses another run
+        if args.should_save and overwrite:
+            forget_earlier_run(output)
+        folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
+        if args.should_save and (reports := {name: report.to_dict() for name, report in trainer.data_reports().items()}):
+            write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
         trainer.train(resume_from_checkpoint=resume)
         save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)
         if args.eval_strategy == "no" and getattr(trainer, "eval_dataset", None) is not None:  # conversion stages evaluate at their end
             trainer.evaluate()
             save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)  # for its card
-    if args.should_save:
-        write_manifest(output / "manifest.json", config.model_dump(), verb=verb, seed=args.seed)
-    if args.should_save and task and held_out:
-        evaluated = trainer.lm
-        if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
-            evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
-        write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
+        if args.should_save and task and held_out:
+            evaluated = trainer.lm
+            if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
+                evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
+            write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
+        folder.finish()
     # A process aborts if it exits while others still communicate with it.
     processes = PartialState()
     processes.wait_for_everyone()

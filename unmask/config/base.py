@@ -5,13 +5,22 @@ from __future__ import annotations
 import re
 import typing
 from collections.abc import Iterator, Sequence
-from typing import Any
+from enum import StrEnum
+from typing import Any, ClassVar
 
 import pydantic
 from pydantic import ConfigDict
 
 from unmask.errors import ConfigError, did_you_mean
 from unmask.redaction import masked
+
+
+class OnResume(StrEnum):
+    """The kinds of settings. A setting that declares none is of the kind of its section, and else OTHER."""
+
+    ACTS = "takes effect from here on"
+    NEUTRAL = "changes nothing that is learnt"
+    OTHER = "makes another run"
 
 
 class Config(pydantic.BaseModel):
@@ -22,6 +31,9 @@ class Config(pydantic.BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+    on_resume: ClassVar[OnResume] = OnResume.OTHER
+    """The kind of those of its settings that declare none; another is declared by `Annotated[TYPE, OnResume.KIND]`."""
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from unmask.config.base import Config
+from unmask.config.base import Config, OnResume
 from unmask.config.sampler import SamplerConfig
 from unmask.errors import ConfigError
 
+NEUTRAL = OnResume.NEUTRAL
 OF_SERVERS = {"backend", "url", "folder", "sync_steps", "timeout", "patience", "api_key"}
 USED_BY = {"local": {"backend"}, "server": OF_SERVERS, "vllm": OF_SERVERS | {"model", "sync"}}
 VLLM_READS = {"max_new_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "stop_at_eos", "allowed_tokens", "forbidden_tokens"}
@@ -37,22 +38,22 @@ class RolloutConfig(Config):
 
     backend: Literal["local", "server", "vllm"] = "local"
     """local: the trained model itself, in process. server: `unmask serve`, any model. vllm: a vLLM server, causal models only."""
-    url: str | None = None
+    url: Annotated[str | None, NEUTRAL] = None
     """The address of the server, such as http://localhost:8000."""
     model: str | None = None
     """The model's name on a vLLM server; unset: the only one it serves."""
-    sync: Literal["disk", "lora", "nccl"] = "disk"
+    sync: Annotated[Literal["disk", "lora", "nccl"], NEUTRAL] = "disk"
     """How a vLLM server gets weights: all through a folder, only adapters through a folder, or all from GPU to GPU."""
-    folder: str | None = None
+    folder: Annotated[str | None, NEUTRAL] = None
     """Where weights for the server are written, a path that is valid on both machines; unset: rollout_weights in the output folder."""
     sync_steps: int = Field(default=1, ge=1)
     """vllm: rollouts between two transfers of weights. Above 1, completions come from older weights, which `importance_cap` corrects for. A
     resumed run transfers them immediately, and then differs from an uninterrupted one."""
-    timeout: float = Field(default=300.0, gt=0)
+    timeout: Annotated[float, NEUTRAL] = Field(default=300.0, gt=0)
     """Seconds to wait for an answer: a whole rollout from `unmask serve`, one completion from vLLM."""
-    patience: float = Field(default=30.0, ge=0)
+    patience: Annotated[float, NEUTRAL] = Field(default=30.0, ge=0)
     """Seconds to wait for a server that accepts no requests, at the start or after it died."""
-    api_key: str | None = None
+    api_key: Annotated[str | None, NEUTRAL] = None
     """The server's API key; unset: the variable UNMASK_API_KEY, which is not recorded with the settings."""
 
     def model_post_init(self, _: object) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from unmask.config.base import Config
+from unmask.config.base import Config, OnResume
 from unmask.errors import ConfigError
 
 
@@ -16,6 +16,8 @@ class SamplerConfig(Config):
     Raises:
         ConfigError: a value out of range, or two settings that contradict one another.
     """
+
+    on_resume = OnResume.ACTS  # evaluations use it; rollouts of reinforcement learning have settings of their own
 
     max_new_tokens: int = Field(default=128, ge=1)
     """The length of the completion, in tokens; shorter where it stops at an end token."""

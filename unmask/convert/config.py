@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from unmask.config.base import OnResume
 from unmask.config.layers import read_recipe
 from unmask.config.run import AttentionName, RunConfig
 from unmask.convert.stages import STAGES, ConversionStage
@@ -13,7 +14,7 @@ from unmask.errors import ConfigError
 from unmask.models.attention import DEFAULT_BLOCK, check_pattern
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
-from unmask.training.config import Part
+from unmask.training.config import NEUTRAL, Part
 from unmask.training.config_fields import check_settings, setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.text_config import TextConfig
@@ -47,7 +48,7 @@ class ConvertConfig(NoisingConfig, TextConfig):
     stages: list[ConversionStage] = field(
         default_factory=lambda: list(STAGES), metadata={"help": "The stages, trained one after another: share, rate, train, lm_loss, ..."}
     )
-    recipe: str | None = setting(None, "The name of these settings in the model card")
+    recipe: str | None = setting(None, "The name of these settings in the model card", on_resume=NEUTRAL)
     canvas_length: int | None = setting(None, "As in SFT, for rows of prompt and completion")
 
     @classmethod
@@ -91,6 +92,11 @@ class ConvertConfig(NoisingConfig, TextConfig):
 
     def trained_pattern(self, run: RunConfig) -> AttentionName:
         return self.attention
+
+    @classmethod
+    def kinds_on_resume(cls) -> dict[str, OnResume]:
+        """The stages share the steps, so that another number makes other stages."""
+        return super().kinds_on_resume() | dict.fromkeys(("max_steps", "num_train_epochs"), OnResume.OTHER)
 
     @property
     def noised_copies(self) -> int:

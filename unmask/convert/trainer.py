@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +34,14 @@ from unmask.models.attention import DEFAULT_BLOCK
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.load import as_diffusion_lm, load, with_pattern
 from unmask.models.model_card import HISTORY_KEY
-from unmask.training.checkpoints import checkpoints, named_stage, steps_done
+from unmask.training.checkpoints import checkpoints, last_of_run, named_stage, refuse_nothing, steps_done
 from unmask.training.config import row_length, total_steps
-from unmask.training.distributed import from_first
+from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.hardware_checks import is_split
-from unmask.training.run_log import ProgressTarget, RunLog
+from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
+from unmask.training.resume.record import RunRecord, read_record
+from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
 from unmask.training.sharding import with_fresh_accelerator_state
 from unmask.training.text_config import corpus_rows, rows_from_step
 from unmask.training.trackers import RunTrackers
@@ -56,11 +58,20 @@ class StageTrainer(DiffusionTrainer):
     """
 
     streams = True
+    restored: dict[str, Any] | None = None
+    """The reported settings of a finished stage of an earlier run."""
 
     def __init__(
-        self, *arguments: Any, stage: ConversionStage, teacher: DiffusionLM | None, steps_before: int, total_steps: int, **rest: Any
+        self,
+        *arguments: Any,
+        stage: ConversionStage,
+        teacher: DiffusionLM | None,
+        steps_before: int,
+        total_steps: int,
+        run_record: RunRecord,
+        **rest: Any,
     ):
-        self.stage, self.teacher = stage, teacher
+        self.stage, self.teacher, self.run_record = stage, teacher, run_record
         self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
         if teacher is not None:
@@ -70,8 +81,27 @@ class StageTrainer(DiffusionTrainer):
 
     def reported_settings(self) -> dict[str, Any]:
         """The config's settings, with those of this stage in place of `stages`."""
+        if self.restored is not None:
+            return self.restored
         settings = {name: value for name, value in super().reported_settings().items() if name != "stages"}
         return settings | self.stage.model_dump(exclude_defaults=True)
+
+    def changes_in_card(self) -> list[dict[str, Any]]:
+        """The changes within this stage, with its learning rates."""
+        changes = [each for each in super().changes_in_card() if self.steps_before < each["step"] < self.steps_before + self.args.max_steps]
+        return [each | {"old": each["old"] * self.stage.rate} if each["setting"] == "learning_rate" else each for each in changes]
+
+    def compare(self, checkpoint: Path, step: int) -> None:
+        """Find what to change in this stage: `ConvertTrainer` has compared the runs."""
+        recorded = read_record(checkpoint)
+        self.changed = self.run_record.changed_since(recorded) if recorded else {}
+
+    def checkpoint_to_resume(self, named: str | Path | bool) -> Path | None:
+        """As in the base; a stage that did not begin starts from the beginning."""
+        return None if named is True and not checkpoints(self.args.output_folder) else super().checkpoint_to_resume(named)
+
+    def show_changes(self) -> None:
+        """`ConvertTrainer` prints them."""
 
     def restore(self) -> bool:
         """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
@@ -83,6 +113,7 @@ class StageTrainer(DiffusionTrainer):
             return False
         if from_first(lambda: fault(checkpoint)) is not None:  # `train` finds an earlier one
             return False
+        self.restored = (read_record(checkpoint) or {}).get("reported")
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.state.log_history = logged
@@ -204,6 +235,8 @@ class ConvertTrainer:
         self.log_history: list[dict[str, float]] = []
         self.trainer: StageTrainer | None = None
         self.trackers = RunTrackers(self.args)
+        self.changed: dict[str, Any] = {}
+        self.resumed_step = 0
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None) -> None:
         """Run the stages, or those that are not finished when resuming.
@@ -215,7 +248,14 @@ class ConvertTrainer:
         Raises:
             TrainingError: there is no such checkpoint, or a later stage was trained in the output folder already.
         """
-        start, resume = 1, resume_from_checkpoint or False
+        resume = resume_from_checkpoint or False
+        if resume and self.checkpoint_to_resume(resume) is not None and self.args.should_save:
+            self.run_record.show(self.changed, self.resumed_step)
+        with alone_in(self.args.output_folder):
+            self._train(resume)
+
+    def _train(self, resume: str | Path | bool) -> None:
+        _, start = self.run_record, 1  # the record is of the weights before training
         if not isinstance(resume, bool):
             if Path(resume).resolve() == self.args.output_folder.resolve():
                 resume = True
@@ -230,6 +270,25 @@ class ConvertTrainer:
                 resume = False  # the later stages start from the beginning
         self.trackers.finish()
         self.lm.model.eval()
+
+    @cached_property
+    def run_record(self) -> RunRecord:
+        """The settings and inputs of the run. It must be made before training changes the weights."""
+        inputs = {"train_dataset": rows_fingerprint(self.train_rows)} | model_inputs(self.lm, weights_matter=self.teacher is not None)
+        return RunRecord(self.args, inputs, {"eval_dataset": rows_fingerprint(self.eval_rows)})
+
+    def checkpoint_to_resume(self, named: str | Path | bool) -> Path | None:
+        """As in `DiffusionTrainer`: the last checkpoint of any stage, or the named one."""
+        folder = self.args.output_folder
+        if named is True or Path(named).resolve() == folder.resolve():
+            refuse_nothing(folder)
+            if last_of_run(folder) is None:
+                return None
+            named = folder
+        number, checkpoint = named_stage(Path(named))
+        self.resumed_step = [0, *self.ends][min(number, len(self.ends)) - 1] + (steps_done(checkpoint) or 0)
+        self.changed = self.run_record.resume(checkpoint, self.resumed_step)
+        return checkpoint
 
     def planned_steps(self, args: ConvertConfig) -> int:
         """As in `DiffusionTrainer`; refuses stages without steps."""
@@ -311,7 +370,8 @@ class ConvertTrainer:
         rest = self.rest | {"progress": None if self.progress is None else ProgressPart(self.progress, first / total, last / total)}
         args.report_to = []  # `self.trackers`, a callback, reports the whole run
         rest["callbacks"] = [*(self.rest.get("callbacks") or []), self.trackers.part(first, number)]
-        rows, place = rows_from_step(self.train_rows, args, first), {"steps_before": first, "total_steps": total}
+        rows = rows_from_step(self.train_rows, args, first)
+        place: dict[str, Any] = {"steps_before": first, "total_steps": total, "run_record": self.run_record}
         log = RunLog(folder=self.args.output_folder, first_step=first, stage=number)
         trainer = StageTrainer(lm, args, rows, self.eval_rows, stage=stage, teacher=self.teacher, log=log, **place, **rest)
         if not (resume is True and trainer.restore()):
@@ -331,15 +391,3 @@ def conversion_rows(lm: DiffusionLM, args: ConvertConfig, dataset: Iterable[Mapp
         limits = RowLimits(row_length(lm, args), args.canvas_length, lm.block_size or 1)
         return pair_rows(lm.tokenizer, dataset, limits, DataReport(where), ends=lm.eos_token_ids)
     return corpus_rows(lm, args, dataset, where)
-
-
-@dataclass
-class ProgressPart:
-    """A fraction of a progress display, from `start` to `stop`."""
-
-    whole: ProgressTarget
-    start: float
-    stop: float
-
-    def update(self, fraction: float, **metrics: float) -> None:
-        self.whole.update(self.start + fraction * (self.stop - self.start), **metrics)

@@ -151,7 +151,8 @@ def _run_table(names: Sequence[str], columns: Iterable[str], values: Sequence[Ma
 def _settings(name: str, run: Entry) -> str:
     settings = ", ".join(f"`{key}={value}`" for key, value in run["settings"].items())
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
-    return f"- {name}: {settings}" + (f" ({versions})" if versions else "")
+    earlier = "".join(f"; `{each['setting']}={each['old']}` until step {each['step']}" for each in run.get("changes", ()))
+    return f"- {name}: {settings}{earlier}" + (f" ({versions})" if versions else "")
 
 
 def _cell(value: Any) -> str:

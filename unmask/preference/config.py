@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, Literal, Protocol, get_args
 
+from unmask.config.base import OnResume
 from unmask.config.run import RunConfig
 from unmask.diffusion.log_probs import passes
 from unmask.errors import ConfigError
@@ -58,7 +59,9 @@ class DPOConfig(PairConfig):
     )
     samples: int = setting(8, "elbo: views of each response, each with one mask", low=1)
     complementary: bool = setting(False, "elbo: complementary pairs of masks, and one that hides all")
-    log_variance_steps: int = setting(0, "Steps between logs of the margin's variance over redrawn masks; 0: never", low=0, needs=[PAIRED])
+    log_variance_steps: int = setting(
+        0, "Steps between logs of the margin's variance over redrawn masks; 0: never", low=0, needs=[PAIRED], on_resume=OnResume.ACTS
+    )
 
     reference: ReferenceMode = setting(
         "stored",
@@ -72,11 +75,15 @@ class DPOConfig(PairConfig):
         "If the output folder holds log-probabilities of another model, tokenizer, data or settings: error, or replace",
         choices=("error", "replace"),
         needs=["reference=stored"],
+        on_resume=OnResume.NEUTRAL,
     )
     plan_reused: bool = setting(False, "elbo: whether every epoch has the same masks, so that less is stored")
 
     judge: str | None = setting(
-        None, "Evaluation: path.py:function of (prompts, completions, chosen) that returns which completions win (docs)", needs=[PAIRED]
+        None,
+        "Evaluation: path.py:function of (prompts, completions, chosen) that returns which completions win (docs)",
+        needs=[PAIRED],
+        on_resume=OnResume.ACTS,
     )
 
     def __post_init__(self) -> None:
@@ -89,6 +96,11 @@ class DPOConfig(PairConfig):
         if self.reference == "adapter" and self.reference_model is not None:
             remedy = "Leave it out, or use reference stored or frozen"
             raise ConfigError("the reference is the base under the adapters", where="reference_model", remedy=remedy)
+
+    @classmethod
+    def kinds_on_resume(cls) -> dict[str, OnResume]:
+        """The stored log-probabilities of the reference are of one precision."""
+        return super().kinds_on_resume() | dict.fromkeys(("bf16", "fp16"), OnResume.OTHER)
 
     def overwriting(self, given: Collection[str]) -> None:
         if "stale_reference" not in given:

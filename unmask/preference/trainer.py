@@ -37,7 +37,7 @@ from unmask.preference.reference_log_probs import EMPTY_TABLE, REFERENCE_FILE, R
 from unmask.preference.visited_rows import visited_rows
 from unmask.preference.win_rate import Judge, check_prompts, load_judge, wins
 from unmask.training.config import TrainingConfig, canvas_length, rows_per_step, total_steps
-from unmask.training.distributed import failing_together
+from unmask.training.distributed import alone_in, failing_together
 from unmask.training.pair_config import limits
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
@@ -104,7 +104,8 @@ class DPOTrainer(DiffusionTrainer):
         self.stored: dict[str, ReferenceTable] = {}
         self.table_seconds, self.table_rows = 0.0, 0  # time to compute the table of the training rows, and their number in all plans
         if args.needs_reference and args.reference == "stored":
-            self._make_tables(rest.get("progress"))
+            with alone_in(args.output_folder):
+                self._make_tables(rest.get("progress"))
 
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: DPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> Rows[dict[str, Any]]:

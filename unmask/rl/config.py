@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, Literal, Self, get_args
 
+from unmask.config.base import OnResume
 from unmask.config.layers import read_recipe, recipe_names
+from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.rollout import unread_by_vllm
 from unmask.config.run import RolloutConfig, RunConfig, SamplerConfig, build_training_args
 from unmask.errors import ConfigError, did_you_mean
@@ -18,7 +20,7 @@ from unmask.rl.methods.diffu_grpo import DiffuGRPO
 from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
-from unmask.training.config import METRIC_SCHEDULERS, Conflict, TrainingConfig
+from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, Conflict, TrainingConfig
 from unmask.training.config_fields import check_settings, naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
@@ -129,10 +131,12 @@ class GRPOConfig(TrainingConfig):
         "Treatment of tokens after the end of a completion: hidden, shown (noised like the completion), or learnt (docs/rl.md)",
         choices=("hidden", "shown", "learnt"),
     )
-    rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout")
+    rollout_batch_size: int = setting(256, "Sequences per forward pass of a rollout", on_resume=NEUTRAL)
 
     reward_weights: list[float] | None = setting(None, "One weight per reward function; unset: all 1")
-    reward_workers: int = setting(0, "Processes for each reward function given by its path; 0: the training process runs it", low=0)
+    reward_workers: int = setting(
+        0, "Processes for each reward function given by its path; 0: the training process runs it", low=0, on_resume=NEUTRAL
+    )
     rollout: dict[str, Any] | None = setting(
         None, "Where completions come from: backend (local, server, vllm), url, sync, ... (docs/rl.md)"
     )
@@ -141,13 +145,16 @@ class GRPOConfig(TrainingConfig):
         "vllm: bound of the importance weights that correct for the server's log-probabilities; unset: no correction",
         low=1e-3,
     )
-    log_completions_steps: int = setting(0, "Steps between shown and stored sample completions; 0: never", low=0)
-    log_completions_rows: int = setting(8, "Completions in such a sample", low=1)
-    performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0)
+    log_completions_steps: int = setting(0, "Steps between shown and stored sample completions; 0: never", low=0, on_resume=ACTS)
+    log_completions_rows: int = setting(8, "Completions in such a sample", low=1, on_resume=ACTS)
+    performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS)
 
-    reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch")
+    reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS)
     reward_errors: RewardErrors = setting(
-        "unscored", "When a reward function fails: leave the completions unscored, or stop the run", choices=get_args(RewardErrors)
+        "unscored",
+        "When a reward function fails: leave the completions unscored, or stop the run",
+        choices=get_args(RewardErrors),
+        on_resume=ACTS,
     )
 
     generates = True
@@ -277,6 +284,14 @@ class GRPOConfig(TrainingConfig):
             what = f"{self.rollout_config.backend} samples from the trained model itself, so there is nothing to correct"
             remedy = "Leave importance_cap out, or set rollout.backend to vllm"
             raise ConfigError(what, where="rollout.backend and importance_cap", remedy=remedy)
+
+    @classmethod
+    def kinds_on_resume(cls) -> dict[str, OnResume]:
+        return super().kinds_on_resume() | kinds_of(RolloutConfig, "rollout.")
+
+    def values_on_resume(self) -> dict[str, Any]:
+        rollout = flat_values(self.rollout_config, "rollout.")
+        return super().values_on_resume() | {"rollout": None} | {name: rollout[name] for name in rollout if name != "rollout.api_key"}
 
     @classmethod
     def of_recipe(cls, settings: Mapping[str, Any], chosen: Mapping[str, Any]) -> dict[str, Any]:

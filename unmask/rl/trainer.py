@@ -31,6 +31,7 @@ from unmask.rl.methods.base import LossInputs, averaging_units
 from unmask.rl.methods.masking import MaskingStrategy, find_masking, weighed
 from unmask.rl.prompts import GroupSampler, PromptRow, PromptRows, completion_key, prompt_rows, prompts_per_step
 from unmask.rl.reward_functions import RewardFunction, make_rewards
+from unmask.rl.reward_identities import reward_identities
 from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, plan_views
 from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
@@ -75,6 +76,7 @@ class GRPOTrainer(DiffusionTrainer):
     ):
         args = args or GRPOConfig()
         rewards = make_rewards(reward_funcs, args)
+        self._reward_identities = reward_identities(reward_funcs)
         self.prompts_per_step = prompts_per_step(args, train_dataset)
         super().__init__(model, args, train_dataset, eval_dataset, data_collator=list, **rest)
         for conflict in args.sharding_conflicts() if self.shards_weights else ():
@@ -95,6 +97,10 @@ class GRPOTrainer(DiffusionTrainer):
     @classmethod
     def make_rows(cls, lm: DiffusionLM, args: GRPOConfig, dataset: Sequence[Mapping[str, Any]], where: str) -> PromptRows:
         return prompt_rows(lm, args, dataset, where)
+
+    def inputs(self) -> dict[str, Any]:
+        masking = None if self.masking is None else type(self.masking).__name__
+        return super().inputs() | {"reward_funcs": self._reward_identities, "masking": masking}
 
     # Methods to override.
 

@@ -1,9 +1,9 @@
 """What a checkpoint holds, which one a run resumes from, and whether it is complete.
 
-`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, and metric sums in
-`recorded.json` (all by `SavingTrainer.save_model`, `durable/saving.py`). transformers adds optimizer, scheduler, random state and
-`trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights of a reference
-that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
+`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums in `recorded.json`,
+and settings and inputs in `run.json` (all by `CheckpointSaving.save_model`, `durable/saving.py`). transformers adds optimizer, scheduler,
+random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights
+of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
 (`durable/checkpoint_files.py`). A conversion has checkpoints in each `stage-N/`.
 """
 
@@ -13,15 +13,17 @@ import json
 import re
 import warnings
 from pathlib import Path
-from typing import Literal
 
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from unmask.config.run import LOCK_FILE
 from unmask.errors import TrainingError
 from unmask.training.durable.checkpoint_files import fault
+from unmask.training.run_log import LOG_NAME
 
 ADAPTER_CONFIG = "adapter_config.json"
+OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE)
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
 
@@ -39,6 +41,21 @@ def refuse_earlier(folder: Path, *, started: bool) -> None:
         raise TrainingError("holds a checkpoint of an earlier run", where=str(earlier[0]), remedy=remedy)
 
 
+def refuse_nothing(folder: Path) -> None:
+    """Raise TrainingError if no run began in the output folder. One that ended before its first checkpoint left other files."""
+    if not any((folder / name).exists() for name in OF_A_RUN) and not checkpoints(folder) and not any(folder.glob("stage-*")):
+        remedy = "Check the path, or start a new run without --resume (resume_from_checkpoint)"
+        raise TrainingError("holds no run: there is nothing to resume", where=str(folder), remedy=remedy)
+
+
+def last_of_run(path: Path) -> Path | None:
+    """The last complete checkpoint at a path: itself, or that of a run's folder, in the last stage that has one."""
+    if _is_checkpoint(path):
+        return path
+    stages = sorted(path.glob("stage-*"), key=lambda stage: (len(stage.name), stage.name), reverse=True)
+    return next((found for found in map(last_checkpoint, [*stages, path]) if found is not None), None)
+
+
 def last_checkpoint(folder: Path) -> Path | None:
     """The last whole checkpoint. Warns of later ones that are incomplete, because a run was killed while saving, or damaged."""
     damaged: list[str] = []
@@ -54,7 +71,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     return whole
 
 
-def checked_checkpoint(folder: Path, named: str | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Path | bool, *, in_shards: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from transformers import TrainingArguments
 
+from unmask.config.base import OnResume
 from unmask.config.run import AttentionName, DataConfig, RunConfig
 from unmask.errors import ConfigError
 from unmask.models.diffusion_lm import DiffusionLM
@@ -24,6 +25,7 @@ from unmask.training.config_fields import check_types
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
+from unmask.training.resume.stock_settings import STOCK_KINDS
 from unmask.training.sharding import deepspeed_config
 from unmask.training.trackers import check_trackers
 
@@ -45,6 +47,9 @@ class Part(NamedTuple):
     described: Mapping[str, str] = MappingProxyType({})  # its settings, by column of a table
 
 
+ACTS, NEUTRAL = OnResume.ACTS, OnResume.NEUTRAL
+UNRECORDED = {"output_dir", "resume_from_checkpoint", "local_rank", "hub_token", "disable_tqdm", "log_level", "log_level_replica"}
+"""Settings of a launch, and secrets."""
 METRIC_SCHEDULERS = ("reduce_lr_on_plateau", "greedy")  # they read the metric of the best model
 
 
@@ -57,15 +62,20 @@ class TrainingConfig(TrainingArguments):
     logging_steps: float = field(default=10, metadata={"help": "Steps between log lines."})
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
     logging_dir: str | None = field(
-        default=None, metadata={"help": "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir."}
+        default=None,
+        metadata={"help": "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir.", "on_resume": NEUTRAL},
     )
     fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
-    cudnn_benchmark: bool = field(default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU."})
+    cudnn_benchmark: bool = field(
+        default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU.", "on_resume": NEUTRAL}
+    )
     bf16: bool | None = field(
         default=None,
         metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on for float32 weights on Ampere or later."},
     )
-    flash_attention: bool = field(default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits."})
+    flash_attention: bool = field(
+        default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits.", "on_resume": NEUTRAL}
+    )
     optimizer_offload: bool = field(
         default=False,
         metadata={"help": "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory."},
@@ -74,11 +84,18 @@ class TrainingConfig(TrainingArguments):
     score_chunk: int | None = field(
         default=None,
         metadata={
-            "help": "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows)."
+            "help": "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows).",
+            "on_resume": NEUTRAL,
         },
     )
-    data_source: str | None = field(default=None, metadata={"help": "The name of the training data in the model card."})
-    log_memory_usage: bool = field(default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory)."})
+    data_source: str | None = field(
+        default=None, metadata={"help": "The name of the training data in the model card.", "on_resume": NEUTRAL}
+    )
+    log_memory_usage: bool = field(
+        default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory).", "on_resume": NEUTRAL}
+    )
+    run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
+    """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
 
     generates: ClassVar[bool] = False  # whether a step samples completions, too
     answers_prompts: ClassVar[bool] = False  # whether rows are prompts with answers, in columns of fixed names; bad rows may be skipped
@@ -151,6 +168,19 @@ class TrainingConfig(TrainingArguments):
     def shortened_arguments(self, steps: int) -> dict[str, Any]:
         """Further arguments of the trainer of a short run."""
         return {}
+
+    # What a resumed run compares.
+
+    @classmethod
+    def kinds_on_resume(cls) -> dict[str, OnResume]:
+        """What changing each setting does to a run that is resumed."""
+        return {each.name: each.metadata.get("on_resume") or STOCK_KINDS.get(each.name, OnResume.OTHER) for each in fields(cls)}
+
+    def values_on_resume(self) -> dict[str, Any]:
+        """The settings that a resumed run compares, with their defaults filled in."""
+        values = {name: value for name, value in self.to_dict().items() if name not in UNRECORDED}
+        values["accelerator_config"] = {name: value for name, value in values["accelerator_config"].items() if name != "non_blocking"}
+        return values
 
     def parts(self) -> list[Part]:
         """The parts of a run, one after another."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import Field, field, fields
 from typing import Any, get_type_hints
 
+from unmask.config.base import OnResume
 from unmask.config.run import checked
 from unmask.errors import ConfigError
 
@@ -21,6 +22,7 @@ def setting(
     choices: Sequence[str] = (),
     needs: Sequence[str] = (),
     otherwise: Any = None,
+    on_resume: OnResume | None = None,
 ) -> Any:
     """A config field with its valid values.
 
@@ -31,11 +33,11 @@ def setting(
         needs: settings without which it has no effect: "beta" must be on, "advantage=softmax" one that has this value,
             "loss_type=sigmoid|simpo" one that has either.
         otherwise: the default if neither a config nor a method sets it.
+        on_resume: what changing it does to a run that is resumed; None: as for the field of TrainingArguments, and else another run.
     """
     described = f"{help}; needs {' and '.join(map(_described, needs))}." if needs else f"{help}."
-    return field(
-        default=default, metadata={"help": described, "low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
-    )
+    checks = {"low": low, "high": high, "choices": choices, "needs": needs, "otherwise": otherwise}
+    return field(default=default, metadata={"help": described, "on_resume": on_resume, **checks})
 
 
 def changed(args: Any, each: Field[Any]) -> bool:

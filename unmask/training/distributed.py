@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from transformers import TrainingArguments
 
 from unmask.errors import UnmaskError
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.resume.lock import sole_run
 
 Found = TypeVar("Found")
 
@@ -88,3 +90,12 @@ def from_first(find: Callable[[], Found]) -> Found:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """`sole_run` for all processes of a run: if the folder is another run's, the TrainingError is raised on all."""
+    with ExitStack() as stack:
+        with failing_together("output_dir"):
+            stack.enter_context(sole_run(folder))
+        yield

@@ -27,13 +27,16 @@ WITHOUT_EFFECT = {
 NOT_METRICS = ("epoch", "step", "learning_rate", "grad_norm", "memory_gb", "train_loss", "num_input_tokens_seen")
 
 
-def history_entry(args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None) -> dict[str, Any]:
+def history_entry(
+    args: TrainingConfig, settings: dict[str, Any], state: TrainerState, *, rows: int | None, changes: Sequence[Any] = ()
+) -> dict[str, Any]:
     """One entry of a model's history, of JSON types only.
 
     Args:
         settings: the settings that affect the result.
         state: has the steps, the training tokens without padding, and the log, oldest first.
         rows: the number of rows of training data; None for a stream.
+        changes: the settings that were changed when the run was resumed: step, setting, and earlier value.
     """
     return {
         "verb": type(args).__name__.removesuffix("Config").lower(),
@@ -43,15 +46,21 @@ def history_entry(args: TrainingConfig, settings: dict[str, Any], state: Trainer
         "tokens": state.num_input_tokens_seen,
         "seed": args.seed,
         "settings": settings,
+        **({"changes": list(changes)} if changes else {}),
         "metrics": last_metrics(state.log_history),
         "versions": {package: version for package in PACKAGES if (version := package_version(package))},
     }
 
 
+def result_fields(args: TrainingConfig) -> list[dataclasses.Field[Any]]:
+    """The learning rate, and the other fields that affect the result."""
+    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - RESULT_FIELDS - {"learning_rate"} | WITHOUT_EFFECT
+    return [field for field in dataclasses.fields(args) if field.name not in left_out]
+
+
 def chosen_settings(args: TrainingConfig) -> dict[str, Any]:
     """The learning rate, and all settings that affect the result and differ from their defaults."""
-    left_out = {field.name for field in dataclasses.fields(TrainingArguments)} - RESULT_FIELDS | WITHOUT_EFFECT
-    relevant = [field for field in dataclasses.fields(args) if field.name not in left_out]
+    relevant = [field for field in result_fields(args) if field.name != "learning_rate"]
     factories = {field.name: field.default_factory() for field in relevant if field.default_factory is not dataclasses.MISSING}
     values = args.to_dict()
     defaults = factories | {"bf16": False}  # None means chosen at runtime: recorded if it was turned on

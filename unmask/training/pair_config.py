@@ -8,7 +8,7 @@ from typing import Literal
 from unmask.data.pairs import RowLimits
 from unmask.data.report import DataReport
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.config import TrainingConfig, canvas_length, row_length
+from unmask.training.config import NEUTRAL, TrainingConfig, canvas_length, row_length
 from unmask.training.config_fields import check_settings, setting
 
 
@@ -23,7 +23,10 @@ class PairConfig(TrainingConfig):
         low=1,
     )
     bad_rows: Literal["error", "skip"] = setting(
-        "error", "How to handle unusable rows: error, or skip (leave them out and count them by reason)", choices=("error", "skip")
+        "error",
+        "How to handle unusable rows: error, or skip (leave them out and count them by reason)",
+        choices=("error", "skip"),
+        on_resume=NEUTRAL,  # the rows are compared
     )
     truncate_prompt: bool = setting(False, "Keep only the end of a prompt that leaves no room for the completion")
 

@@ -42,6 +42,18 @@ class ProgressTarget(Protocol):
     def update(self, fraction: float, **metrics: float) -> None: ...
 
 
+@dataclass
+class ProgressPart:
+    """A fraction of a progress display, from `start` to `stop`."""
+
+    whole: ProgressTarget
+    start: float
+    stop: float
+
+    def update(self, fraction: float, **metrics: float) -> None:
+        self.whole.update(self.start + fraction * (self.stop - self.start), **metrics)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunLog:
     """The metrics of a run, one JSON object a line."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, TrainerCallback, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
 from unmask.data.report import DataReport, Rows, print_report
@@ -26,17 +26,18 @@ from unmask.models.adapters import has_adapters, with_adapters
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
 from unmask.models.model_card import HISTORY_KEY, history
-from unmask.training.checkpoints import checked_checkpoint, refuse_earlier, steps_done
+from unmask.training.checkpoints import refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
-from unmask.training.distributed import from_first, lockstep, rows_before, without_repeats
+from unmask.training.distributed import alone_in, lockstep, rows_before, without_repeats
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
-from unmask.training.durable.saving import SavingTrainer
+from unmask.training.durable.saving import CheckpointSaving
 from unmask.training.half_batches import HalfBatches
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
 from unmask.training.model_history import chosen_settings, history_entry
 from unmask.training.optimizers import keep_on_host
 from unmask.training.per_view_backward import PerViewBackward
+from unmask.training.resume.trainer import RunResuming
 from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import set_tensorboard_dir
@@ -48,7 +49,7 @@ Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
 STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 
 
-class DiffusionTrainer(SavingTrainer):
+class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
     """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
     Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss. Losses are sums divided
@@ -162,22 +163,17 @@ class DiffusionTrainer(SavingTrainer):
         return self.state.global_step >= self.state.max_steps
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **rest: Any) -> TrainOutput:
-        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or starts from the beginning if there is none. A
-        path may also be a run's folder. A new run refuses to overwrite checkpoints. Log lines after the checkpoint are replaced."""
+        """As in transformers.Trainer, but True resumes from the last complete checkpoint, or the beginning if the run ended before it.
+        A path may also be a run's folder. A resumed run is compared (`checkpoint_to_resume`), a new one refuses to overwrite another."""
         self._throughput = Throughput()
         with naming_write_errors(self.args.output_folder, FULL_DISK):
-            return self._train(resume_from_checkpoint, **rest)
-
-    def _train(self, resume_from_checkpoint: str | bool | None, **rest: Any) -> TrainOutput:
-        if not resume_from_checkpoint:
-            refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
-            return super().train(None, **rest)
-        in_shards, adapters = self.uses_fsdp_or_deepspeed, has_adapters(self.lm)
-        folder, named = self.args.output_folder, resume_from_checkpoint
-        checkpoint = from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards, adapters=adapters))
-        if self.is_world_process_zero():
-            self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
-        return super().train(checkpoint and str(checkpoint), **rest)
+            checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
+            with alone_in(self.args.output_folder):
+                if not resume_from_checkpoint:
+                    refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)
+                elif self.is_world_process_zero():
+                    self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
+                return super().train(checkpoint and str(checkpoint), **rest)
 
     def planned_steps(self, args: TrainingConfig) -> int:
         """The number of optimizer steps that a run with these arguments makes on this trainer's rows."""
@@ -202,7 +198,8 @@ class DiffusionTrainer(SavingTrainer):
     def _remember(self) -> None:
         """Append this run to the history in the model's config."""
         if self.state.global_step > 0:  # nothing to record when an untrained model is evaluated
-            entry = history_entry(self.args, self.reported_settings(), self.state, rows=self._num_train_rows)
+            rows, changes = self._num_train_rows, self.changes_in_card()
+            entry = history_entry(self.args, self.reported_settings(), self.state, rows=rows, changes=changes)
             setattr(self.lm.config, HISTORY_KEY, [*self._history, entry])
 
     @property

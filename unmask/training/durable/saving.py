@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,9 +21,11 @@ from unmask.training.checkpoints import checkpoints, drop_pickled_settings
 from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import Means, read_sums, write_sums
 
+Base: Any = Trainer if TYPE_CHECKING else object
 
-class SavingTrainer(Trainer):
-    """transformers.Trainer whose checkpoints are whole or absent."""
+
+class CheckpointSaving(Base):
+    """The part of the base trainer that saves: a mixin over transformers.Trainer, whose checkpoints are then whole or absent."""
 
     lm: DiffusionLM
     means: Means
@@ -86,6 +88,7 @@ class SavingTrainer(Trainer):
             sums = self.means.state_everywhere()
             if self.args.should_save:
                 write_sums(Path(str(output_dir)), sums)
+                self.run_record.write(Path(str(output_dir)), self.reported_settings())
                 self.lm.config.save_pretrained(str(output_dir))  # it holds the history, which is not saved with adapters
             without_tables(self.lm)
         if _internal_call or not has_adapters(self.lm):

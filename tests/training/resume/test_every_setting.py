@@ -1,0 +1,322 @@
+"""Every setting of every verb, changed between the start of a run and its resume, acts as it is declared."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, make, settings, tiny, weights
+from unmask.artifacts import MetricsLog
+from unmask.config.base import OnResume
+from unmask.config.on_resume import kinds_of
+from unmask.config.run import RolloutConfig
+from unmask.convert.config import ConvertConfig
+from unmask.convert.trainer import ConvertTrainer
+from unmask.errors import ConfigError, TrainingError
+from unmask.preference.config import DPOConfig
+from unmask.rl.config import GRPOConfig
+from unmask.supervised.pretrain import PretrainConfig
+from unmask.supervised.sft import SFTConfig
+from unmask.training.config import UNRECORDED
+from unmask.training.resume.record import RunRecord
+from unmask.training.resume.stock_settings import ANOTHER_RUN, NEUTRAL, STOCK_KINDS, TAKES_EFFECT
+from unmask.training.run_log import LOG_NAME
+
+CONFIGS = {"pretrain": PretrainConfig, "convert": ConvertConfig, "sft": SFTConfig, "dpo": DPOConfig, "grpo": GRPOConfig}
+EVAL = {"eval_strategy": "steps", "eval_steps": 2}
+BASE = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "linear", "seed": 3, **EVAL}
+"""Six steps, of which the checkpoint after the second is resumed."""
+GRPO = {"num_generations": 2, "max_completion_length": 4}
+EPOCHS = {"max_steps": -1, "num_train_epochs": 3.0}
+ADAPTIVE = {"masking": "adaptive", "samples": 2}
+
+FIRST: dict[str, dict[str, Any]] = {
+    "num_train_epochs": EPOCHS,
+    "max_grad_norm": {"max_grad_norm": 1e-3, "optim": "sgd"},
+    "eval_delay": {"eval_delay": 0},
+    "lr_scheduler_kwargs": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.5}},
+    "greater_is_better": {"metric_for_best_model": "loss", "greater_is_better": False, "load_best_model_at_end": True},
+    "metric_for_best_model": {"metric_for_best_model": "loss"},
+    "dataloader_in_order": {"dataloader_num_workers": 1},
+    "dataloader_persistent_workers": {"dataloader_num_workers": 1},
+    "dataloader_prefetch_factor": {"dataloader_num_workers": 1},
+    "length_column_name": {"train_sampling_strategy": "group_by_length"},
+    "activation_checkpointing_kwargs": {"activation_checkpointing": True},
+    "gradient_checkpointing_kwargs": {"gradient_checkpointing": True},
+    "cart_p": {"weighting": "cart"},
+    "teacher_top_k": {"distillation": 0.5},
+    "rollout_tokens": {"on_policy": 0.9, "rollout_tokens": 2},
+    "block_size": {},
+    "kl": {"beta": 0.1},
+    "kl_to": {"beta": 0.1},
+    "kl_unbiased": {"beta": 0.1, "kl": "k3"},
+    "reference_model": {"beta": 0.1},
+    "reference_sync_steps": {"beta": 0.1, "kl_to": "reference", "reference_sync_steps": 1},
+    "reference_sync_share": {"beta": 0.1, "kl_to": "reference", "reference_sync_steps": 1},
+    "softmax_temperature": {"advantage": "softmax"},
+    "mask_rate": ADAPTIVE,
+    "adaptive_loss": ADAPTIVE,
+    "samples": {"masking": "diffusion"},
+    "shrink": {"method": "trace-rl"},
+    "segments": {"method": "step-merge"},
+    "eubo_beta": {"method": "spg"},
+    "eubo_share": {"method": "spg"},
+    "difficulty_reward": {"difficulty": [0.0, 5.0]},
+    "dynamic_sampling": {"drop_equal_groups": True},
+    "simpo_gamma": {"loss_type": "simpo"},
+    "desirable_weight": {"loss_type": "kto"},
+    "undesirable_weight": {"loss_type": "kto"},
+    "stale_reference": {},
+}
+"""The settings without which a setting has no effect, or another first value."""
+
+SECOND: dict[str, Any] = {
+    **{"learning_rate": 5e-3, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}, "warmup_steps": 5},
+    **{"max_steps": 8, "num_train_epochs": 4.0, "weight_decay": 0.5, "adam_beta1": 0.5, "adam_beta2": 0.5, "adam_epsilon": 1e-2},
+    **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "no", "eval_steps": 1},
+    **{"eval_delay": 6, "save_strategy": "no", "save_steps": 3, "save_total_limit": 1, "optim": "sgd", "data_seed": 4},
+    **{"metric_for_best_model": "runtime", "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "report_to": "tensorboard"},
+    **{
+        "include_num_input_tokens_seen": "all",
+        "log_level": "error",
+        "run_name": "x",
+        "eval_accumulation_steps": 1,
+        "dataloader_prefetch_factor": 3,
+    },
+    **{"train_sampling_strategy": "group_by_length", "length_column_name": "size", "accelerator_config": {"use_seedable_sampler": False}},
+    **{"activation_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    **{"hub_token": "secret", "ddp_timeout": 60, "torch_empty_cache_steps": 2, "optim_args": "foreach=False", "data_source": "x"},
+    **{"text_column": "story", "token_cache": "cache", "schedule": "cosine", "weighting": "uniform", "min_time": 0.2, "max_time": 0.8},
+    **{"num_timesteps": 4, "canvas_length": 8, "max_length": 16, "bad_rows": "skip", "logging_dir": "events", "views": 2},
+    **{"attention": "block_causal", "block_size": 2, "stages": [{"rate": 0.5}], "recipe": "mine", "logit_shift": True},
+    **{"loss_type": "hinge", "bound": "elbo", "samples": 3, "reference": "frozen", "log_variance_steps": 2, "judge": None},
+    **{
+        "method": "wd1",
+        "num_generations": 4,
+        "masking": "diffusion",
+        "mask_rate": [0.2, 0.8],
+        "difficulty": [0.0, 5.0],
+        "policy": "random",
+    },
+    **{"reward_weights": [2.0], "steps": 2, "advantage": "z-score", "ratio": "sequence", "aggregation": "sequence", "kl": "k1"},
+    **{
+        "kl_to": "old",
+        "beyond_eos": "learnt",
+        "reference_sync_steps": 2,
+        "curriculum": 0.5,
+        "overlong_buffer": 2,
+        "score_temperature": 0.7,
+    },
+    **{"reward_errors": "raise", "score_chunk": 1, "rollout": {"patience": 31.0}, "difficulty_reward": "ranks", "log_completions_rows": 2},
+    **{"log_completions_steps": 1, "dual_clip": 3.0, "log_ratio_clamp": 5.0, "epsilon_high": 0.5, "max_completion_length": 5},
+}
+"""Another value for settings where `another` finds none."""
+
+ROUNDS = {"score_chunk", "activation_checkpointing", "gradient_checkpointing", "full_determinism", "rollout_batch_size", "reference"}
+"""Neutral settings that may change the last bits."""
+
+
+def another(verb: str, each: dataclasses.Field[Any], value: Any) -> Any:
+    """A valid value other than this."""
+    if (verb, each.name) in SECOND_OF:
+        return SECOND_OF[verb, each.name]
+    if each.name in SECOND and SECOND[each.name] != value:
+        return SECOND[each.name]
+    if choices := each.metadata.get("choices"):
+        return next(choice for choice in choices if choice != value)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        return value * 0.5 if value else 0.1
+    raise NotImplementedError(f"{verb}, {each.name}: give another value than {value!r} in SECOND")
+
+
+def started(verb: str, folder: Path, **more: Any) -> Any:
+    """A trainer with these settings."""
+    if verb != "convert":
+        held_out = {"pretrain": TEXTS, "dpo": PREFERENCES}.get(verb, PAIRS)[:2]
+        return make(verb, folder, **{**BASE, "eval_dataset": held_out, **more})
+    args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
+    return ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
+
+
+def inner(trainer: Any) -> Any:
+    """The trainer that holds the optimizer: of a conversion, that of its stage."""
+    return trainer.trainer if isinstance(trainer, ConvertTrainer) else trainer
+
+
+FIRST_OF: dict[tuple[str, str], dict[str, Any]] = {("grpo", "samples"): {"masking": "diffusion"}, ("dpo", "samples"): {}}
+"""As FIRST, of one verb."""
+SECOND_OF: dict[tuple[str, str], Any] = {
+    ("grpo", "per_device_train_batch_size"): 8,
+    ("dpo", "beta"): 0.5,
+    ("grpo", "block_size"): 2,
+}
+"""As SECOND, of one verb."""
+
+
+def seen(trainer: Any, folder: Path) -> dict[str, Any]:
+    """What a run shows of its settings after the second step."""
+    of, lines = inner(trainer), [line for line in MetricsLog(folder / LOG_NAME).read() if line["step"] > 2 and "train_loss" not in line]
+    of_groups = ("weight_decay", "betas", "eps")
+    checkpoints = [path for path in of.args.output_folder.glob("checkpoint-*") if int(path.name.split("-")[1]) > 2]
+    files = [path.relative_to(of.args.output_folder).as_posix() for saved in checkpoints for path in saved.iterdir()]
+    return {
+        "rates": [line["learning_rate"] for line in lines if "learning_rate" in line],
+        "logged": [line["step"] for line in lines if "loss" in line],
+        "evaluated": [line["step"] for line in lines if any(name.startswith("eval_") for name in line)],
+        "metrics": sorted({name for line in lines for name in line}),
+        "files": sorted(files),
+        "groups": [{name: group[name] for name in of_groups if name in group} for group in of.optimizer.param_groups],
+        "best": (of.args.metric_for_best_model, of.state.best_metric is not None, of.args.load_best_model_at_end),
+        "rewards": (of.collector.rewards.seconds, of.collector.rewards.errors) if hasattr(of, "collector") else None,
+        "samples": (folder / "completions.jsonl").read_text().count("\n") if (folder / "completions.jsonl").exists() else 0,
+    }
+
+
+@cache
+def uninterrupted(verb: str, folder: Path, first: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """What a run with these settings shows, and its weights. Its folder stays for `interrupted`."""
+    trainer = started(verb, folder, **EXTRA[first])
+    trainer.train()
+    return seen(trainer, folder), weights(trainer.lm)
+
+
+EXTRA: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
+"""The settings by their hashable form."""
+
+
+def key(extra: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    form = tuple((name, repr(value)) for name, value in extra.items())
+    EXTRA[form] = extra
+    return form
+
+
+def interrupted(run: Path, folder: Path) -> None:
+    """Copy a run as it was when it was killed after the second step's checkpoint."""
+    shutil.copytree(run, folder, ignore=shutil.ignore_patterns("checkpoint-[!2]*", "model"))
+
+
+AT_ITS_START = {"eval_on_start", "logging_first_step", "ignore_data_skip"}
+"""Settings that act only at the start or at the resume itself."""
+IN_WEIGHTS = {"max_grad_norm", "bf16"}
+"""Settings that are seen in the trained weights only."""
+WITHOUT_A_TRACE = {"eval_on_start", "logging_first_step", "judge", "log_completions_rows", "greater_is_better", "ignore_data_skip"}
+"""Settings that show nothing in these runs."""
+
+
+def check(verb: str, name: str, runs: Path, folder: Path) -> None:
+    """Change a setting between start and resume, and check that it acts as its kind says."""
+    config = CONFIGS[verb]
+    each = next(field for field in dataclasses.fields(config) if field.name == name)
+    first = FIRST_OF.get((verb, name), FIRST.get(name, {}))
+    run = runs / verb / str(abs(hash(key(first))))
+    old, straight = uninterrupted(verb, run, key(first))
+    value = started(verb, run, **first).args.to_dict()[name]
+    new = first | {name: another(verb, each, value)}
+    kind = config.kinds_on_resume()[name]
+    interrupted(run, folder)
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    if kind is OnResume.OTHER:
+        with pytest.raises((ConfigError, TrainingError), match=f"{name}.*would make another run|holds log-probabilities of another"):
+            started(verb, folder, **new).train(resume_from_checkpoint=True)
+        assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+        return
+    resumed = started(verb, folder, **new)
+    resumed.train(resume_from_checkpoint=True)
+    if kind is OnResume.NEUTRAL:
+        close = {"rtol": 0, "atol": 1e-5 if name in ROUNDS else 0}
+        torch.testing.assert_close(weights(resumed.lm), straight, **close)
+        return
+    assert f"training.{name}" in {change["setting"] for change in resumed.run_record.changes}
+    now = seen(resumed, folder)
+    if name not in AT_ITS_START:
+        fresh, _ = uninterrupted(verb, runs / verb / str(abs(hash(key(new)))), key(new))
+        assert now == fresh
+    if name in IN_WEIGHTS:
+        assert not equal(weights(resumed.lm), straight)
+    elif name not in WITHOUT_A_TRACE:
+        assert now != old
+
+
+UNTRAINED = {
+    # Of a launch, of devices, libraries and services that tests do not have, or refused by every trainer.
+    *("output_dir", "resume_from_checkpoint", "local_rank", "hub_token", "disable_tqdm", "log_level", "log_level_replica"),
+    *("torch_compile", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel", "liger_kernel_config", "tf32", "fp16", "use_cpu"),
+    *("parallelism_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend"),
+    *("fsdp", "fsdp_config", "deepspeed", "cudnn_benchmark", "flash_attention", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    *("push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "debug", "label_names"),
+    *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_for_metrics", "optim_target_modules"),
+    *(
+        "label_smoothing_factor",
+        "neftune_noise_alpha",
+        "dataloader_multiprocessing_context",
+        "auto_find_batch_size",
+        "remove_unused_columns",
+    ),
+    *("logging_nan_inf_filter", "logging_dir", "remove_unused_columns", "stale_reference", "judge", "reference_model"),
+}
+"""Settings whose kind is checked by the record alone."""
+OF_ONE_VERB = set(STOCK_KINDS) - TAKES_EFFECT
+"""Settings that all trainers read in the same way: they are trained with by one verb only."""
+ALL = [
+    (verb, each.name)
+    for verb, config in CONFIGS.items()
+    for each in dataclasses.fields(config)
+    if each.init and each.name not in UNTRAINED and not (verb != "sft" and each.name in OF_ONE_VERB)
+]
+
+
+@pytest.mark.parametrize("verb", CONFIGS)
+def test_the_record_of_a_run_knows_the_kind_of_every_setting(verb, tmp_path):
+    args = CONFIGS[verb](output_dir=str(tmp_path), use_cpu=True, **(GRPO if verb == "grpo" else {}))
+    RunRecord(args, {}, {}).write(tmp_path, {})
+    names = {each.name for each in dataclasses.fields(args) if each.init} - UNRECORDED - {"rollout"}
+    if verb == "grpo":
+        names |= kinds_of(RolloutConfig, "rollout.").keys() - {"rollout.api_key"}
+    for name in names:
+        changed = RunRecord(args, {}, {})
+        changed.values[f"training.{name}"] = "another"
+        kind = CONFIGS[verb].kinds_on_resume()[name]
+        if kind is OnResume.OTHER and name not in ("per_device_train_batch_size", "gradient_accumulation_steps"):
+            with pytest.raises(ConfigError, match=f"^{name}: would make another run .*now another"):
+                changed.resume(tmp_path, 1)
+        else:
+            assert list(changed.resume(tmp_path, 1)) == [f"training.{name}"]
+    assert {kind for name, kind in CONFIGS[verb].kinds_on_resume().items() if name in UNRECORDED} == {OnResume.NEUTRAL}
+
+
+def test_every_field_of_the_installed_transformers_has_a_kind():
+    assert {field.name for field in dataclasses.fields(TrainingArguments)} == set(STOCK_KINDS)
+    assert len(STOCK_KINDS) == len(TAKES_EFFECT) + len(NEUTRAL) + len(ANOTHER_RUN)
+
+
+OF_EACH_KIND = ["learning_rate", "weight_decay", "lr_scheduler_type", "max_steps", "logging_steps", "save_steps", "eval_steps"]
+OF_EACH_KIND += ["dataloader_num_workers", "score_chunk", "per_device_train_batch_size", "gradient_accumulation_steps", "seed", "optim"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize("name", OF_EACH_KIND)
+def test_some_settings_of_each_kind_act_as_declared(name, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check("sft", name, runs, tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("verb", "name"), ALL)
+def test_every_setting_acts_as_declared(verb, name, runs, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(verb, name, runs, tmp_path / "run")

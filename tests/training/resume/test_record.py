@@ -1,0 +1,164 @@
+"""Which runs a record tells apart: by settings, data, rewards and models; in Python as on the command line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+
+from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, tiny, weights
+from unmask.commands.run_folder import ELSEWHERE, run_settings
+from unmask.config.base import Config, OnResume
+from unmask.config.on_resume import flat_values, kinds_of
+from unmask.config.run import RunConfig
+from unmask.errors import ConfigError, TrainingError
+from unmask.rl.reward_identities import reward_identities
+from unmask.supervised.sft import SFTConfig
+from unmask.training.resume.fingerprints import file_fingerprints, rows_fingerprint
+from unmask.training.resume.record import RECORD_FILE, RunRecord
+
+RUN = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+CONFIG = RunConfig(model={"path": "m"}, output_dir="o", lora={}, hardware={"name": "cpu", "devices": [{"name": "cpu"}]})
+
+
+def stopped(verb: str, folder: Path, **more: Any) -> dict:
+    """A run that was stopped after two of four steps; the weights that it would have had."""
+    trainer = make(verb, folder, **RUN | more)
+    trainer.train()
+    shutil.rmtree(folder / "checkpoint-4")
+    return weights(trainer.lm)
+
+
+def resume(verb: str, folder: Path, **more: Any) -> dict:
+    trainer = make(verb, folder, **RUN | more)
+    trainer.train(resume_from_checkpoint=True)
+    return weights(trainer.lm)
+
+
+def test_unchanged_runs_resume_bit_for_bit_and_other_rows_are_refused(tmp_path):
+    straight = stopped("sft", tmp_path)
+    for rows in (PAIRS[:-1], PAIRS[::-1]):
+        with pytest.raises(ConfigError, match=r"^train_dataset: would make another run .* 8 rows, content \w{8}, now \d rows"):
+            resume("sft", tmp_path, rows=rows)
+    with pytest.raises(ConfigError, match=r"^seed: .*seed 42, now 1.*Set it back, or start a new run"):
+        resume("sft", tmp_path, seed=1)
+    assert equal(resume("sft", tmp_path), straight)
+
+
+def test_a_batch_may_be_split_otherwise(tmp_path):
+    stopped("sft", tmp_path)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps 1, now 2"):
+        resume("sft", tmp_path, gradient_accumulation_steps=2)
+    resume("sft", tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+
+
+def test_other_adapters_and_other_weights_under_them_are_refused(tmp_path):
+    run = {"peft_config": peft.LoraConfig(**LORA)}
+    straight = stopped("sft", tmp_path, **run)
+    with pytest.raises(ConfigError, match=r"model\.adapters"):
+        resume("sft", tmp_path, peft_config=peft.LoraConfig(**LORA | {"lora_alpha": 2}))
+    with pytest.raises(ConfigError, match=r"model\.weights"):
+        resume("sft", tmp_path, lm=moved(tiny(), among="mlp"), **run)
+    assert equal(resume("sft", tmp_path, **run), straight)
+
+
+def test_a_reference_is_the_model_that_the_run_began_with(tmp_path):
+    straight = stopped("grpo", tmp_path / "kl", beta=0.1, reward=ranks)
+    with pytest.raises(ConfigError, match=r"model\.weights"):
+        resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks, lm=moved(tiny()))
+    assert equal(resume("grpo", tmp_path / "kl", beta=0.1, reward=ranks), straight)
+    straight = stopped("grpo", tmp_path / "free", beta=0.0, reward=ranks)
+    assert equal(resume("grpo", tmp_path / "free", beta=0.0, reward=ranks, lm=moved(tiny())), straight)  # the checkpoint has its weights
+
+
+def test_other_rewards_are_refused(tmp_path):
+    stopped("grpo", tmp_path, reward=ranks)
+    with pytest.raises(ConfigError, match=r"reward_funcs: .*ranks.*share_of_a"):
+        resume("grpo", tmp_path, reward=share_of_a)
+
+
+def test_rewards_are_told_apart_by_their_source(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def f(completions, **_):\n    return [1.0 for _ in completions]\n")
+    one = reward_identities(f"{path}:f")
+    path.write_text("def f(completions, **_):\n    return [2.0 for _ in completions]\n")
+    assert one[0]["name"] == "f" and reward_identities([f"{path}:f"]) != one
+    assert reward_identities("https://user:secret@host:80/a?token=b") == [{"name": "host:80/a"}]
+    assert reward_identities(["sudoku/partial", "model:some/thing"]) == [{"name": "sudoku/partial"}, {"name": "model:some/thing"}]
+    assert reward_identities(ranks) == reward_identities([ranks]) != reward_identities(share_of_a)
+
+
+def test_there_is_nothing_to_resume_in_a_folder_without_a_run(tmp_path):
+    with pytest.raises(TrainingError, match="there is nothing to resume"):
+        resume("sft", tmp_path / "uot")
+    assert not (tmp_path / "uot").exists() or not list((tmp_path / "uot").iterdir())
+
+
+def test_a_checkpoint_without_a_record_is_resumed_with_a_warning(tmp_path):
+    straight = stopped("sft", tmp_path)
+    (tmp_path / "checkpoint-2" / RECORD_FILE).unlink()
+    with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
+        assert equal(resume("sft", tmp_path), straight)
+
+
+def test_no_secret_is_recorded(tmp_path):
+    stopped("grpo", tmp_path, hub_token="hf_secret")
+    assert "hf_secret" not in (tmp_path / "checkpoint-2" / RECORD_FILE).read_text()
+
+
+NAMES = [name for name in kinds_of(RunConfig) if name not in ELSEWHERE and not name.startswith("model.")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_setting_of_the_sections_is_of_its_declared_kind(name, tmp_path):
+    def record(settings: dict) -> RunRecord:
+        args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+        args.run_settings = settings
+        return RunRecord(args, {}, {})
+
+    settings = run_settings(CONFIG)
+    value, kind = settings[name]
+    record(settings).write(tmp_path, {})
+    now = record(settings | {name: ("another", kind)})
+    if kind is OnResume.OTHER:
+        with pytest.raises(ConfigError, match=f"^{name}: would make another run .*{name} .*now another"):
+            now.resume(tmp_path, 2)
+        with pytest.raises(ConfigError, match=f"^{name}: would make another run"):
+            now.refuse_settings(tmp_path)
+    else:
+        assert now.resume(tmp_path, 2) == {name: json.loads(json.dumps(value))}
+        assert now.changes == [{"step": 2, "setting": name, "old": value, "new": "another"}]
+
+
+def test_every_setting_of_the_sections_has_a_value_and_a_kind():
+    values, kinds = flat_values(CONFIG), kinds_of(RunConfig)
+    assert values.keys() == kinds.keys() and set(kinds.values()) == set(OnResume)
+    assert values["lora.r"] == 16 and flat_values(CONFIG.model_copy(update={"lora": None}))["lora.r"] is None
+    assert kinds["sampler.steps"] is OnResume.ACTS and kinds["data.train"] is OnResume.NEUTRAL and kinds["data.seed"] is OnResume.OTHER
+
+
+def test_a_section_with_an_unknown_kind_of_setting_makes_another_run():
+    class New(Config):
+        added: int = 0
+
+    assert kinds_of(New) == {"added": OnResume.OTHER}
+
+
+def test_fingerprints_of_rows_and_files(tmp_path):
+    row = {"input_ids": [1, 2], "text": "a"}
+    same = rows_fingerprint([row, row])
+    assert same == rows_fingerprint([dict(reversed(row.items()))] * 2) and same["rows"] == 2
+    others = [[row], [row, {**row, "text": "b"}], [row, {**row, "input_ids": [1, 2, 3]}], [{**row, "input_ids": [12]}, row]]
+    assert len({rows_fingerprint(rows)["sha256"] for rows in [[row, row], *others]}) == 5
+    assert rows_fingerprint(None) is None and rows_fingerprint(iter([row]))["rows"] is None
+    assert rows_fingerprint([SimpleNamespace(a=1)])["rows"] == 1 and rows_fingerprint([object()]) == rows_fingerprint([object()])
+    (tmp_path / "a.txt").write_text("x" * 10**6)
+    before = file_fingerprints([str(tmp_path), "owner/dataset"])
+    (tmp_path / "a.txt").write_text("x" * 999_999 + "y")
+    assert [file["name"] for file in before] == ["a.txt"] and file_fingerprints([str(tmp_path / "a.txt")]) != before

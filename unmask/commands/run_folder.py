@@ -1,0 +1,109 @@
+"""What the folder of a run says of it: its settings and inputs, its state, and what was changed when it was resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+
+from unmask.artifacts import run_manifest, write_atomic, write_json
+from unmask.config.base import OnResume
+from unmask.config.on_resume import flat_values, kinds_of
+from unmask.config.run import RunConfig, check_output_folder, resumes_in_place, to_yaml
+from unmask.training.checkpoints import last_of_run, refuse_nothing
+from unmask.training.config import TrainingConfig
+from unmask.training.distributed import alone_in
+from unmask.training.resume.fingerprints import file_fingerprints
+from unmask.training.resume.record import RunRecord
+
+MANIFEST = "manifest.json"
+ELSEWHERE = {"training", "rewards", "output_dir", "overwrite"}
+"""Settings that the trainer's arguments or inputs hold, or that belong to a launch."""
+
+
+def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
+    """The settings besides `training` that a resumed run compares, by dotted name, with their kinds; of streamed data also their files."""
+    values, kinds = flat_values(config), kinds_of(RunConfig)
+    settings = {name: (value, kinds[name]) for name, value in values.items() if name not in ELSEWHERE}
+    if config.data.streaming and config.data.train is not None:
+        train = config.data.train
+        paths = [train] if isinstance(train, str) else [source.path for source in train]
+        settings["data.files"] = file_fingerprints(paths), OnResume.OTHER
+    return settings
+
+
+class RunFolder:
+    """The output folder of a run. Only the first process writes."""
+
+    def __init__(self, verb: str, config: RunConfig, args: TrainingConfig):
+        self.verb, self.config, self.args = verb, config, args
+        self.path = Path(config.output_dir)
+        self._manifest: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def held(self, resume: str | bool) -> Iterator[None]:
+        """Inside, no other run can write here, and the manifest gets the state in which the run ends.
+
+        Raises:
+            TrainingError: another run is here, or was here since the folder was checked; or there is none to resume.
+            ConfigError: the settings would make another run than the one to resume.
+        """
+        if resume is True:
+            refuse_nothing(self.path)
+        with alone_in(self.path), contextlib.ExitStack() as stack:
+            stack.push(self._end)
+            in_place = resumes_in_place(self.path, resume)
+            check_output_folder(self.path, overwrite=self.config.overwrite, resume=in_place)
+            self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
+            if resume and (checkpoint := last_of_run(self.path if resume is True else Path(resume))) is not None:
+                RunRecord(self.args, {}, {}).refuse_settings(checkpoint)
+            yield
+
+    def begin(self, settings: RunConfig, record: RunRecord, steps: int) -> None:
+        """Write `config.yaml` and the manifest.
+
+        Args:
+            settings: the resolved config.
+            record: the trainer's record of its settings, inputs and changes.
+            steps: of the whole run.
+        """
+        changes = [f"# {each['setting']} was {each['old']} until step {each['step']}\n" for each in record.changes]
+        yaml = to_yaml(settings.model_copy(update={"overwrite": False}))
+        inputs = {name: record.values[name] for name in sorted(record.inputs) if record.values[name] is not None}
+        self._manifest = run_manifest(
+            settings.model_dump(),
+            verb=self.verb,
+            seed=self.args.seed,
+            steps=steps,
+            processes=PartialState().num_processes,
+            inputs=inputs,
+            changes=record.changes,
+        )
+        if self.args.should_save:
+            write_atomic(self.path / "config.yaml", "".join(changes) + yaml)
+            self._write_state("running")
+
+    def finish(self) -> None:
+        """Record that the run is finished."""
+        self._write_state("finished")
+
+    def _end(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        """Record that the run is not finished: the exit callback of `held`."""
+        if isinstance(error, Exception):
+            self._write_state("failed", error=" ".join(str(error).split()))
+        elif error is not None:  # Ctrl-C, or an exit
+            self._write_state("interrupted")
+
+    def _write_state(self, state: str, **more: str) -> None:
+        if self._manifest and self.args.should_save:
+            write_json(self.path / MANIFEST, self._manifest | {"state": state, **more})
+
+
+def resume_command(folder: str | Path, manifest: Mapping[str, Any]) -> Sequence[str]:
+    """The command that resumes a run."""
+    processes = manifest.get("processes", 1)
+    launch = ["torchrun", f"--nproc_per_node={processes}", "-m"] if processes > 1 else []
+    return [*launch, "unmask", manifest["verb"], "--config", str(Path(folder, "config.yaml")), "--output", str(folder), "--resume"]

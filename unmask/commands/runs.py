@@ -1,0 +1,81 @@
+"""`unmask runs`: the runs in some folders, with their state, their steps, their last metrics, and the command that resumes them."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from unmask.artifacts import MetricsLog
+from unmask.commands.run_folder import MANIFEST, resume_command
+from unmask.errors import DataError
+from unmask.training.resume.lock import is_running
+from unmask.training.run_log import LOG_NAME, SHOWN
+
+DEPTH = 3
+"""How far below a given folder runs are looked for."""
+
+
+def find_runs(folders: Sequence[Path]) -> list[dict[str, Any]]:
+    """The runs in these folders and below, sorted by path: `folder`, `verb`, `state`, `step`, `steps`, `metrics`, `command`.
+
+    The state is running, finished, failed (with `error`), or interrupted. A finished run has no command.
+
+    Raises:
+        DataError: there is no such folder.
+    """
+    for folder in folders:
+        if not folder.is_dir():
+            raise DataError("no such folder", where=str(folder), remedy="Give the folder of a run, or one that holds runs")
+    found = dict.fromkeys(path for folder in folders for path in _manifests(folder, DEPTH))
+    return [run for path in found if (run := _describe(path)) is not None]
+
+
+def _manifests(folder: Path, depth: int) -> Iterator[Path]:
+    if (folder / MANIFEST).is_file():
+        yield folder / MANIFEST
+    for below in sorted(folder.iterdir()) if depth else ():
+        if below.is_dir() and not below.is_symlink() and not below.name.startswith((".", "checkpoint-", "stage-")):
+            yield from _manifests(below, depth - 1)
+
+
+def _describe(path: Path) -> dict[str, Any] | None:
+    """A run by its manifest; None for a manifest of something else."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        verb = manifest["verb"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    folder = path.parent
+    state = manifest.get("state", "finished")  # earlier versions wrote it at the end
+    if state in ("running", "interrupted", "failed"):
+        state = "running" if is_running(folder) else {"running": "interrupted"}.get(state, state)
+    lines = MetricsLog(folder / LOG_NAME).read() if (folder / LOG_NAME).is_file() else []
+    metrics = {name: line[name] for line in lines for name in SHOWN if _is_number(line.get(name))}
+    return {
+        "folder": str(folder),
+        "verb": verb,
+        "state": state,
+        "step": max((line["step"] for line in lines), default=0),
+        "steps": manifest.get("steps"),
+        "metrics": metrics,
+        **({"error": manifest["error"]} if state == "failed" else {}),
+        "command": None if state in ("finished", "running") else shlex.join(resume_command(folder, manifest)),
+    }
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def as_rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Table rows: folder, verb, state, step, and the most telling metric."""
+    rows = []
+    for run in runs:
+        metric = next(((name, run["metrics"][name]) for name in ("reward", "loss") if name in run["metrics"]), None)
+        shown = f"{metric[0]} {metric[1]:.4g}" if metric else ""
+        rows.append([run["folder"], run["verb"], run["state"], f"{run['step']} of {run['steps'] or '?'}", shown])
+    return rows

@@ -1,0 +1,46 @@
+"""What the reward functions of a run are: their names, and the source of functions, which a resumed run compares."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from unmask.training.resume.fingerprints import content_hash
+
+
+def reward_identities(reward_funcs: Sequence[Callable[..., Any] | str] | Callable[..., Any] | str) -> list[dict[str, Any]]:
+    """A name for each reward function, with a hash of its source; of a function in a file or module, of all of that file."""
+    listed = reward_funcs if isinstance(reward_funcs, Sequence) and not isinstance(reward_funcs, str) else [reward_funcs]
+    return [_of_name(one) if isinstance(one, str) else _of_function(one) for one in listed]
+
+
+def _of_name(name: str) -> dict[str, Any]:
+    if name.startswith(("http://", "https://")):  # without a password
+        address = urlsplit(name)
+        return {"name": f"{address.hostname}:{address.port}{address.path}"}
+    target, colon, function = name.rpartition(":")
+    if not colon or name.startswith("model:"):
+        return {"name": name}
+    found = None if target.endswith(".py") else importlib.util.find_spec(target)
+    origin = target if found is None else found.origin
+    return {"name": function} | (content_hash(Path(origin).read_text(encoding="utf-8")) if origin else {})
+
+
+def _of_function(function: Callable[..., Any]) -> dict[str, Any]:
+    while isinstance(function, functools.partial):
+        function = function.func
+    if not (inspect.isfunction(function) or inspect.ismethod(function)):  # an object that is called
+        return {"name": getattr(function, "__name__", type(function).__name__)} | _source(type(function))
+    return {"name": function.__name__} | _source(function)
+
+
+def _source(of: Any) -> dict[str, str]:
+    try:
+        return content_hash(inspect.getsource(of))
+    except (OSError, TypeError):  # typed in at a prompt, or built in
+        return {}

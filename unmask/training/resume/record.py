@@ -1,0 +1,119 @@
+"""The settings and inputs of a run, recorded in its checkpoints and compared when it is resumed."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from unmask.artifacts import plain, write_atomic
+from unmask.config.base import OnResume
+from unmask.console import show_line
+from unmask.errors import ConfigError
+
+if TYPE_CHECKING:
+    from unmask.training.config import TrainingConfig
+
+RECORD_FILE = "run.json"
+SECTION = "training."
+"""The prefix of a trainer's own settings, as on the command line."""
+ROWS_PER_STEP = "rows_per_step"
+PARTS_OF_A_STEP = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps", "processes"}
+"""Only their product makes another run."""
+
+
+class RunRecord:
+    """What makes a run the run that it is.
+
+    Attributes:
+        values: the settings by dotted name, and the inputs (fingerprints of data, rewards and model), of JSON types only.
+        kinds: the kinds of the settings. All others, and inputs, make another run.
+        changes: what was changed when the run was resumed: step, setting, old and new value; oldest first.
+    """
+
+    def __init__(self, args: TrainingConfig, inputs: Mapping[str, Any], inputs_that_act: Mapping[str, Any]):
+        run = args.run_settings or {}
+        own = {SECTION + name: value for name, value in args.values_on_resume().items()}
+        sizes = {ROWS_PER_STEP: args.train_batch_size * args.gradient_accumulation_steps * args.world_size, "processes": args.world_size}
+        self.values: dict[str, Any] = plain(own | {name: value for name, (value, _) in run.items()} | inputs | inputs_that_act | sizes)
+        self.inputs = {*inputs, *inputs_that_act, ROWS_PER_STEP}
+        self.kinds = {SECTION + name: kind for name, kind in args.kinds_on_resume().items()}
+        self.kinds |= {name: kind for name, (_, kind) in run.items()} | dict.fromkeys(inputs_that_act, OnResume.ACTS)
+        self.changes: list[dict[str, Any]] = []
+        self._prefix = "" if run else SECTION  # left out of messages in Python
+
+    def resume(self, checkpoint: Path, step: int) -> dict[str, Any]:
+        """Compare with the record in a checkpoint, and take over its changes.
+
+        Returns:
+            The earlier values of the settings that were changed, by name.
+
+        Raises:
+            ConfigError: a setting or an input would make another run.
+        """
+        if (recorded := read_record(checkpoint)) is None:
+            message = f"{checkpoint} was saved by an earlier version, without its settings: they are not compared"
+            warnings.warn(message, RuntimeWarning, stacklevel=2)
+            return {}
+        changed = self.changed_since(recorded)
+        self._refuse(changed, checkpoint)
+        new = [{"step": step, "setting": name, "old": old, "new": self.values[name]} for name, old in changed.items()]
+        self.changes = [*recorded["changes"], *new]
+        return changed
+
+    def refuse_settings(self, checkpoint: Path) -> None:
+        """Raise ConfigError if settings other than the model's, which are compared once it is loaded, would make another run."""
+        changed = self.changed_since(read_record(checkpoint) or {"settings": {}})
+        self._refuse({name: old for name, old in changed.items() if not name.startswith("model.")}, checkpoint)
+
+    def changed_since(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
+        """The earlier values of what differs, by name. Settings that an earlier version did not have are left out."""
+        earlier = recorded["settings"]
+        return {name: earlier[name] for name, value in self.values.items() if name in earlier and earlier[name] != value}
+
+    def kind(self, name: str, changed: Mapping[str, Any]) -> OnResume:
+        """The kind of a setting or input, given all that changed."""
+        whole = ROWS_PER_STEP not in changed and not self.values["training.dataloader_drop_last"]
+        return OnResume.NEUTRAL if name in PARTS_OF_A_STEP and whole else self.kinds.get(name, OnResume.OTHER)
+
+    def show(self, changed: Mapping[str, Any], step: int) -> None:
+        """Print a line for each change."""
+        for name, old in changed.items():
+            line = f"resumed after step {step}: {self.named(name)} was {_shown(old)}, now {_shown(self.values[name])}"
+            show_line(f"{line}: {self.kind(name, changed)}")
+
+    def write(self, folder: Path, reported: Mapping[str, Any]) -> None:
+        """Save it in a checkpoint. `reported`: the settings that the model card shows."""
+        content = {"settings": self.values, "changes": self.changes, "reported": plain(reported)}
+        write_atomic(folder / RECORD_FILE, json.dumps(content, indent=2) + "\n")
+
+    def _refuse(self, changed: Mapping[str, Any], checkpoint: Path) -> None:
+        refused = [name for name in changed if self.kind(name, changed) is OnResume.OTHER]
+        refused = [name for name in refused if name not in self.inputs] or refused  # inputs follow from settings
+        if refused:
+            values = ", ".join(f"{self.named(name)} {_shown(changed[name])}, now {_shown(self.values[name])}" for name in refused)
+            what = f"would make another run than that of {checkpoint} ({values})"
+            remedy = "Set it back, or start a new run in another output folder (--output) without --resume"
+            raise ConfigError(what, where=" and ".join(map(self.named, refused)), remedy=remedy)
+
+    def named(self, name: str) -> str:
+        """A setting's name in messages."""
+        return name.removeprefix(self._prefix)
+
+
+def read_record(checkpoint: Path) -> dict[str, Any] | None:
+    """The record in a checkpoint; None for a checkpoint of an earlier version."""
+    path = checkpoint / RECORD_FILE
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: fingerprints are shortened."""
+    if isinstance(value, dict) and "sha256" in value:
+        rows = f"{value['rows']} rows, " if value.get("rows") is not None else f"{value['name']}, " if value.get("name") else ""
+        return f"{rows}content {str(value['sha256'])[:8]}"
+    if isinstance(value, list) and value:
+        return ", ".join(map(_shown, value))
+    return "unset" if value is None else str(value)
