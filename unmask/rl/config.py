@@ -149,6 +149,7 @@ class GRPOConfig(TrainingConfig):
     reward_errors: RewardErrors = setting(
         "unscored", "When a reward function fails: leave the completions unscored, or stop the run", choices=get_args(RewardErrors)
     )
+    max_unscored_rollouts: int = setting(3, "Stop the run after this many rollouts in a row without any score; 0: never", low=0)
 
     generates = True
 
