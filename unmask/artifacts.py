@@ -104,7 +104,7 @@ def package_version(package: str) -> str | None:
 
 
 def run_manifest(config: Mapping[str, Any], **extra: Any) -> dict[str, Any]:
-    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command line, git commit, config.
+    """What is needed to repeat a run, without secrets: package versions (None: not installed), machine, date, command, git commit, config.
 
     Args:
         config: the resolved configuration.

@@ -586,6 +586,37 @@ def test_of_a_causal_model_the_bounds_of_spg_meet(tmp_path):
     torch.testing.assert_close(lower_bound(scores), above_B1)
 
 
+def test_a_run_without_any_score_stops_with_a_checkpoint(tmp_path):
+    def fails(completions, **_):
+        if broken:
+            raise ValueError("no server")
+        return share_of_a(completions)
+
+    broken = [True]
+    with pytest.raises(TrainingError, match=r"^rewards: no completion of the last 3 rollouts has a reward.*--resume"):
+        run(tmp_path, fails, max_steps=8)
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
+    broken.clear()
+    resumed = make("grpo", tmp_path, reward=fails, max_steps=8)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 8
+
+
+@pytest.mark.parametrize(("limit", "scored", "stops"), [(0, (), False), (3, (2, 5), False), (2, (2, 5), True), (3, (0, 1), True)])
+def test_unscored_rollouts_are_counted_in_a_row(tmp_path, limit, scored, stops):
+    def sometimes(completions, trainer_state, **_):
+        return share_of_a(completions) if trainer_state.global_step in scored else [None] * len(completions)
+
+    def attempt():
+        run(tmp_path, sometimes, max_steps=6, max_unscored_rollouts=limit)
+
+    if stops:
+        with pytest.raises(TrainingError, match=f"the last {limit} rollouts"):
+            attempt()
+    else:
+        attempt()
+
+
 def test_a_wrong_reward_leaves_a_checkpoint_from_which_the_run_goes_on(tmp_path):
     """Also with a moving reference and a history of rewards: what was interrupted is done once."""
     shape = {"max_steps": 4, "beta": 0.5, "reference_sync_steps": 2, "curriculum": 0.3, "dynamic_sampling": 1, "drop_equal_groups": True}

@@ -477,6 +477,7 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # it would look for the GPU
+    monkeypatch.setattr(TrainingArguments, "world_size", 1)
     there = SFTConfig(output_dir=str(tmp_path))
     assert there.dataloader_pin_memory and there.accelerator_config["non_blocking"]
     assert SFTConfig(output_dir=str(tmp_path), accelerator_config={"non_blocking": False}).accelerator_config == {"non_blocking": False}

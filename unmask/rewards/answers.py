@@ -37,7 +37,7 @@ def copy_of(value: Any) -> Any:
     """A deep copy; of what cannot be copied, as a lock, the object itself."""
     try:
         return copy.deepcopy(value)
-    except Exception:  # users' data
+    except Exception:  # user code
         return value
 
 

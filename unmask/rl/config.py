@@ -156,6 +156,7 @@ class GRPOConfig(TrainingConfig):
         choices=get_args(RewardErrors),
         on_resume=ACTS,
     )
+    max_unscored_rollouts: int = setting(3, "Stop the run after this many rollouts in a row without any score; 0: never", low=0)
 
     generates = True
 

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from unmask.errors import TrainingError
 from unmask.generation.output import Generation
 from unmask.generation.remote.backends import make_backend
 from unmask.models.adapters import has_adapters, merged
@@ -113,6 +114,7 @@ class RolloutCollector:
         self.backend = make_backend(args.rollout_config, trainer.lm, str(args.output_dir))
         self.completion_log = CompletionLog(args.output_folder, every=args.log_completions_steps, rows=args.log_completions_rows)
         self._reuse_sum, self._reuse_count = 0.0, 0
+        self._unscored = 0
 
     def collect(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Rewarded completions of the rows' prompts, or of those that the curriculum chooses. Groups without a learning signal are replaced
@@ -133,6 +135,14 @@ class RolloutCollector:
             replaced = [start + repeat for start in dropped for repeat in range(group)][: len(others)]
             rewarded = rewarded.replaced(replaced, self.trainer.judge(others, step))
         return rewarded
+
+    def require_scores(self, rewarded: RewardedCompletions) -> None:
+        """TrainingError after `max_unscored_rollouts` rollouts in a row in which no completion on any process has a reward."""
+        self._unscored = 0 if any(gather_object([not rewarded.total_B.isnan().all()])) else self._unscored + 1
+        if self._unscored and self._unscored == self.args.max_unscored_rollouts:
+            what = f"no completion of the last {self._unscored} rollouts has a reward, so nothing is learnt"
+            remedy = "See the warnings about reward functions, fix them, and go on with --resume; or set training.max_unscored_rollouts"
+            raise TrainingError(what, where="rewards", remedy=remedy)
 
     def judge(self, rows: list[PromptRow], step: int) -> RewardedCompletions:
         """Sample and reward completions. All processes call it at the same time, even with no rows."""

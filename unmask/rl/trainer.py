@@ -289,6 +289,7 @@ class GRPOTrainer(DiffusionTrainer):
         step = self.state.global_step // self.args.num_iterations
         self.collector.sync_weights(step)
         rewarded = self.collector.collect([row for micro_batch in micro_batches for row in micro_batch], step)
+        self.collector.require_scores(rewarded)
         self._move_reference()
         generation = rewarded.generation
         advantage_B, kept_B = self.collector.advantages(rewarded)
