@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import threading
+import time
 from fractions import Fraction
 from queue import SimpleQueue
 
@@ -16,7 +19,7 @@ from hypothesis import strategies as st
 from tests.helpers import shared_path
 from unmask.rewards import symbolic
 from unmask.rewards.symbolic import equivalent, equivalent_all, number
-from unmask.rewards.verdict import WRONG
+from unmask.rewards.verdict import OK, WRONG
 from unmask.rewards.workers import Worker
 
 
@@ -85,8 +88,8 @@ def test_an_answer_that_keeps_the_checker_busy_costs_its_own_time_alone(monkeypa
     worker.start()
     process = worker._process
     use(monkeypatch, worker)
-    monkeypatch.setattr(symbolic, "COMPARE_SECONDS", 0.2)
-    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, timeout, apply=Worker.apply: apply(self, (60,), {}, timeout))
+    monkeypatch.setattr(symbolic, "WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (60,), {}, *limits))
     assert equivalent("y + y + 3", "2y + 3").status == "timeout"
     assert process.poll() is not None
 
@@ -100,7 +103,7 @@ def test_a_checker_that_is_not_there_blames_nobody(monkeypatch):
 
 def test_an_answer_that_ends_the_checker_is_malformed(monkeypatch):
     use(monkeypatch, Worker("os:_exit"))
-    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, timeout, apply=Worker.apply: apply(self, (3,), {}, timeout))
+    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, (3,), {}, *limits))
     verdict = equivalent("y + y + 2", "2y + 2")
     assert (verdict.value, verdict.status) == (0.0, "malformed") and "exit code 3" in verdict.detail
 
@@ -146,3 +149,27 @@ def test_every_reference_of_math500_is_right_however_spelt(spell):
 )
 def test_no_reference_of_math500_is_forged(forged):
     assert [text for text in references() if equivalent(forged.format(text), text).solved] == []
+
+
+def test_a_busy_host_changes_no_verdict(monkeypatch):
+    """A worker that gets no processor for a while has not used its time."""
+    monkeypatch.setattr(symbolic, "COMPARE_SECONDS", 0.5)
+    worker = Worker("unmask.rewards.math_worker:compare")
+    use(monkeypatch, worker)
+    worker.start()
+    os.kill(worker._process.pid, signal.SIGSTOP)
+    waking = threading.Timer(1.5, os.kill, (worker._process.pid, signal.SIGCONT))
+    waking.start()
+    assert equivalent(r"\sqrt{4}+y", "y+2") == OK
+    waking.join()
+    worker.close()
+
+
+def test_an_answer_may_use_so_much_processor_time(monkeypatch):
+    monkeypatch.setattr(symbolic, "COMPARE_SECONDS", 0.5)
+    use(monkeypatch, Worker("builtins:sum"))
+    endless = (range(10**15),)
+    monkeypatch.setattr(Worker, "apply", lambda self, args, kwargs, *limits, apply=Worker.apply: apply(self, endless, {}, *limits))
+    start = time.monotonic()
+    assert equivalent("y + y + 4", "2y + 4").status == "timeout"
+    assert time.monotonic() - start < symbolic.WAIT_SECONDS

@@ -25,6 +25,9 @@ from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerT
 
 MAX_ANSWER = 512
 COMPARE_SECONDS = 5.0
+"""Processor time of one comparison, so that verdicts do not depend on the load of the host."""
+WAIT_SECONDS = 60.0
+"""Its time in all."""
 WORKERS = 4
 """Number of processes. Each starts when it is first needed."""
 NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+))?|\.([0-9]+))(?:/([0-9]+))?")
@@ -179,7 +182,7 @@ for _ in range(WORKERS):
 def _verified(answer: str, reference: str, final: bool) -> Verdict:
     worker = _idle.get()
     try:
-        verdict: Verdict = worker.apply((answer, reference, final), {}, COMPARE_SECONDS)
+        verdict: Verdict = worker.apply((answer, reference, final), {}, WAIT_SECONDS, COMPARE_SECONDS)
     finally:
         _idle.put(worker)
     return verdict

@@ -9,11 +9,13 @@ import asyncio
 import faulthandler
 import importlib
 import inspect
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
@@ -24,6 +26,7 @@ from typing import Any
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.answers import describe_error, only_this_process
 from unmask.rewards.timeouts import LateError, awaited
+from unmask.sandbox.launch import POLL_SECONDS, processor_seconds
 
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
@@ -82,11 +85,11 @@ class Worker:
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
 
-    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float) -> Any:
-        """Call the function, for at most `timeout` seconds from when the process is ready and idle.
+    def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float, cpu_seconds: float = math.inf) -> Any:
+        """Call the function, for at most `timeout` seconds from when the process is ready and idle, `cpu_seconds` of processor time.
 
         Raises:
-            WorkerTimeoutError: the function took longer.
+            WorkerTimeoutError: the function took longer, or used more.
             WorkerDeathError: it ended the process.
             TrainingError: it raised one.
             WorkerCallError: it raised another exception.
@@ -96,7 +99,8 @@ class Worker:
             if self._process is not None and self._process.poll() is not None:  # it died since the last call
                 self.close()
             pipe = self._pipe or self._start()
-            return self._exchange(pipe, (timeout, args, kwargs), timeout, f"no answer within {timeout:g} seconds")
+            late = f"no answer within {min(timeout, cpu_seconds):g} seconds"
+            return self._exchange(pipe, (timeout, args, kwargs), timeout, late, cpu_seconds)
 
     def start(self) -> None:
         """Start the process, unless it is running. WorkerError if the function cannot be imported."""
@@ -125,12 +129,12 @@ class Worker:
             raise WorkerError(error.what, where=self.target) from None
         return self._pipe
 
-    def _exchange(self, pipe: Connection, message: Any, timeout: float, late: str) -> Any:
+    def _exchange(self, pipe: Connection, message: Any, timeout: float, late: str, cpu_seconds: float = math.inf) -> Any:
         """The answer to a message; None sends nothing and reads the first answer."""
         try:
             if message is not None:
                 pipe.send(message)
-            if not pipe.poll(timeout):
+            if not self._answers(pipe, timeout, cpu_seconds):
                 self.close()
                 raise WorkerTimeoutError(late, where=self.target)
             failed, answer = pipe.recv()
@@ -142,6 +146,17 @@ class Worker:
         if failed:
             raise answer if isinstance(answer, TrainingError) else WorkerCallError(answer, where=self.target)
         return answer
+
+    def _answers(self, pipe: Connection, timeout: float, cpu_seconds: float) -> bool:
+        """Wait for an answer. Returns whether there is one within these limits."""
+        if cpu_seconds == math.inf:
+            return pipe.poll(timeout)
+        assert self._process is not None
+        end, cpu_end = time.monotonic() + timeout, processor_seconds(self._process.pid) + cpu_seconds
+        while not (ready := pipe.poll(POLL_SECONDS)):
+            if time.monotonic() > end or processor_seconds(self._process.pid) > cpu_end:
+                break
+        return ready
 
     def __del__(self) -> None:
         self.close()

@@ -158,8 +158,8 @@ def probe() -> Host:
 def _new_folder() -> Path:
     """A folder for this process. Folders of processes that were killed, whose locks are free, are removed."""
     for old in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        with contextlib.suppress(OSError), _open_own(old / LOCK) as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError), _open_own(old / LOCK) as old_lock:
+            fcntl.flock(old_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     outer = Path(tempfile.mkdtemp(prefix=PREFIX))
     lock = (outer / LOCK).open("w")
