@@ -2,8 +2,8 @@
 
 `output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums in `recorded.json`,
 and settings and inputs in `run.json` (all by `DiffusionTrainer.save_model`, `training/trainer.py`). transformers adds optimizer, scheduler,
-random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the weights
-of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). A conversion has checkpoints in each `stage-N/`.
+random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards so far) and the
+weights of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). A conversion has checkpoints in each `stage-N/`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import warnings
 import zipfile
 from itertools import takewhile
 from pathlib import Path
+from typing import Literal
 
 from safetensors import SafetensorError, safe_open
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
@@ -67,7 +68,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     return complete
 
 
-def checked_checkpoint(folder: Path, named: str | Path | bool, *, in_shards: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:

@@ -392,7 +392,7 @@ class DiffusionTrainer(ResumableTrainer):
             if not _internal_call and self.args.should_save:
                 write_card(self.lm, output_dir or str(self.args.output_dir))
         elif self.args.should_save:
-            merged(self.lm).save(output_dir or self.args.output_dir)
+            merged(self.lm).save(output_dir or self.args.output_folder)
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """Called by transformers when it pushes to the hub."""
