@@ -28,7 +28,7 @@ def kinds_of(cls: type[Config], prefix: str = "") -> dict[str, OnResume]:
 def flat_values(config: Config, prefix: str = "") -> dict[str, Any]:
     """The value of every setting of a config, by dotted name; None for all settings of a section that is unset."""
     values: dict[str, Any] = {}
-    found = {"": config.model_dump(mode="json")}
+    found: dict[str, Any] = {"": config.model_dump(mode="json")}
     for name, section, _ in sections(type(config)):
         parent, _, key = name.rpartition(".")
         value = (found[parent] or {}).get(key)

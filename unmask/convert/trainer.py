@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 from functools import cached_property
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerState, set_seed
@@ -96,7 +96,7 @@ class StageTrainer(DiffusionTrainer):
         recorded = read_record(checkpoint)
         self.changed = self.run_record.changed_since(recorded) if recorded else {}
 
-    def checkpoint_to_resume(self, named: str | Path | bool) -> Path | None:
+    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
         """As in the base; a stage that did not begin starts from the beginning."""
         return None if named is True and not checkpoints(self.args.output_folder) else super().checkpoint_to_resume(named)
 
@@ -277,7 +277,7 @@ class ConvertTrainer:
         inputs = {"train_dataset": rows_fingerprint(self.train_rows)} | model_inputs(self.lm, weights_matter=self.teacher is not None)
         return RunRecord(self.args, inputs, {"eval_dataset": rows_fingerprint(self.eval_rows)})
 
-    def checkpoint_to_resume(self, named: str | Path | bool) -> Path | None:
+    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
         """As in `DiffusionTrainer`: the last checkpoint of any stage, or the named one."""
         folder = self.args.output_folder
         if named is True or Path(named).resolve() == folder.resolve():

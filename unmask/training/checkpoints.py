@@ -13,6 +13,7 @@ import json
 import re
 import warnings
 from pathlib import Path
+from typing import Literal
 
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -71,7 +72,7 @@ def last_checkpoint(folder: Path) -> Path | None:
     return whole
 
 
-def checked_checkpoint(folder: Path, named: str | Path | bool, *, in_shards: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:

@@ -33,7 +33,7 @@ def rows_fingerprint(rows: Iterable[Row] | None) -> dict[str, Any] | None:
     if cached := getattr(rows, "cache_files", None):  # the token cache: its folder is named by a hash of the content
         digest.update("".join(Path(file["filename"]).parent.name for file in cached).encode())
     else:
-        for row in rows if isinstance(rows, Sized) else islice(rows, STREAMED_ROWS):
+        for row in islice(rows, len(rows) if isinstance(rows, Sized) else STREAMED_ROWS):
             _feed(digest, row)
     return {"rows": len(rows) if isinstance(rows, Sized) else None, "sha256": digest.hexdigest()}
 

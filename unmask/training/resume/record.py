@@ -33,7 +33,7 @@ class RunRecord:
         changes: what was changed when the run was resumed: step, setting, old and new value; oldest first.
     """
 
-    def __init__(self, args: TrainingConfig, inputs: Mapping[str, Any], inputs_that_act: Mapping[str, Any]):
+    def __init__(self, args: TrainingConfig, inputs: dict[str, Any], inputs_that_act: dict[str, Any]):
         run = args.run_settings or {}
         own = {SECTION + name: value for name, value in args.values_on_resume().items()}
         sizes = {ROWS_PER_STEP: args.train_batch_size * args.gradient_accumulation_steps * args.world_size, "processes": args.world_size}

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from transformers import Trainer
 
@@ -53,7 +53,7 @@ class RunResuming(Base):
         """What the run reads, besides settings and held-out rows: fingerprints of JSON types, by name."""
         return {"train_dataset": rows_fingerprint(self.train_dataset)} | model_inputs(self.lm, weights_matter=self.first_weights_matter)
 
-    def checkpoint_to_resume(self, named: str | Path | bool) -> Path | None:
+    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
         """The checkpoint that `train(resume_from_checkpoint=named)` continues; None: the run ended before its first one. Writes nothing.
 
         Raises:
