@@ -10,7 +10,7 @@ import os
 import sys
 import zlib
 from codecs import BOM_UTF8
-from collections.abc import Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import IO, Any
@@ -48,7 +48,8 @@ def _byte_lines(path: Path) -> Generator[bytes, None, None]:
         raise DataError("no such file", where=str(path), remedy="Check the path")
     number, blank = 0, True
     try:
-        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as file:
+        opener: Callable[[Path], Any] = gzip.open if path.suffix.lower() == ".gz" else lambda path: path.open("rb")
+        with opener(path) as file:
             for number, line in enumerate(_bounded_lines(path, file), start=1):
                 line = line.removeprefix(BOM_UTF8) if number == 1 else line
                 blank = blank and not line.strip()

@@ -91,10 +91,7 @@ def load(
     refuse_pickled(where, revision)
     model = _load_model(where, config, weight_dtype, hub_options | placement, family)
     model = model if placement else model.to(device)
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales.
-            module.support_avx512bf16_for_cpu = False
+    _keep_quantized_weights(model)
     with reading("cannot use the model", where, "Check config.json, generation_config.json and the tokenizer's files"):
         align_weights(model)
         settings = pattern_settings(config, attention, block_size, logit_shift)
@@ -103,6 +100,13 @@ def load(
         if settings["time_embedding"]:
             load_time_embedding(model, where, revision)
         return make_diffusion(model, tokenizer, **settings)
+
+
+def _keep_quantized_weights(model: PreTrainedModel) -> None:
+    """At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales."""
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def _placement(

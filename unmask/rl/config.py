@@ -150,13 +150,8 @@ class GRPOConfig(TrainingConfig):
     performance_log_interval: int = setting(0, "Steps between logs of time and tokens by phase; 0: never", low=0, on_resume=ACTS)
 
     reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS)
-    reward_errors: RewardErrors = setting(
-        "unscored",
-        "When a reward function fails: leave the completions unscored, or stop the run",
-        choices=get_args(RewardErrors),
-        on_resume=ACTS,
-    )
-    max_unscored_rollouts: int = setting(3, "Stop the run after this many rollouts in a row without any score; 0: never", low=0)
+    reward_errors: RewardErrors = setting("unscored", "If a reward function fails", choices=get_args(RewardErrors), on_resume=ACTS)
+    max_unscored_rollouts: int = setting(3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=ACTS)
 
     generates = True
 
