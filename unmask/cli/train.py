@@ -127,8 +127,8 @@ def train(
         elif measure_variance:
             show_variance(verb, settings)
         else:
-            resume = resumes_in_place(settings.output_dir, resume_from)
-            check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=resume)
+            in_place = resumes_in_place(settings.output_dir, resume_from)
+            check_output_folder(settings.output_dir, overwrite=settings.overwrite, resume=in_place)
             from unmask.commands.run import run_verb
 
             run_verb(verb, settings, resume_from)

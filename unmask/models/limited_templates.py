@@ -149,7 +149,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         tree: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
         return tree
 
-    def concat(self, parts: Iterable[str]) -> str:  # type: ignore[override]
+    def concat(self, parts: Iterable[str]) -> str:
         """Joins the parts of the output, of a macro or of a block."""
         found, size = [], 0
         for part in parts:
