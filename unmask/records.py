@@ -12,8 +12,9 @@ import zlib
 from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
+from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from unmask.errors import DataError, did_you_mean
 
@@ -63,7 +64,7 @@ def _byte_lines(path: Path) -> Generator[bytes, None, None]:
         raise DataError("the file is empty", where=str(path), remedy="Give a file with at least one row")
 
 
-def _bounded_lines(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+def _bounded_lines(path: Path, file: gzip.GzipFile | BufferedReader) -> Iterator[bytes]:
     """The lines of an open file. Raises DataError for one that is too long, before it is read, and for a file that unpacks without end."""
     packed = isinstance(file, gzip.GzipFile)
     most = max(UNPACKED_FREELY, MAX_RATIO * path.stat().st_size) if packed else math.inf

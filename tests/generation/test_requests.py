@@ -238,3 +238,18 @@ def test_keys_and_prompts_of_other_types():
             make_requests(lm, prompts, config)
     with pytest.raises(DataError, match="not valid Unicode"):
         make_requests(lm, ["a\udcff"], config)
+
+
+def test_special_tokens_in_prompts_and_texts_are_text_except_the_mask_to_fill():
+    lm = tiny(attention="bidirectional")
+    mask, end = lm.tokenizer.mask_token, lm.tokenizer.eos_token
+    [request] = make_requests(lm, [f"a{mask}{end}"], SamplerConfig(max_new_tokens=2))
+    assert lm.mask_token_id not in request.prompt and lm.tokenizer.eos_token_id not in request.prompt
+    [filled] = make_infill_requests(lm, [f"a{mask}{end}b"], SamplerConfig())
+    assert sum(filled.hidden) == 1 and lm.tokenizer.eos_token_id not in filled.ids
+    lm.tokenizer.parse_special_tokens = True
+    try:
+        [asked] = make_requests(lm, [f"a{end}"], SamplerConfig(max_new_tokens=2))
+    finally:
+        lm.tokenizer.parse_special_tokens = False
+    assert asked.prompt[-1] == lm.tokenizer.eos_token_id

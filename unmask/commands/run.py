@@ -126,7 +126,8 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
         if args.should_save and task and held_out:
             evaluated = trainer.lm
             if weight_sharding_setting(args):  # a forward pass of sharded weights needs every process
-                evaluated = load(output / TRAINED_MODEL, device=str(args.device), trust_remote_code=config.model.trust_remote_code)
+                kept = {name: getattr(config.model, name) for name in ("trust_remote_code", "parse_special_tokens")}
+                evaluated = load(output / TRAINED_MODEL, device=str(args.device), **kept)
             write_atomic(output / "evaluation.json", evaluate_task(evaluated, task, held_out, config.sampler).to_json() + "\n")
         folder.finish()
     # A process aborts if it exits while others still communicate with it.

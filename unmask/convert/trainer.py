@@ -23,6 +23,7 @@ from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing,
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
 from unmask.data.rows import Row, separate_documents
+from unmask.data.special_tokens import parses_special_tokens
 from unmask.data.token_cache import StreamedRows
 from unmask.diffusion.log_probs import noise_groups
 from unmask.diffusion.rng import Stream, uniform
@@ -337,7 +338,9 @@ class ConvertTrainer:
         trainer.save_model(str(folder))
         trainer.accelerator.wait_for_everyone()
         remote_code = any(base.__module__.startswith("transformers_modules") for base in type(self.lm.model).__mro__)
-        lm = load(folder, dtype=self.dtype, trust_remote_code=remote_code)  # wrapped weights may have another dtype
+        parses = parses_special_tokens(self.lm.tokenizer)
+        # Wrapped weights may have another dtype.
+        lm = load(folder, dtype=self.dtype, trust_remote_code=remote_code, parse_special_tokens=parses)
         trainer.accelerator.wait_for_everyone()
         if trainer.is_world_process_zero():
             shutil.rmtree(folder)

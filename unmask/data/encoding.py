@@ -93,10 +93,10 @@ def encode_pair(tokenizer: PreTrainedTokenizerBase, prompt: Prompt, completion: 
         raise DataError(what, where="prompt, completion", remedy=remedy, reason="wrong type")
     _require_answer(prompt, completion)
     completion = as_text(tokenizer, [_without_end(tokenizer, message, ends) for message in completion])
-    messages: Sequence[Message] = as_text(tokenizer, prompt)
-    start = _prompt_text(tokenizer, messages)
-    whole = render_template(tokenizer, [*messages, *completion])
-    _require_prefix(start, whole, messages)
+    asked: Sequence[Message] = as_text(tokenizer, prompt)
+    start = _prompt_text(tokenizer, asked)
+    whole = render_template(tokenizer, [*asked, *completion])
+    _require_prefix(start, whole, prompt)
     return encode(tokenizer, start), _finish(tokenizer, _continuation(tokenizer, start, whole[len(start) :]), ends)
 
 

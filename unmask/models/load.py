@@ -91,7 +91,6 @@ def load(
     refuse_pickled(where, revision)
     model = _load_model(where, config, weight_dtype, hub_options | placement, family)
     model = model if placement else model.to(device)
-    _keep_quantized_weights(model)
     with reading("cannot use the model", where, "Check config.json, generation_config.json and the tokenizer's files"):
         align_weights(model)
         settings = pattern_settings(config, attention, block_size, logit_shift)
@@ -302,6 +301,10 @@ def _load_model(where: str, config: PretrainedConfig, dtype: torch.dtype, option
         model, info = AutoModelForCausalLM.from_pretrained(
             where, config=config, dtype=dtype, output_loading_info=True, key_mapping=key_mapping, **options
         )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales.
+            module.support_avx512bf16_for_cpu = False
     if info["missing_keys"]:  # transformers would initialise them
         raise ModelError(f"the weights lack {', '.join(sorted(info['missing_keys']))}", where=where, remedy=remedy)
     if family:
