@@ -12,7 +12,7 @@ from unmask.data.rows import Column, Row, iter_text_rows
 from unmask.data.token_cache import StreamedRows, cached_rows
 from unmask.errors import ConfigError, DataError
 from unmask.models.diffusion_lm import DiffusionLM
-from unmask.training.config import NEUTRAL, TrainingConfig, row_length, rows_per_step
+from unmask.training.config import TrainingConfig, row_length, rows_per_step
 
 
 @dataclass(kw_only=True)
@@ -22,7 +22,7 @@ class TextConfig(TrainingConfig):
     text_column: str = field(default="text", metadata={"help": "The column that holds the text."})
     packing: bool = field(default=True, metadata={"help": "Pack documents into full rows, without attention between them."})
     token_cache: str | None = field(
-        default=None, metadata={"help": "A folder that caches token rows on disk, for this run and later ones.", "on_resume": NEUTRAL}
+        default=None, metadata={"help": "A folder that caches token rows on disk, for this run and later ones."}
     )
 
     @classmethod

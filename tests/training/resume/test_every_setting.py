@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import TrainingArguments
 
-from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, make, settings, tiny, weights
+from tests.training.tiny_runs import PAIRS, PREFERENCES, TEXTS, equal, make, ranks, settings, tiny, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.base import OnResume
 from unmask.config.on_resume import kinds_of
@@ -144,7 +144,8 @@ def started(verb: str, folder: Path, **more: Any) -> Any:
     """A trainer with these settings."""
     if verb != "convert":
         held_out = {"pretrain": TEXTS, "dpo": PREFERENCES}.get(verb, PAIRS)[:2]
-        return make(verb, folder, **{**BASE, "eval_dataset": held_out, **more})
+        reward = {"reward": ranks} if verb == "grpo" else {}
+        return make(verb, folder, **{**BASE, **reward, "eval_dataset": held_out, **more})
     args = ConvertConfig(**settings(folder, max_length=32, packing=False, stages=[{}], **BASE) | more)
     return ConvertTrainer(tiny("causal"), args, TEXTS, TEXTS[:2])
 
@@ -155,11 +156,20 @@ def inner(trainer: Any) -> Any:
 
 
 FIRST_OF: dict[tuple[str, str], dict[str, Any]] = {("grpo", "samples"): {"masking": "diffusion"}, ("dpo", "samples"): {}}
+BY_REWARD = {"metric_for_best_model": "reward"}
+FIRST_OF |= {
+    **{("convert", name): {"attention": "block_causal", "block_size": 4} for name in ("block_size", "causal_context")},
+    **{("grpo", name): {"method": "spg", "epsilon": None} for name in ("eubo_beta", "eubo_share")},
+    ("grpo", "metric_for_best_model"): BY_REWARD,
+    ("grpo", "greater_is_better"): BY_REWARD | {"greater_is_better": True, "load_best_model_at_end": True},
+}
 """As FIRST, of one verb."""
 SECOND_OF: dict[tuple[str, str], Any] = {
     ("grpo", "per_device_train_batch_size"): 8,
     ("dpo", "beta"): 0.5,
     ("grpo", "block_size"): 2,
+    ("grpo", "method"): "coupled-grpo",
+    ("grpo", "metric_for_best_model"): "unscored",
 }
 """As SECOND, of one verb."""
 
@@ -167,7 +177,7 @@ SECOND_OF: dict[tuple[str, str], Any] = {
 def seen(trainer: Any, folder: Path) -> dict[str, Any]:
     """What a run shows of its settings after the second step."""
     of, lines = inner(trainer), [line for line in MetricsLog(folder / LOG_NAME).read() if line["step"] > 2 and "train_loss" not in line]
-    of_groups = ("weight_decay", "betas", "eps")
+    samples, of_groups = folder / "completions.jsonl", ("weight_decay", "betas", "eps")
     checkpoints = [path for path in of.args.output_folder.glob("checkpoint-*") if int(path.name.split("-")[1]) > 2]
     files = [path.relative_to(of.args.output_folder).as_posix() for saved in checkpoints for path in saved.iterdir()]
     return {
@@ -179,7 +189,7 @@ def seen(trainer: Any, folder: Path) -> dict[str, Any]:
         "groups": [{name: group[name] for name in of_groups if name in group} for group in of.optimizer.param_groups],
         "best": (of.args.metric_for_best_model, of.state.best_metric is not None, of.args.load_best_model_at_end),
         "rewards": (of.collector.rewards.seconds, of.collector.rewards.errors) if hasattr(of, "collector") else None,
-        "samples": (folder / "completions.jsonl").read_text().count("\n") if (folder / "completions.jsonl").exists() else 0,
+        "samples": [line["step"] for line in MetricsLog(samples).read() if line["step"] > 2] if samples.exists() else [],
     }
 
 
@@ -264,6 +274,7 @@ UNTRAINED = {
         "remove_unused_columns",
     ),
     *("logging_nan_inf_filter", "logging_dir", "remove_unused_columns", "stale_reference", "judge", "reference_model"),
+    *("text_column", "rollout", "importance_cap"),
 }
 """Settings whose kind is checked by the record alone."""
 OF_ONE_VERB = set(STOCK_KINDS) - TAKES_EFFECT
