@@ -101,13 +101,6 @@ def load(
         return make_diffusion(model, tokenizer, **settings)
 
 
-def _keep_quantized_weights(model: PreTrainedModel) -> None:
-    """At the first evaluation on a CPU, bitsandbytes would permanently repack quantised weights with rounded scales."""
-    for module in model.modules():
-        if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
-
-
 def _placement(
     config: PretrainedConfig, dtype: torch.dtype, device: str, quantization: Quantization | None, device_map: str | None
 ) -> dict[str, Any]:
