@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import weakref
 
 import pytest
 
@@ -149,3 +151,16 @@ def test_arguments_may_have_any_name(path):
     worker = Worker(f"{path}:columns")
     assert worker.apply((), {"timeout": 1, "self": 2}, 60) == {"timeout": 1, "self": 2}
     worker.close()
+
+
+def test_a_worker_in_a_cycle_of_garbage_ends_its_process():
+    """Collected in any order, with warnings as errors."""
+    worker = Worker("os:getpid")
+    worker.start()
+    process, worker.cycle = weakref.ref(worker._process), worker
+    pid = worker._process.pid
+    del worker
+    gc.collect()
+    assert process() is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
@@ -84,6 +85,7 @@ class Worker:
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection | None = None
         self._lock = threading.Lock()
+        self._end: Callable[[], Any] = lambda: None
 
     def apply(self, args: Sequence[Any], kwargs: Mapping[str, Any], timeout: float, cpu_seconds: float = math.inf) -> Any:
         """Call the function, for at most `timeout` seconds from when the process is ready and idle, `cpu_seconds` of processor time.
@@ -110,10 +112,7 @@ class Worker:
 
     def close(self) -> None:
         """Kill the process."""
-        if self._process is not None and self._pipe is not None:
-            self._process.kill()
-            self._process.wait()
-            self._pipe.close()
+        self._end()
         self._process = self._pipe = None
 
     def _start(self) -> Connection:
@@ -122,6 +121,8 @@ class Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         self._process = subprocess.Popen(command, pass_fds=[remote.fileno()], env=environment, stdin=subprocess.DEVNULL)
         remote.close()
+        # Unlike `__del__`, it keeps both alive until it has ended them, also in a cycle of garbage.
+        self._end = weakref.finalize(self, _end, self._process, self._pipe)
         try:
             self._exchange(self._pipe, None, START_SECONDS, f"not started within {START_SECONDS:g} seconds")
         except WorkerCallError as error:  # not the fault of a call
@@ -158,8 +159,11 @@ class Worker:
                 break
         return ready
 
-    def __del__(self) -> None:
-        self.close()
+
+def _end(process: subprocess.Popen[bytes], pipe: Connection) -> None:
+    process.kill()
+    process.wait()
+    pipe.close()
 
 
 def serve(pipe: Connection, target: str, wrapper: str) -> None:
