@@ -24,6 +24,7 @@ CORE_SCHEMA = {
 
 MAX_CHARACTERS, MAX_NODES, MAX_DEPTH = 1_000_000, 100_000, 40
 """The largest YAML text that is read: its characters, its values with every alias counted in full, and their nesting."""
+MAX_DIGITS = 200  # of an integer, which is then also a finite float
 UNWRITABLE = re.compile("[\0\ud800-\udfff]")  # in no file name, and in no UTF-8 text
 
 
@@ -56,6 +57,8 @@ class _Loader(yaml.SafeLoader):
         if UNWRITABLE.search(value):
             what = f"the text {value!r:.80} has a NUL or half of a character; no file can hold it"
             raise yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+        if node.tag == "tag:yaml.org,2002:int" and len(value) > MAX_DIGITS:
+            raise yaml.constructor.ConstructorError(None, None, f"an integer of {len(value):,} digits", node.start_mark)
         return value
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
