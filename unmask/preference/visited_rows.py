@@ -21,7 +21,7 @@ def visited_rows(trainer: Any) -> list[list[int]]:
     if (left := steps % each) == 0 or args.ignore_data_skip:
         return epochs
     loader = trainer.get_train_dataloader()
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
     sampler = getattr(getattr(batches, "batch_sampler", batches), "sampler", None)  # of one process's part of the batches
     if isinstance(sampler, (SeedableRandomSampler, SequentialSampler)):
         loader.set_epoch(len(epochs) - 1)

@@ -27,7 +27,7 @@ VERBS = ["pretrain", "convert", "sft", "dpo", "grpo"]
 def arguments(verb: str, model: Path, text: Path, output: Path) -> list[str]:
     """A run that saves after every step."""
     own = ["--data", str(text)] if verb in ("pretrain", "convert") else []
-    own += ["--task", "sudoku", "training.samples=1", "training.bound=elbo"] if verb == "dpo" else []
+    own += ["--task", "sudoku"] if verb == "dpo" else []
     own += ['training.stages=[{"share": 1}, {"share": 1}]'] if verb == "convert" else []
     saving = ["training.save_strategy=steps", "training.save_steps=1", "training.save_total_limit=3"]
     return [*command(verb, model, output, *own, *saving), f"training.max_steps={STEPS}"]
