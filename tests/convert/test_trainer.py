@@ -236,9 +236,21 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
             convert(tmp_path / "second", **run).train(resume_from_checkpoint=tmp_path / path)
     with pytest.raises(TrainingError, match=r"stage-3.*a later stage was trained already"):
         convert(tmp_path / "first", **run).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-2")
-    with pytest.raises(TrainingError, match="is after 6 steps of stage 2, which has 3 steps"):
+    with pytest.raises(ConfigError, match=r"max_steps: would make another run .*max_steps 10, now 6"):
         convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
-    with pytest.raises(TrainingError, match="is of stage 3, but this conversion has 1 stages"):
+    with pytest.raises(ConfigError, match=r"stages: would make another run"):
+        convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
+    for record in (tmp_path / "first").rglob("run.json"):  # as in an earlier version
+        record.unlink()
+    with (
+        pytest.warns(RuntimeWarning, match="earlier version"),
+        pytest.raises(TrainingError, match="is after 6 steps of stage 2, which has 3"),
+    ):
+        convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
+    with (
+        pytest.warns(RuntimeWarning, match="earlier version"),
+        pytest.raises(TrainingError, match="is of stage 3, but this conversion has 1"),
+    ):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
 
 

@@ -69,10 +69,12 @@ class StageTrainer(DiffusionTrainer):
         teacher: DiffusionLM | None,
         steps_before: int,
         total_steps: int,
-        run_record: RunRecord,
+        run_record: RunRecord | None = None,
         **rest: Any,
     ):
-        self.stage, self.teacher, self.run_record = stage, teacher, run_record
+        self.stage, self.teacher = stage, teacher
+        if run_record is not None:  # of the whole conversion
+            self.run_record = run_record
         self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
         if teacher is not None:
