@@ -24,6 +24,7 @@ import psutil
 from unmask.config.run import LOCK_FILE
 from unmask.console import is_first_process
 from unmask.errors import TrainingError
+from unmask.redaction import masked_argument
 
 try:
     import fcntl
@@ -47,7 +48,7 @@ class Holder:
     @classmethod
     def this_process(cls) -> Holder:
         """This process."""
-        return cls(os.getpid(), socket.gethostname(), psutil.Process().create_time(), shlex.join(sys.orig_argv))
+        return cls(os.getpid(), socket.gethostname(), psutil.Process().create_time(), shlex.join(map(masked_argument, sys.orig_argv)))
 
     @classmethod
     def read(cls, path: Path) -> Holder | None:

@@ -12,6 +12,7 @@ from unmask.artifacts import plain, write_atomic
 from unmask.config.base import OnResume
 from unmask.console import show_line
 from unmask.errors import ConfigError
+from unmask.redaction import masked
 
 if TYPE_CHECKING:
     from unmask.training.config import TrainingConfig
@@ -37,7 +38,8 @@ class RunRecord:
         run = args.run_settings or {}
         own = {SECTION + name: value for name, value in args.values_on_resume().items()}
         sizes = {ROWS_PER_STEP: args.train_batch_size * args.gradient_accumulation_steps * args.world_size, "processes": args.world_size}
-        self.values: dict[str, Any] = plain(own | {name: value for name, (value, _) in run.items()} | inputs | inputs_that_act | sizes)
+        settings = masked(own | {name: value for name, (value, _) in run.items()})  # secrets change nothing that is learnt
+        self.values: dict[str, Any] = plain(settings | inputs | inputs_that_act | sizes)
         self.inputs = {*inputs, *inputs_that_act, ROWS_PER_STEP}
         self.kinds = {SECTION + name: kind for name, kind in args.kinds_on_resume().items()}
         self.kinds |= {name: kind for name, (_, kind) in run.items()} | dict.fromkeys(inputs_that_act, OnResume.ACTS)
