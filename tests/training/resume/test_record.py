@@ -19,10 +19,9 @@ from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.reward_identities import reward_identities
 from unmask.supervised.sft import SFTConfig
-from unmask.training.durable.checkpoint_files import FILE_LIST
+from unmask.training.durable.checkpoint_files import FILE_LIST, SUMS_NAME
 from unmask.training.resume.fingerprints import file_fingerprints, rows_fingerprint
 from unmask.training.resume.record import RECORD_FILE, RunRecord
-from unmask.training.run_log import 
 
 RUN = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
 LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -107,7 +106,7 @@ def test_a_checkpoint_without_a_record_is_resumed_with_a_warning(tmp_path):
     checkpoint = tmp_path / "checkpoint-2"
     for name in (RECORD_FILE, FILE_LIST):
         (checkpoint / name).unlink()
-    sums = checkpoint / 
+    sums = checkpoint / SUMS_NAME
     sums.write_text(json.dumps(json.loads(sums.read_text())["sums"]))
     with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
         assert equal(resume("sft", tmp_path), straight)
