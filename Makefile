@@ -27,7 +27,7 @@ test: $(INSTALLED)  ## the fast tests, on two cores (branch coverage: COVERAGE=1
 
 test-slow: $(INSTALLED)  ## the slow tests only
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m 'slow and not vllm and not alone and not nightly'
-	$(BIN)/python -m pytest -m alone
+	$(BIN)/python -m pytest -m 'alone and not nightly'
 
 NIGHTLY := .nightly-passed
 test-nightly: $(INSTALLED)  ## the tests that take many minutes; says when they last passed here

@@ -64,6 +64,7 @@ def test_processor_time_of_all_processes_decides(program, status):
 
 @pytest.mark.parametrize("controlled", [True, False])
 @pytest.mark.slow
+@pytest.mark.alone
 @pytest.mark.parametrize("count", [30, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_hostile_neighbours_change_no_verdict(monkeypatch, count, controlled):
     """Three programs that start as many processes as they can, each of which spins, run all the time beside one honest one.
