@@ -60,6 +60,14 @@ def run_all(command: list[Any], *, timeout: float, check: bool = True, **options
     return done
 
 
+def as_earlier_version(checkpoint: pathlib.Path) -> None:
+    """Make a checkpoint as versions did that neither recorded a run's settings nor listed the files."""
+    for name in ("run.json", "checkpoint_files.json"):
+        (checkpoint / name).unlink()
+    sums = checkpoint / "recorded.json"
+    sums.write_text(json.dumps(json.loads(sums.read_text())["sums"]))
+
+
 def read_task(task: Task, path: str | pathlib.Path) -> list[Row]:
     """All rows of a task's file."""
     return read_problems(task, str(path), None, split="test")

@@ -119,7 +119,7 @@ def test_a_reference_stored_frozen_or_under_adapters_gives_the_same_loss_and_gra
     made = []
     for reference in ("stored", "frozen", "adapter"):
         lm, config = tiny(attention, block_size, dtype=torch.float64), peft.LoraConfig(**LORA)
-        trainer = make("dpo", tmp_path / reference, lm, peft_config=config, reference=reference, loss_type=loss_type, **more)
+        trainer = make("dpo", tmp_path / reference, lm, peft_config=config, reference=reference, loss_type=loss_type, max_steps=50, **more)
         assert (trainer.reference is None) == (reference == "stored") == bool(trainer.stored)
         if trainer.reference is not None:
             assert (trainer.reference.lm.model is trainer.lm.model) == (reference == "adapter")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import PAIRS, equal, low_ids, make, moved, ranks, settings, share_of_a, tiny, weights
 from unmask.config.run import SamplerConfig
 from unmask.demo import DemoSettings, small_model
@@ -176,7 +177,7 @@ def test_rewards_are_asked_as_trl_asks_them(chat, tmp_path):
     assert call["rest"].keys() == {"trainer_state", "log_extra", "log_metric", "sample_id", "repeat"}
     assert call["rest"]["sample_id"] == [f"s{answer}" for answer in call["answer"]]
     assert call["rest"]["repeat"] == [-int(answer) for answer in call["answer"]]
-    assert call["rest"]["trainer_state"] is trainer.state
+    assert call["rest"]["trainer_state"].max_steps == trainer.state.max_steps == 1
     assert [prompts[int(answer)] for answer in call["answer"]] == call["prompts"]
     assert call["answer"][0::2] == call["answer"][1::2]
     texts = [trainer.lm.tokenizer.decode(ids, skip_special_tokens=True) for ids in call["ids"]]
@@ -421,7 +422,11 @@ def test_a_run_resumes_amid_the_updates_of_a_rollout_bit_for_bit(tmp_path):
 def test_a_curriculum_does_not_go_on_with_fewer_prompts(tmp_path):
     shape = {"curriculum": 0.5, "save_strategy": "steps", "save_steps": 2, "reward": ranks}
     make("grpo", tmp_path, max_steps=6, **shape).train()
-    with pytest.raises(TrainingError, match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the dataset has 4"):
+    with pytest.raises(ConfigError, match="train_dataset: would make another run"):
+        make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
+    as_earlier_version(tmp_path / "checkpoint-6")
+    earlier = pytest.warns(RuntimeWarning, match="earlier version")
+    with earlier, pytest.raises(TrainingError, match=r"checkpoint-6: cannot be resumed from: prompts.json is of .* but the dataset has 4"):
         make("grpo", tmp_path, rows=PAIRS[:4], max_steps=8, **shape).train(resume_from_checkpoint=True)
 
 
@@ -429,7 +434,7 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
     shape = {"num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     make("grpo", tmp_path, **shape).train()
     (tmp_path / "checkpoint-1" / "rollouts-0.pt").write_bytes(b"torn")
-    with pytest.raises(TrainingError, match=r"checkpoint-1: cannot be resumed from.*Delete this checkpoint"):
+    with pytest.raises(TrainingError, match=r"checkpoint-1: rollouts-0.pt has 4 bytes instead of .*Use --resume without a path"):
         make("grpo", tmp_path, **shape).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 
@@ -447,7 +452,11 @@ def test_a_checkpoint_without_its_rollouts_is_refused(tmp_path):
 def test_rollouts_of_other_settings_are_not_gone_on_with(change, message, tmp_path):
     shape = {"num_iterations": 2, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1, "rows": PAIRS[:6]}
     make("grpo", tmp_path, **shape).train()
-    with pytest.raises(TrainingError, match=rf"cannot be resumed from: rollouts-0.pt {message}.*Delete this checkpoint"):
+    with pytest.raises(ConfigError, match="would make another run"):
+        make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    as_earlier_version(tmp_path / "checkpoint-1")
+    earlier = pytest.warns(RuntimeWarning, match="earlier version")
+    with earlier, pytest.raises(TrainingError, match=rf"cannot be resumed from: rollouts-0.pt {message}.*Delete this checkpoint"):
         make("grpo", tmp_path, **shape | change).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
 
 

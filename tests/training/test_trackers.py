@@ -57,9 +57,9 @@ def test_tensorboard_sees_a_conversion_of_three_stages_as_one_run(tmp_path):
 
 
 def test_a_resumed_conversion_goes_on_at_its_step(tmp_path):
-    for _ in range(2):
+    for resume in (None, True):
         kept = {"report_to": "tensorboard", "save_strategy": "steps", "save_steps": 1}
-        convert(tmp_path / "run", **kept).train(resume_from_checkpoint=True)
+        convert(tmp_path / "run", **kept).train(resume_from_checkpoint=resume)
     (file,) = event_files(tmp_path)  # nothing was left to do
     assert file.parent.parent == tmp_path / "run" / "runs"
     assert [step for step, _ in points(file.parent, "train/loss")] == list(range(1, 10))

@@ -11,6 +11,7 @@ from typing import Any
 import peft
 import pytest
 
+from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import PAIRS, equal, make, moved, ranks, share_of_a, tiny, weights
 from unmask.commands.run_folder import ELSEWHERE, run_settings
 from unmask.config.base import Config, OnResume
@@ -19,7 +20,6 @@ from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.reward_identities import reward_identities
 from unmask.supervised.sft import SFTConfig
-from unmask.training.durable.checkpoint_files import FILE_LIST, SUMS_NAME
 from unmask.training.resume.fingerprints import file_fingerprints, rows_fingerprint
 from unmask.training.resume.record import RECORD_FILE, RunRecord
 
@@ -103,11 +103,7 @@ def test_there_is_nothing_to_resume_in_a_folder_without_a_run(tmp_path):
 
 def test_a_checkpoint_without_a_record_is_resumed_with_a_warning(tmp_path):
     straight = stopped("sft", tmp_path)
-    checkpoint = tmp_path / "checkpoint-2"
-    for name in (RECORD_FILE, FILE_LIST):
-        (checkpoint / name).unlink()
-    sums = checkpoint / SUMS_NAME
-    sums.write_text(json.dumps(json.loads(sums.read_text())["sums"]))
+    as_earlier_version(tmp_path / "checkpoint-2")
     with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
         assert equal(resume("sft", tmp_path), straight)
 
