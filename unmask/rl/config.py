@@ -151,7 +151,7 @@ class GRPOConfig(TrainingConfig):
 
     reward_timeout: float = setting(600.0, "Time limit in seconds of each reward function for a batch", on_resume=ACTS)
     reward_errors: RewardErrors = setting("unscored", "If a reward function fails", choices=get_args(RewardErrors), on_resume=ACTS)
-    max_unscored_rollouts: int = setting(3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=ACTS)
+    max_unscored_rollouts: int = setting(3, "Stop after this many rollouts in a row without any score; 0: never", low=0, on_resume=NEUTRAL)
 
     generates = True
 
