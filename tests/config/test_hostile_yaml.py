@@ -190,5 +190,6 @@ def test_what_is_accepted_of_mutated_files_is_valid(tmp_path: Path, monkeypatch:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_what_is_accepted_of_ten_thousand_mutated_files_is_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert accepted(10_000, tmp_path, monkeypatch) > 1000
+@pytest.mark.parametrize("count", [1000, pytest.param(10_000, marks=pytest.mark.nightly)])
+def test_what_is_accepted_of_many_mutated_files_is_valid(count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert accepted(count, tmp_path, monkeypatch) > count / 10

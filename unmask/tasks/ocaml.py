@@ -21,7 +21,7 @@ ASSERTION = "(assert ("
 
 OBSERVED_SETS = """
 module CSet = struct
-  include CSet
+  include Asked
   let seen = ref []
   let of_list items = seen := items @ !seen; of_list items
   let add set item = seen := item :: !seen; add set item
@@ -37,7 +37,7 @@ end
 def with_observed_equality(file: str, tests: str) -> str:
     """Tests that do not take a candidate's word for the equality of its own values: only `custom_set` would."""
     head, end, rest = tests.partition("  end)\n") if file == "custom_set.ml" else (tests, "", "")
-    return f"{head}{end}{OBSERVED_SETS}{rest}" if end else tests
+    return f"{head.replace('module CSet', 'module Asked')}{end}{OBSERVED_SETS}{rest}" if end else tests
 
 
 class OCamlCode(Code):
