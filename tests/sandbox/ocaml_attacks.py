@@ -62,7 +62,7 @@ REPLIES = {
     "a frame that is too long": 'ignore (Unix.write_substring outgoing "\\127\\255\\255\\255" 0 4)',
     "half a frame": 'ignore (Unix.write_substring outgoing "\\000\\000\\000\\100R" 0 5)',
     "nothing": "()",
-    "two results at once": 'put ("R" ^ int 2); put ("R" ^ int 4)',
+    "two results at once": 'put ("R" ^ int 2); put ("R" ^ int 5)',
     "sixteen megabytes": 'put ("R" ^ String.make ((1 lsl 24) - 1) (Char.chr 1))',
     "the report of the gate": 'put {|{"passed": 2, "total": 2, "complete": true, "detail": ""}|}',
     "the report to every descriptor": '''
