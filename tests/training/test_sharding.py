@@ -121,6 +121,6 @@ def test_a_server_that_one_process_has_lost_stops_all_with_a_checkpoint(tmp_path
     alone = make("grpo", tmp_path / "alone", **RUN)
     alone.train()
     first, second = launch("lose-server", "ddp", tmp_path / "ddp")
-    assert first["error"] == "here: the server is gone. Start it"
+    assert first["error"] == "here: the server is gone. Start it."
     assert second["error"].startswith("rollout: another process has failed (here: the server is gone")
     torch.testing.assert_close(weights(load(tmp_path / "ddp" / "resumed")), weights(alone.lm), rtol=0, atol=1e-5)
