@@ -19,6 +19,7 @@ from unmask.errors import ConfigError, DataError, ModelError, TrainingError
 from unmask.models.load import load
 from unmask.supervised.sft import SFTConfig, SFTTrainer
 from unmask.training import run_log
+from unmask.training.metrics import measuring
 from unmask.training.run_log import RunLog
 
 VERBS = ["pretrain", "sft", "dpo", "grpo"]
@@ -93,7 +94,7 @@ def test_masks_follow_from_sample_and_epoch_alone(tmp_path):
     assert second != together
     trainer.state.epoch = 1.0
     assert masks(*range(8)) == second
-    with trainer.measuring("eval"):
+    with measuring(trainer, "eval"):
         assert masks(*range(8)) == together  # evaluations always use the masks of epoch 0, to be comparable
 
 

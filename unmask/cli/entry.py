@@ -242,12 +242,14 @@ def inspect(
     work = blueprint.workload(model.attention, sequence_length, copies, lora_rank, quantization=model.quantization)
     estimator = StepEstimator(blueprint, work)
     facts, changes = blueprint.facts(), blueprint.changes()
+    to_measure = [recipe for recipe in recipes if measure and (recipe.device or hardware)]  # without names: only recipes of this machine
+    for recipe in to_measure:
+        estimator.device_to_measure(recipe)  # first: estimates for the CPU take seconds
     estimates = {recipe.name: estimator.estimate(recipe, batch_size) for recipe in recipes}
     measured = {}
-    for recipe in recipes if measure else ():
-        if recipe.device or hardware:  # without names: only recipes of this machine
-            rows = batch_size or min(estimates[recipe.name].workload.batch, MEASURED_ROWS)
-            measured[recipe.name] = estimator.compare(recipe, rows)
+    for recipe in to_measure:
+        rows = batch_size or min(estimates[recipe.name].workload.batch, MEASURED_ROWS)
+        measured[recipe.name] = estimator.compare(recipe, rows)
     if as_json:
         estimate_dicts = {name: estimate.to_dict() for name, estimate in estimates.items()}
         typer.echo(json.dumps({"model": model.path, "facts": facts, "conversion": changes, "plans": estimate_dicts, "measured": measured}))

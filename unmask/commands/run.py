@@ -20,6 +20,7 @@ from unmask.commands.run_folder import RunFolder
 from unmask.commands.verbs import VERBS
 from unmask.config.run import DataConfig, RunConfig, build_training_args, resumes_in_place
 from unmask.console import Progress
+from unmask.data.report import data_reports
 from unmask.evaluation.tasks import check_evaluation, evaluate_task
 from unmask.models.chat_template import read_template
 from unmask.models.load import load
@@ -116,7 +117,7 @@ def _run(verb: str, config: RunConfig, resume: str | bool, stop: StopOnSignal) -
         if args.should_save and overwrite:
             forget_earlier_run(output)
         folder.begin(settings, trainer.run_record, trainer.planned_steps(args))
-        if args.should_save and (reports := {name: report.to_dict() for name, report in trainer.data_reports().items()}):
+        if args.should_save and (reports := {name: report.to_dict() for name, report in data_reports(trainer).items()}):
             write_atomic(output / DATA_REPORT, json.dumps(reports, indent=2, ensure_ascii=False) + "\n")
         trainer.train(resume_from_checkpoint=resume)
         save_whole(trainer, output / TRAINED_MODEL, writes=args.should_save)

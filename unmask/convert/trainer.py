@@ -19,6 +19,7 @@ from transformers.utils import CONFIG_NAME
 from unmask.config.run import SamplerConfig
 from unmask.convert.config import ConvertConfig
 from unmask.convert.distillation import compare
+from unmask.convert.resumption import StageResumption
 from unmask.convert.stages import PEFT_ROW_PARAMETER, ConversionStage, freezing, only_mask_row, stage_ends
 from unmask.data.pairs import RowLimits, pair_rows
 from unmask.data.report import DataReport
@@ -40,6 +41,7 @@ from unmask.training.config import row_length, total_steps
 from unmask.training.distributed import alone_in, from_first
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.hardware_checks import is_split
+from unmask.training.model_history import remember
 from unmask.training.resume.fingerprints import model_inputs, rows_fingerprint
 from unmask.training.resume.record import RunRecord, read_record
 from unmask.training.run_log import ProgressPart, ProgressTarget, RunLog
@@ -58,6 +60,7 @@ class StageTrainer(DiffusionTrainer):
     `teacher`: the frozen causal model, for distillation and alignment. `steps_before`, `total_steps`: of the earlier stages, and of all.
     """
 
+    resumption_type = StageResumption
     streams = True
     restored: dict[str, Any] | None = None
     """The reported settings of a finished stage of an earlier run."""
@@ -69,14 +72,14 @@ class StageTrainer(DiffusionTrainer):
         teacher: DiffusionLM | None,
         steps_before: int,
         total_steps: int,
-        run_record: RunRecord | None = None,
+        run_record: RunRecord | None = None,  # of the whole conversion
         **rest: Any,
     ):
         self.stage, self.teacher = stage, teacher
-        if run_record is not None:  # of the whole conversion
-            self.run_record = run_record
         self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
+        if run_record is not None:
+            self.resumption.record = run_record
         if teacher is not None:
             teacher.compile_as(self.lm)
             if not is_split(self.lm):
@@ -88,23 +91,6 @@ class StageTrainer(DiffusionTrainer):
             return self.restored
         settings = {name: value for name, value in super().reported_settings().items() if name != "stages"}
         return settings | self.stage.model_dump(exclude_defaults=True)
-
-    def changes_in_card(self) -> list[dict[str, Any]]:
-        """The changes within this stage, with its learning rates."""
-        changes = [each for each in super().changes_in_card() if self.steps_before < each["step"] < self.steps_before + self.args.max_steps]
-        return [each | {"old": each["old"] * self.stage.rate} if each["setting"] == "learning_rate" else each for each in changes]
-
-    def compare(self, checkpoint: Path, step: int) -> None:
-        """Find what to change in this stage: `ConvertTrainer` has compared the runs."""
-        recorded = read_record(checkpoint)
-        self.changed = self.run_record.changed_since(recorded) if recorded else {}
-
-    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
-        """As in the base; a stage that did not begin starts from the beginning."""
-        return None if named is True and not checkpoints(self.args.output_folder) else super().checkpoint_to_resume(named)
-
-    def show_changes(self) -> None:
-        """`ConvertTrainer` prints them."""
 
     def restore(self) -> bool:
         """Load the weights and history of an earlier run that finished this stage. Returns whether there was one."""
@@ -120,7 +106,7 @@ class StageTrainer(DiffusionTrainer):
         self._load_from_checkpoint(str(checkpoint))
         self.state = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME))
         self.state.log_history = logged
-        self._remember()
+        remember(self)
         return True
 
     def plan(self, batch: Batch, draw: Draw) -> Views:
@@ -300,10 +286,6 @@ class ConvertTrainer:
     def setup_seconds(self, args: ConvertConfig) -> float:
         """As in `DiffusionTrainer`."""
         return 0.0
-
-    def data_reports(self) -> dict[str, DataReport]:
-        """As in `DiffusionTrainer`."""
-        return {}
 
     def _checkpoint_to_resume(self, path: Path) -> tuple[int, str]:
         """The number of a checkpoint's stage, and the checkpoint. Restores the history of the earlier stages."""

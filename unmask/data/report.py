@@ -32,6 +32,12 @@ def print_report(rows: Any, wanted: bool) -> Any:
     return rows
 
 
+def data_reports(trainer: Any) -> dict[str, DataReport]:
+    """The reports of a trainer's datasets (`train`, `eval`) that have one."""
+    datasets = {name: getattr(trainer, f"{name}_dataset", None) for name in ("train", "eval")}
+    return {name: rows.report for name, rows in datasets.items() if isinstance(rows, Rows)}
+
+
 class DataReport:
     """Counts the rows of a dataset (`where` in errors) while they are tokenised. Bad rows raise their errors; with `skip` they are only
     counted."""

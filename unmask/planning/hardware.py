@@ -121,18 +121,23 @@ class StepEstimator:
         work = estimate.workload
         return dataclasses.replace(estimate, seconds=calibrate(self.blueprint, self.network(work.precision), work))
 
-    def compare(self, recipe: HardwareRecipe, batch: int) -> dict[str, float]:
-        """Predict a step of this batch, then run such steps here (with AdamW in the precision of the weights).
-
-        Raises:
-            ConfigError: this machine lacks the device, the step does not fit, or the weights are quantised.
-        """
+    def device_to_measure(self, recipe: HardwareRecipe) -> str:
+        """The recipe's device. Raises ConfigError if this machine lacks it, or the weights are quantised."""
         if self.work.quantization:
             what = "steps on quantised weights are not measured"
             raise ConfigError(what, where="--measure, --quantization", remedy="Leave one of the two out")
         if (device := recipe.device) is None:
             remedy = "Leave out --measure, or run it there"
             raise ConfigError("this machine has no such device", where=f"--hardware {recipe.name}", remedy=remedy)
+        return device
+
+    def compare(self, recipe: HardwareRecipe, batch: int) -> dict[str, float]:
+        """Predict a step of this batch, then run such steps here (with AdamW in the precision of the weights).
+
+        Raises:
+            ConfigError: the step does not fit, or cannot be measured (`device_to_measure`).
+        """
+        device = self.device_to_measure(recipe)
         plain = dataclasses.replace(recipe, training={**recipe.training, "optim": "adamw_torch_fused"})
         estimate = self.estimate(plain, batch)
         if not estimate.fits or estimate.seconds is None:

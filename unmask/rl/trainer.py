@@ -36,6 +36,7 @@ from unmask.rl.rollout import Rollout, check_views, learnable, make_rollout, pla
 from unmask.rl.rollout_collector import RewardedCompletions, RolloutCollector
 from unmask.rl.update_buffer import Update, load_updates, reading_checkpoint, save_updates
 from unmask.training.checkpoints import steps_done
+from unmask.training.metrics import measuring
 from unmask.training.per_view_backward import Chunk, PerViewBackward
 from unmask.training.reference_model import Reference, make_reference
 from unmask.training.trainer import DiffusionTrainer
@@ -247,7 +248,7 @@ class GRPOTrainer(DiffusionTrainer):
             ConfigError: there is no `eval_dataset`, neither here nor in the trainer.
         """
         prompts = self.held_out_rows(eval_dataset)
-        with self.saved_if_it_fails(), self.measuring(metric_key_prefix):
+        with self.saved_if_it_fails(), measuring(self, metric_key_prefix):
             metrics = {f"{metric_key_prefix}_{name}": mean for name, mean in self.collector.mean_rewards(prompts).items()}
             self.log(metrics)
             self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

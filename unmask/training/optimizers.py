@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,15 @@ from unmask.errors import ConfigError, first_line, require
 from unmask.training.hardware_checks import OF_TORCHAO
 
 OF_TORCH = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+
+
+@contextmanager
+def naming_missing_library() -> Iterator[None]:
+    """Inside, an optimizer whose library is not installed is a ConfigError."""
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
 
 
 def check_optimizer(args: TrainingArguments) -> None:

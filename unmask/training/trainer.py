@@ -6,39 +6,41 @@ Shapes: B batch, M masks (views), T tokens.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, PrinterCallback, ProgressCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import TrainOutput
 
-from unmask.data.report import DataReport, Rows, print_report
+from unmask.data.report import Rows, print_report
 from unmask.data.rows import Collator, check_dataset, separate_documents
 from unmask.diffusion.log_probs import view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views
-from unmask.errors import ConfigError, TrainingError, first_line
+from unmask.errors import ConfigError, TrainingError
 from unmask.models.adapters import has_adapters, with_adapters
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.load import as_diffusion_lm
-from unmask.models.model_card import HISTORY_KEY, history
+from unmask.models.model_card import history, write_card
 from unmask.training.checkpoints import refuse_earlier, steps_done
 from unmask.training.config import TrainingConfig, check_rows
 from unmask.training.distributed import alone_in, lockstep, rows_before, without_repeats
 from unmask.training.durable.checkpoint_files import FULL_DISK, naming_write_errors
-from unmask.training.durable.saving import CheckpointSaving
+from unmask.training.durable.saving import Saver
 from unmask.training.half_batches import HalfBatches
 from unmask.training.hardware_checks import compile_in_place, refuse_unsupported
 from unmask.training.memory import memory_metrics
-from unmask.training.model_history import chosen_settings, history_entry
-from unmask.training.optimizers import keep_on_host
+from unmask.training.metrics import finite, measuring, naming_missing_metric
+from unmask.training.model_history import chosen_settings, remember
+from unmask.training.optimizers import keep_on_host, naming_missing_library
 from unmask.training.per_view_backward import PerViewBackward
-from unmask.training.resume.trainer import RunResuming
-from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput
+from unmask.training.resume.fingerprints import model_inputs, reads_first_weights, rows_fingerprint
+from unmask.training.resume.record import RunRecord
+from unmask.training.resume.resumption import Resumption
+from unmask.training.run_log import Means, ProgressTarget, RunCallback, RunLog, Throughput, read_sums
 from unmask.training.step_timer import Phases
 from unmask.training.trackers import set_tensorboard_dir
 
@@ -49,7 +51,7 @@ Batch = dict[str, Any]  # tensors by name, and the flag `one_document`
 STEP_LOSSES = ("loss", "train_loss")  # means over steps: since the last log line, and over the whole run
 
 
-class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
+class DiffusionTrainer(Trainer):
     """transformers.Trainer whose loss is the cross-entropy of a view plan over a DiffusionLM.
 
     Subclasses implement `plan`, which decides what is hidden, or override `micro_loss` for another loss. Losses are sums divided
@@ -65,6 +67,7 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         data_collator, callbacks, optimizers: as in transformers.Trainer.
     """
 
+    resumption_type = Resumption
     streams = False  # whether the dataset may be a stream, an iterable without a length
     per_view: PerViewBackward | None = None  # makes the steps of a loss that takes several forward passes
 
@@ -94,10 +97,11 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         self.lm = with_adapters(lm, peft_config) if peft_config is not None else lm
         self.lm.flash_attention = args.flash_attention
         setattr(lm.config, SETTINGS_KEY, lm.settings)
-        self.means, self.evaluating, self._half_batches = Means(), False, HalfBatches(self)
+        self.means, self.evaluating = Means(), False
+        self._half_batches, self._saver, self.resumption = HalfBatches(self), Saver(self), self.resumption_type(self)
         self.metrics = log or RunLog(folder=args.output_folder)
         self.phases = phases or Phases(args.device, memory=args.log_memory_usage)
-        self._history, self._num_train_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
+        self.earlier_history, self.num_rows = history(lm), len(train_dataset) if isinstance(train_dataset, Sized) else None
         self._run_callback = RunCallback(progress, self.metrics, self.phases)
         super().__init__(
             model=self.lm.model,
@@ -175,6 +179,35 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
                     self.rewind(0 if checkpoint is None else steps_done(checkpoint) or 0)
                 return super().train(checkpoint and str(checkpoint), **rest)
 
+    @property
+    def run_record(self) -> RunRecord:
+        """The settings and inputs of the run."""
+        return self.resumption.record
+
+    def inputs(self) -> dict[str, Any]:
+        """What the run reads, besides settings and held-out rows: fingerprints of JSON types, by name."""
+        of_model = model_inputs(self.lm, weights_matter=reads_first_weights(self.args))
+        return {"train_dataset": rows_fingerprint(self.train_dataset)} | of_model
+
+    def checkpoint_to_resume(self, named: str | Path | Literal[True]) -> Path | None:
+        """See `Resumption.checkpoint`."""
+        return self.resumption.checkpoint(named)
+
+    def rewind(self, step: int) -> None:
+        """Drop the log lines after this step. They will be written again."""
+        self.metrics.rewind(step)
+
+    def _init_training_state(self, max_steps: int, *arguments: Any) -> Any:
+        _ = self.run_record  # of a new run; a resumed one has made it before it loaded weights
+        started = super()._init_training_state(max_steps, *arguments)
+        self.resumption.begin(max_steps)
+        return started
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.resumption.load_optimizer(lambda: super(DiffusionTrainer, self)._load_optimizer_and_scheduler(checkpoint))
+            self.means.load(read_sums(Path(checkpoint)) if self.is_world_process_zero() else {})  # the saved sums cover all processes
+
     def planned_steps(self, args: TrainingConfig) -> int:
         """The number of optimizer steps that a run with these arguments makes on this trainer's rows."""
         return self.set_initial_training_values(args, self.get_train_dataloader())[-1]
@@ -183,24 +216,9 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         """The estimated seconds that such a run needs before its first step."""
         return 0.0
 
-    def data_reports(self) -> dict[str, DataReport]:
-        """The data reports by dataset (`train`, `eval`), for datasets that have one."""
-        return {name: rows.report for name in ("train", "eval") if isinstance(rows := getattr(self, f"{name}_dataset"), Rows)}
-
-    def rewind(self, step: int) -> None:
-        """Drop the log lines after this step. They will be written again."""
-        self.metrics.rewind(step)
-
     def reported_settings(self) -> dict[str, Any]:
         """The settings that are stored in the model's history."""
         return chosen_settings(self.args)
-
-    def _remember(self) -> None:
-        """Append this run to the history in the model's config."""
-        if self.state.global_step > 0:  # nothing to record when an untrained model is evaluated
-            rows, changes = self._num_train_rows, self.changes_in_card()
-            entry = history_entry(self.args, self.reported_settings(), self.state, rows=rows, changes=changes)
-            setattr(self.lm.config, HISTORY_KEY, [*self._history, entry])
 
     @property
     def uses_fsdp_or_deepspeed(self) -> bool:
@@ -221,7 +239,7 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """As in transformers.Trainer, on user rows or the trainer's held-out rows. Raises ConfigError if there are none."""
         rows = self.held_out_rows(eval_dataset)
-        with self.measuring(metric_key_prefix):
+        with measuring(self, metric_key_prefix):
             self.measure(rows)
             return super().evaluate(rows, ignore_keys, metric_key_prefix)
 
@@ -242,11 +260,8 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         raise TrainingError("whole rows have no predictions", where="predict", remedy="Use evaluate, or generate")
 
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
-        try:
+        with naming_missing_metric(self.args.metric_for_best_model, metrics):
             return super()._determine_best_metric(metrics, trial)
-        except KeyError as error:
-            what, remedy = f"an evaluation has no {self.args.metric_for_best_model!r}", f"Use one of {', '.join(metrics)}"
-            raise ConfigError(what, where="metric_for_best_model", remedy=remedy) from error
 
     def prediction_step(self, model: nn.Module, inputs: Batch, *rest: Any, **named: Any) -> tuple[Tensor, None, None]:
         rows, loss = without_repeats(inputs, self.accelerator), torch.zeros((), dtype=self.lm.log_prob_dtype, device=self.args.device)
@@ -276,13 +291,13 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
             loss = self.per_item(loss, num_items_in_batch)
         else:  # evaluation: each batch is divided by its own items
             items = self.count_items(inputs)
-            loss = self.finite("loss", loss / items.clamp_min(1))
+            loss = finite(self, "loss", loss / items.clamp_min(1))
             self.record("loss", loss.detach(), float(items))  # transformers would average over rows, not items
         return (loss, None) if return_outputs else loss
 
     def per_item(self, loss: Tensor, items: Tensor | int) -> Tensor:
         """This rank's part of the loss of an optimizer step. `items`: of all ranks. DDP averages gradients over ranks."""
-        return self.finite("loss", loss / items * self.accelerator.num_processes)
+        return finite(self, "loss", loss / items * self.accelerator.num_processes)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> tuple[list[Any], Tensor | None]:
         if not self.over:
@@ -293,11 +308,10 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         return batches, self._get_num_items_in_batch(batches, device)
 
     def create_optimizer(self, *arguments: Any) -> Any:
-        new = self.optimizer is None
-        try:
-            super().create_optimizer(*arguments)
-        except ImportError as error:  # its library
-            raise ConfigError(first_line(error), where="optim", remedy="Install it, or use adamw_torch") from error
+        if new := self.optimizer is None:
+            with naming_missing_library():
+                super().create_optimizer(*arguments)
+            self.resumption.optimizer_made()
         if new and self.args.optimizer_offload:
             keep_on_host(self.optimizer)
         return self.optimizer
@@ -336,30 +350,6 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         """The rows of this process's micro-batch, which `samples_per_second` counts."""
         return len(batch["sample_id"])
 
-    @contextlib.contextmanager
-    def measuring(self, prefix: str) -> Iterator[None]:
-        """Inside, metrics are recorded as an evaluation's, under this prefix, separately from those of training."""
-        if prefix == "train":
-            raise ConfigError("train is reserved for the summary of a run", where="metric_key_prefix", remedy="Use another, as train_rows")
-        outside = self.means, self.evaluating
-        self.means, self.evaluating = Means(f"{prefix}_"), True
-        try:
-            yield
-        finally:
-            self.means, self.evaluating = outside
-
-    def finite(self, name: str, value: Tensor) -> Tensor:
-        """Return the value, or raise TrainingError if it is not finite."""
-        if not math.isfinite(number := float(value.detach() if isinstance(value, Tensor) else value)):
-            where = f"step {self.state.global_step}"
-            damaged = next((name for name, weight in self.lm.model.named_parameters() if not weight.isfinite().all()), None)
-            if damaged is not None:
-                remedy = "Resume from a checkpoint before it: --resume. If it happens again, lower the learning rate or max_grad_norm"
-                raise TrainingError(f"the {name} is {number}, because weights are not finite ({damaged})", where=where, remedy=remedy)
-            remedy = "Lower the learning rate or max_grad_norm, or use float32; earlier checkpoints are intact"
-            raise TrainingError(f"the {name} is {number}, although all weights are finite", where=where, remedy=remedy)
-        return value
-
     def get_performance_stats(self) -> dict[str, Any]:
         """Time, peak memory (with `log_memory_usage`) and tokens per second by phase: see `Phases.performance_stats`."""
         return self.phases.performance_stats()
@@ -371,7 +361,7 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         checked = norm is not None and self.accelerator.scaler is None  # a float16 scaler skips steps whose gradients are not finite
-        return self.finite("gradient norm", norm) if checked else norm
+        return finite(self, "gradient norm", norm) if checked else norm
 
     def floating_point_ops(self, inputs: Batch) -> int:
         return 0
@@ -385,4 +375,26 @@ class DiffusionTrainer(CheckpointSaving, RunResuming, Trainer):
         logs |= memory if self.args.log_memory_usage else {}
         super().log(logs, start_time)
         if "train_loss" in logs or not self.is_in_train:  # the summary of a run, or a later evaluation
-            self._remember()
+            remember(self)
+
+    # Checkpoints.
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return super()._get_output_dir(trial) if self._saver.unfinished is None else str(self._saver.unfinished.parent)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        self._saver.save_checkpoint(lambda: super(DiffusionTrainer, self)._save_checkpoint(model, trial), Path(self._get_output_dir(trial)))
+
+    def _load_best_model(self) -> None:
+        self._saver.check_best()
+        super()._load_best_model()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the whole model with adapters merged; a checkpoint (`_internal_call`): trained weights, config and metric sums."""
+        save, folder = self._saver.save_trained if _internal_call else self._saver.save_model, output_dir or str(self.args.output_dir)
+        save(lambda: super(DiffusionTrainer, self).save_model(folder, _internal_call), Path(folder))
+
+    def create_model_card(self, *_: Any, **__: Any) -> None:
+        """Called by transformers when it pushes to the hub."""
+        if self.args.should_save:
+            write_card(self.lm, str(self.args.output_dir))

@@ -38,6 +38,11 @@ def rows_fingerprint(rows: Iterable[Row] | None) -> dict[str, Any] | None:
     return {"rows": len(rows) if isinstance(rows, Sized) else None, "sha256": digest.hexdigest()}
 
 
+def reads_first_weights(args: Any) -> bool:
+    """Whether training reads the weights that the model had before training."""
+    return getattr(args, "needs_reference", False) and args.reference_model is None
+
+
 def model_inputs(lm: DiffusionLM, *, weights_matter: bool) -> dict[str, Any]:
     """The facts of a model that a checkpoint does not bring back: its pattern, its shapes, its adapters, and a hash of weights.
 
