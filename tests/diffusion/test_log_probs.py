@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests import toy
-from unmask.diffusion.log_probs import noise_groups, view_log_probs
+from unmask.diffusion.log_probs import noise_groups, view_log_probs, weighted_cross_entropy
 from unmask.diffusion.views import Draw, Views, all_masked_views, exact_count_views
 from unmask.models.hooks.head import token_log_probs
 
@@ -193,3 +195,38 @@ def test_tokens_are_noised_together_by_document_and_block(attention, documents, 
     if documents is not None:
         maskable &= documents > 0
     assert noise_groups(lm, maskable, documents).tolist() == expected
+
+
+def a_case(seed: int) -> tuple[torch.Tensor, Views]:
+    generator = torch.Generator().manual_seed(seed)
+    log_prob_BMT = -torch.rand(2, 3, 4, generator=generator, dtype=torch.float64)
+    hidden_BMT = torch.rand(2, 3, 4, generator=generator) < 0.7
+    target_BMT = hidden_BMT & (torch.rand(2, 3, 4, generator=generator) < 0.8)
+    weight_BMT = torch.where(target_BMT, 5 * torch.rand(2, 3, 4, generator=generator), 0)
+    return log_prob_BMT.requires_grad_(), Views(hidden_BMT, target_BMT, weight_BMT)
+
+
+@given(st.integers(0, 10**6))
+def test_the_loss_and_its_gradient(seed):
+    log_prob_BMT, views = a_case(seed)
+    loss = weighted_cross_entropy(log_prob_BMT, views)
+    cells = [(b, v, t) for b in range(2) for v in range(3) for t in range(4) if views.target_BMT[b, v, t]]
+    assert loss.item() == pytest.approx(-sum(views.weight_BMT[cell].item() * log_prob_BMT[cell].item() for cell in cells))
+    loss.backward()
+    torch.testing.assert_close(log_prob_BMT.grad, -views.weight_BMT.double())
+
+
+@given(st.integers(0, 10**6))
+def test_losses_of_single_views_and_rows_add_up(seed):
+    log_prob_BMT, views = a_case(seed)
+    whole = weighted_cross_entropy(log_prob_BMT, views)
+    by_view = [weighted_cross_entropy(log_prob_BMT[:, v : v + 1], views.select(slice(None), slice(v, v + 1))) for v in range(3)]
+    by_row = [weighted_cross_entropy(log_prob_BMT[b : b + 1], views.select(slice(b, b + 1))) for b in range(2)]
+    torch.testing.assert_close(sum(by_view), whole)
+    torch.testing.assert_close(sum(by_row), whole)
+
+
+def test_nothing_scored_is_no_loss():
+    nothing_BMT = torch.zeros(2, 1, 3, dtype=torch.bool)
+    loss = weighted_cross_entropy(torch.zeros(2, 1, 3), Views(nothing_BMT, nothing_BMT, nothing_BMT.float()))
+    assert loss == 0

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +40,7 @@ from unmask.models.adapters import merged, with_adapters
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.models.export import export
 from unmask.rl.rollout import make_rollout
+from unmask.sandbox.launch import processor_seconds
 
 PROMPTS = [[4, 5, 6], [7], [4, 5, 6], [9, 8, 7, 6, 5, 4]]
 KEYS = [3, -(2**63), 2**63 - 1, 0]
@@ -348,9 +348,10 @@ def test_unmask_serve_dies_in_the_middle_and_comes_back(tmp_path):
         backend.sync(changed(lm), 0)
         expected = LocalBackend(changed(lm)).generate(prompts, config, keys)
         with ThreadPoolExecutor(1) as pool:
+            idle = processor_seconds(serve.process.pid)
             running = pool.submit(backend.generate, prompts, config, keys)
-            time.sleep(0.5)
-            assert not running.done()
+            while processor_seconds(serve.process.pid) < idle + 0.1:
+                assert not running.done()
             serve.end(signal.SIGKILL)
             serve = Serve(tmp_path / "model", port)
             assert running.result() == expected
