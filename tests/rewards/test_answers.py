@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from unmask.errors import RunStopped
 from unmask.rewards.answers import NotANumber, answers_in, copied, copy_of, describe_error, only_this_process, raise_interrupt, shown
 from unmask.rewards.verdict import OK, Verdict
 
@@ -86,11 +87,12 @@ def test_a_number_cannot_pass_for_another():
     assert type(answer) is float and answer == math.inf
 
 
-def test_ctrl_c_is_raised_again_in_the_main_thread():
-    with pytest.raises(KeyboardInterrupt):
-        answers_in([hostile(float, KeyboardInterrupt())])
-    with pytest.raises(KeyboardInterrupt):
-        raise_interrupt(KeyboardInterrupt())
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), RunStopped("stopped", code=143)])
+def test_ctrl_c_and_other_signals_are_raised_again_in_the_main_thread(interrupt):
+    with pytest.raises(type(interrupt)):
+        answers_in([hostile(float, interrupt)])
+    with pytest.raises(type(interrupt)):
+        raise_interrupt(interrupt)
     raise_interrupt(SystemExit())
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import pytest
 
 from tests.rl.hostile_rewards import BODIES, source
 from tests.training.tiny_runs import PAIRS, make
-from unmask.errors import TrainingError
+from unmask.errors import RunStopped, TrainingError
 from unmask.rl.reward_functions import Rewards
+from unmask.training.durable.stopping import StopOnSignal
 
 ROWS = [{"prompt": f"p{i}", "answer": [str(i)]} for i in range(3)]
 TEXTS, IDS = ["a", "b", "c"], [[4], [5], [6]]
@@ -46,6 +49,23 @@ def check(result, name):
 @pytest.mark.parametrize("name", SHORT)
 def test_a_hostile_reward_ends_nothing(tmp_path, name):
     check(outcome(tmp_path, name, 0), name)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_a_reward_is_computed_ends_the_run_and_no_call_is_repeated(tmp_path, number):
+    calls = []
+
+    def signalled(completions, **_):
+        calls.append(completions)
+        os.kill(os.getpid(), number)
+        return stopped.wait(60)
+
+    stopped = threading.Event()
+    rewards = Rewards([signalled])
+    with pytest.raises(RunStopped, match=f"stopped by {number.name} at once"), StopOnSignal(tmp_path):
+        rewards(ROWS, TEXTS, IDS)
+    stopped.set()
+    assert calls == [TEXTS]
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from traceback import format_exception_only
 from typing import Any
 
+from unmask.errors import RunStopped
 from unmask.rewards.verdict import Verdict
 
 
@@ -90,8 +91,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def raise_interrupt(error: BaseException) -> None:
-    """Raise Ctrl-C again, which only the main thread gets: anywhere else a KeyboardInterrupt is a function's own."""
-    if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+    """Raise Ctrl-C and other signals again, which only the main thread gets: anywhere else they are a function's own."""
+    if isinstance(error, KeyboardInterrupt | RunStopped) and threading.current_thread() is threading.main_thread():
         raise error
 
 

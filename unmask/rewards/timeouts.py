@@ -107,15 +107,11 @@ def reward_values(call: TimedCall, arguments: Arguments, seconds: float, *, name
         TrainingError: the function raised it, or did not return one value per completion.
     """
     end, count = time.monotonic() + seconds, len(arguments["completions"])
-    try:
-        values = call(copied(arguments), seconds)
-    except TrainingError:
-        raise
-    except BaseException as error:  # user code
-        raise_interrupt(error)
-        if isinstance(error, LateError) or not alone or count == 1:
-            return [error] * count
-        return [_answer(call, select(arguments, slice(row, row + 1)), end - time.monotonic(), error) for row in range(count)]
+    values = _values_or_error(call, arguments, seconds)
+    if isinstance(values, BaseException):
+        if isinstance(values, LateError) or not alone or count == 1:
+            return [values] * count
+        return [_answer(call, select(arguments, slice(row, row + 1)), end - time.monotonic(), values) for row in range(count)]
     if isinstance(values, NotANumber) or len(values) != count:
         found = values.shown if isinstance(values, NotANumber) else f"{len(values)} values"
         what = f"returned {found} for {count} completions"
@@ -141,16 +137,23 @@ def select(arguments: Arguments, at: slice) -> Arguments:
     return {name: value[at] if isinstance(value, list) else value for name, value in arguments.items()}
 
 
-def _answer(call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException) -> Answer | BaseException:
-    """The value or exception for one completion alone, of a function that raised `of_all` for all of them."""
-    if seconds <= 0:
-        return LateError("no time left")
+def _values_or_error(call: TimedCall, arguments: Arguments, seconds: float) -> list[Answer] | NotANumber | BaseException:
+    """What a call with copies of the arguments returns, or the exception that the function raises."""
     try:
-        values = call(copied(arguments), seconds)
+        return call(copied(arguments), seconds)
     except TrainingError:
         raise
     except BaseException as error:  # user code
         raise_interrupt(error)
         return error
+
+
+def _answer(call: TimedCall, arguments: Arguments, seconds: float, of_all: BaseException) -> Answer | BaseException:
+    """The value or exception for one completion alone, of a function that raised `of_all` for all of them."""
+    if seconds <= 0:
+        return LateError("no time left")
+    values = _values_or_error(call, arguments, seconds)
+    if isinstance(values, BaseException):
+        return values
     # A function that does not support single completions must not end the run.
     return of_all if isinstance(values, NotANumber) or len(values) != 1 else values[0]
