@@ -39,6 +39,18 @@ BOMBS = {
     "a width in a format's argument": "{{ '{:>{w}}'.format('x', w=10000000000) }}",
     "a width after %": "{{ '%10000000000d' % 1 }}",
     "a width for %": "{{ '%*d' % (10000000000, 1) }}",
+    "a width for a name with parentheses": "{{ '%(a())10000000000d' % {'a()': 1} }}",
+    "a width made of texts": "{{ '{:>1{w}}'.format('x', w='0000000000') }}",
+    "a width in a list": "{{ '{:>{w[a]}}'.format('x', w={'a': 10000000000}) }}",
+    "a precision": "{{ '%.010000000000d' % 1 }}",
+    "a width in the filter": "{{ '%10000000000d'|format(1) }}",
+    "widths for the filter": "{{ ('%*d' * 99999)|format(*([999999] * 199998)) }}",
+    "many widths": "{{ ('{0:>999999}' * 99999).format('x') }}",
+    "many widths after %": "{{ ('%(a)999999d' * 99999) % {'a': 1} }}",
+    "many long values": "{{ ('{0}' * 99999).format('x' * 999999) }}",
+    "many long values after %": "{{ ('%(a)s' * 99999) % {'a': 'x' * 999999} }}",
+    "many long values by name": "{{ ('{a}' * 99999).format(a='x' * 999999) }}",
+    "lists in lists after %": NESTED + "{{ '%s' % a5 }}",
     "lists in lists": NESTED + "{{ a5 }}",
     "lists in lists as JSON": NESTED + "{{ a5|tojson }}",
     "lists in lists as text": NESTED + "{{ a5|string|length }}",
@@ -90,6 +102,13 @@ def test_other_templates_render_as_in_the_sandbox_of_jinja2(template: str, monke
     compile_template.cache_clear()
     assert render_template(tokenizer(template), messages) == limited
     compile_template.cache_clear()
+
+
+def test_long_numbers_in_a_text_that_is_formatted_are_no_widths() -> None:
+    call = "Call (030) 12345678901, or 100%% of 5551234567."
+    template = f"{{{{ '{call} %s %(x)5s'.replace('%(x)', '%') % (messages[0].content, 1) }}}}{{{{ '{call} {{:>4}}'.format(2) }}}}"
+    rendered = render_template(tokenizer(template), [{"role": "user", "content": "0123456789"}])
+    assert rendered == f"{call.replace('%%', '%')} 0123456789     1{call}    2"
 
 
 def test_a_long_conversation_is_rendered() -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import string
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,7 +26,8 @@ MAX_SIZE = 10_000_000
 MAX_NUMBER = 1_000_000
 """The largest number that a method, a filter or a format may be given: a width, a count."""
 PER_STEP = 1000  # characters or items of a value that count as one step
-WIDTH = re.compile(r"\d{7}")
+PERCENT_FIELD = re.compile(r"%(?:%|(?:\([^()]*([()]))?([-+ #0\d.*]*))")
+"""A field of `%`: what ends its name (`(`: the name has parentheses), and its width and precision."""
 
 steps_left: ContextVar[int] = ContextVar("steps_left", default=MAX_STEPS)
 
@@ -66,10 +68,30 @@ def check_numbers(values: Iterable[Any]) -> None:
             check_numbers(value)
 
 
+def check_format(fields: list[str], values: Iterable[Any]) -> None:
+    """Raise LimitError if a format could make a text too large. `fields` has width and precision of each."""
+    widths = sum(int(number[:9]) for field in fields for number in re.findall(r"[1-9]\d*", field))
+    _limit(widths + len(fields) * max((len(value if isinstance(value, str) else str(measured(value))) for value in values), default=0))
+
+
+def percent_fields(text: str) -> list[str]:
+    """Width and precision of each field of a format for `%`."""
+    fields = PERCENT_FIELD.findall(text)
+    if any(end == "(" or "*" in field for end, field in fields):
+        raise LimitError("it asks for a width that it computes")
+    return [field for _, field in fields]
+
+
+def brace_fields(text: str) -> list[str]:
+    """Width and precision of each field of a format for `format`."""
+    fields = [field or "" for _, name, field, _ in string.Formatter().parse(text) if name is not None]
+    if any("{" in field for field in fields):
+        raise LimitError("it asks for a width that it computes")
+    return fields
+
+
 def check_text(method: str, text: Any, *args: Any) -> None:
     """Raise LimitError if a method or filter of a text could make it too large."""
-    if method in ("format", "format_map") and WIDTH.search(str(text)):
-        raise LimitError("it asks for a text of millions of characters")
     if method == "replace" and len(args) > 1:
         _limit(len(text) + text.count(args[0]) * len(args[1]))
     if method == "join" and isinstance(text, str | bytes):
@@ -93,6 +115,8 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
             context, values, *rest = args
             args = (context, list(_counted(values)), *rest)
             check_text("join", str(rest[0]) if rest else "", args[1])
+        if function.__name__ == "do_format":
+            check_format(percent_fields(str(args[0])), (*args[1:], *kwargs.values()))
         texts = [value for value in args if isinstance(value, str | bytes)]  # without the context that jinja2 adds
         if texts:
             check_text(function.__name__.removeprefix("do_"), *texts)
@@ -169,6 +193,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # the sandbox wraps str.format
         if isinstance(text := getattr(method, "__self__", None), str | bytes):
             check_text(method.__name__, text, *args)
+            if method.__name__ in ("format", "format_map"):
+                check_format(brace_fields(str(text)), (*args, *kwargs.values()))
         return measured(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
@@ -182,9 +208,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**" and (abs(left) > MAX_NUMBER or abs(right) > 256):
             raise LimitError("it makes a number of more than 256 bits")
         if operator == "%" and isinstance(left, (str, bytes)):
-            check_numbers([right] if not isinstance(right, Mapping) else right.values())
-            if WIDTH.search(str(left)):
-                raise LimitError("it asks for a text of millions of characters")
+            check_format(percent_fields(str(left)), right if isinstance(right, tuple) else [right])
         return measured(super().call_binop(context, operator, left, right))
 
 
