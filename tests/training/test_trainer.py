@@ -487,7 +487,7 @@ def test_batches_are_pinned_and_copied_asynchronously_where_there_is_a_gpu(tmp_p
 
 @pytest.mark.parametrize("length", [1, 0, -1])
 def test_rows_in_which_nothing_can_be_learnt_are_refused(length, tmp_path):
-    with pytest.raises(ConfigError, match=f"max_length: {length} tokens in a row. max_length must be at least 2"):
+    with pytest.raises(ConfigError, match=f"max_length: {length} is out of range. Use at least 2"):
         make("pretrain", tmp_path, max_length=length)
 
 
@@ -518,7 +518,7 @@ def test_the_loss_of_an_evaluation_is_that_of_all_its_tokens_however_they_are_ba
     [
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: 0 is below 1"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is below 1"),
-        ({"score_chunk": -1}, "score_chunk: -1 is below 1"),
+        ({"score_chunk": -1}, "score_chunk: -1 is out of range. Use at least 1"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
         ({"eval_strategy": "steps"}, "eval_strategy: there is nothing to evaluate on"),
     ],

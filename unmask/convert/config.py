@@ -15,7 +15,7 @@ from unmask.models.attention import DEFAULT_BLOCK, check_pattern
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.training.config import NEUTRAL, Part
-from unmask.training.config_fields import check_settings, setting
+from unmask.training.config_fields import setting
 from unmask.training.noise_config import NoisingConfig
 from unmask.training.text_config import TextConfig
 
@@ -60,7 +60,6 @@ class ConvertConfig(NoisingConfig, TextConfig):
         self.stages = [stage if isinstance(stage, ConversionStage) else ConversionStage(**stage) for stage in self.stages]
         if not self.stages:
             raise ConfigError("there are no stages", where="stages", remedy="Give at least one, or leave the setting out")
-        check_settings(self)
         if self.attention == "causal":
             what, remedy = "a model cannot be converted to causal attention", "Use bidirectional or block_causal"
             raise ConfigError(what, where="attention", remedy=remedy)

@@ -21,7 +21,7 @@ from unmask.rl.methods.masking import MaskingStrategy, find_masking
 from unmask.rl.methods.spg import SPG
 from unmask.rl.methods.trajectory import StepMerge, TraceRL
 from unmask.training.config import ACTS, METRIC_SCHEDULERS, NEUTRAL, Conflict, TrainingConfig
-from unmask.training.config_fields import check_settings, naming_setting_too, setting
+from unmask.training.config_fields import naming_setting_too, setting
 from unmask.training.sharding import weight_sharding_setting
 
 LOG_RATIO_CLAMP = 20.0
@@ -163,15 +163,14 @@ class GRPOConfig(TrainingConfig):
         args: Any = self  # mypy does not read the fields of TrainingArguments
         if args.metric_for_best_model is None and (args.load_best_model_at_end or args.lr_scheduler_type in METRIC_SCHEDULERS):
             args.metric_for_best_model = "reward"  # transformers would use the loss, which evaluations lack
-        super().__post_init__()
         method = get_method(self.method)
         for field in fields(self):
             if field.default is None and getattr(self, field.name) is None:
                 setattr(self, field.name, self._default_of(field))
+        super().__post_init__()
         exponential = self.ratio == "product" or self.adaptive_loss or (method.estimator == "bound" and self.kl == "k3")
         if exponential and self.log_ratio_clamp is None and "log_ratio_clamp" in settings_of(method):
             self.log_ratio_clamp = LOG_RATIO_CLAMP
-        check_settings(self, self._is_set)
         self._check(method)
         self.refuse_unread(find_masking(self), final=False)
         try:
@@ -192,7 +191,6 @@ class GRPOConfig(TrainingConfig):
         return settings_of(get_method(self.method)).get(field.name, field.metadata.get("otherwise"))
 
     def _is_set(self, field: Field[Any]) -> bool:
-        """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
         return getattr(self, field.name) not in (None, self._default_of(field))
 
     def refuse_unread(self, strategy: MaskingStrategy | None, *, final: bool = True, exact: bool = False) -> None:

@@ -6,7 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sized
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
@@ -21,7 +21,7 @@ from unmask.models.diffusion_lm import DiffusionLM
 from unmask.planning.blueprint import Blueprint
 from unmask.planning.cost_model import Workload
 from unmask.redaction import masked
-from unmask.training.config_fields import check_types
+from unmask.training.config_fields import check_settings, check_types, setting
 from unmask.training.durable.launchers import check_processes, started_processes
 from unmask.training.hardware_checks import amp_faster, amp_supported, set_backends
 from unmask.training.optimizers import check_offload, check_optimizer
@@ -61,39 +61,26 @@ class TrainingConfig(TrainingArguments):
     learning_rate: float = field(default=1e-4, metadata={"help": "The peak learning rate of AdamW."})
     logging_steps: float = field(default=10, metadata={"help": "Steps between log lines."})
     report_to: str | list[str] = field(default="none", metadata={"help": "tensorboard, wandb, trackio, ... or none."})
-    logging_dir: str | None = field(
-        default=None,
-        metadata={"help": "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir.", "on_resume": NEUTRAL},
+    logging_dir: str | None = setting(
+        None, "The folder of TensorBoard's event files; unset: a new one under `runs` in output_dir", on_resume=NEUTRAL
     )
     fsdp: bool | str | None = field(default=None, metadata={"help": "Shard the model over all devices; fsdp_config says how."})
-    cudnn_benchmark: bool = field(
-        default=False, metadata={"help": "Let cuDNN choose the fastest convolutions by trying; needs a GPU.", "on_resume": NEUTRAL}
-    )
+    cudnn_benchmark: bool = setting(False, "Let cuDNN choose the fastest convolutions by trying; needs a GPU", on_resume=NEUTRAL)
     bf16: bool | None = field(
         default=None,
         metadata={"help": "Mixed precision: products in bfloat16, weights in float32. Unset: on for float32 weights on Ampere or later."},
     )
-    flash_attention: bool = field(
-        default=False, metadata={"help": "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits.", "on_resume": NEUTRAL}
+    flash_attention: bool = setting(False, "FlashAttention 2 for rows without blocks; needs a GPU and 16 bits", on_resume=NEUTRAL)
+    optimizer_offload: bool = setting(False, "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory")
+    max_length: int = setting(512, "Maximum tokens in a training row", low=2)
+    score_chunk: int | None = setting(
+        None,
+        "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows)",
+        low=1,
+        on_resume=NEUTRAL,
     )
-    optimizer_offload: bool = field(
-        default=False,
-        metadata={"help": "Keep the state of a torch optimizer, and float32 copies of the weights, in host memory."},
-    )
-    max_length: int = field(default=512, metadata={"help": "Maximum tokens in a training row."})
-    score_chunk: int | None = field(
-        default=None,
-        metadata={
-            "help": "Noised rows per forward pass. Unset: all views of a micro-batch (dpo, grpo: as many as the micro-batch has rows).",
-            "on_resume": NEUTRAL,
-        },
-    )
-    data_source: str | None = field(
-        default=None, metadata={"help": "The name of the training data in the model card.", "on_resume": NEUTRAL}
-    )
-    log_memory_usage: bool = field(
-        default=False, metadata={"help": "Log the peak memory so far in GB (on a GPU of reserved memory).", "on_resume": NEUTRAL}
-    )
+    data_source: str | None = setting(None, "The name of the training data in the model card", on_resume=NEUTRAL)
+    log_memory_usage: bool = setting(False, "Log the peak memory so far in GB (on a GPU of reserved memory)", on_resume=NEUTRAL)
     run_settings: ClassVar[Mapping[str, tuple[Any, OnResume]] | None] = None
     """The settings of the run besides these, by dotted name, with their kinds; the command line sets them."""
 
@@ -122,12 +109,11 @@ class TrainingConfig(TrainingArguments):
             args.deepspeed = deepspeed_config(args.deepspeed)
         alone = not torch.accelerator.is_available()  # transformers ignores launchers or warns unless it is set
         args.use_cpu |= alone and (args.bf16 or started_processes() > 1)
-        if args.max_length < 2:
-            raise ConfigError(f"{args.max_length} tokens in a row", where="max_length", remedy="max_length must be at least 2")
+        check_settings(self, self._is_set)
         if args.learning_rate < 0:
             raise ConfigError(f"{args.learning_rate} is negative", where="learning_rate", remedy="Use 0 or more")
-        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "score_chunk"):
-            if (value := getattr(args, name)) is not None and value < 1:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            if (value := getattr(args, name)) < 1:
                 raise ConfigError(f"{value} is below 1", where=name, remedy="Use 1 or more")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(args, name):
@@ -139,6 +125,10 @@ class TrainingConfig(TrainingArguments):
         set_backends(args)
         check_optimizer(args)
         check_offload(args)
+
+    def _is_set(self, field: Field[Any]) -> bool:
+        """Whether a setting differs from its default: a config can be read again with its defaults filled in."""
+        return getattr(self, field.name) not in (None, field.default)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings without secrets, for trackers and the model card."""

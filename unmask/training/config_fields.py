@@ -40,11 +40,6 @@ def setting(
     return field(default=default, metadata={"help": described, "on_resume": on_resume, **checks})
 
 
-def changed(args: Any, each: Field[Any]) -> bool:
-    """Whether a setting is neither None nor its default."""
-    return getattr(args, each.name) not in (None, each.default)
-
-
 def check_types(args: Any) -> None:
     """Convert fields that were declared by `setting` to their declared types. Raises ConfigError for a value of another type."""
     hints = get_type_hints(type(args))
@@ -53,11 +48,11 @@ def check_types(args: Any) -> None:
             setattr(args, each.name, checked(getattr(args, each.name), hints[each.name], each.name))
 
 
-def check_settings(args: Any, is_set: Callable[[Field[Any]], bool] | None = None) -> None:
+def check_settings(args: Any, is_set: Callable[[Field[Any]], bool]) -> None:
     """Raise ConfigError for a field declared by `setting` that is out of its range, an unknown word, or without effect.
 
     Args:
-        is_set: whether a setting was set; None: whether it differs from its default.
+        is_set: whether a setting was set.
     """
     for each in fields(args):
         if "needs" not in each.metadata:
@@ -70,7 +65,7 @@ def check_settings(args: Any, is_set: Callable[[Field[Any]], bool] | None = None
             if isinstance(number, int | float) and not (low <= number <= high and math.isfinite(number)):
                 bounds = [f"at {end} {bound:g}" for end, bound in (("least", low), ("most", high)) if math.isfinite(bound)]
                 raise ConfigError(f"{number} is out of range", where=name, remedy=f"Use {' and '.join(bounds) or 'a finite number'}")
-        for needed in each.metadata["needs"] if (is_set(each) if is_set else changed(args, each)) else ():
+        for needed in each.metadata["needs"] if is_set(each) else ():
             other, _, wanted = needed.partition("=")
             there = getattr(args, other)
             if there not in wanted.split("|") if wanted else not there:

@@ -9,7 +9,7 @@ from unmask.data.pairs import RowLimits
 from unmask.data.report import DataReport
 from unmask.models.diffusion_lm import DiffusionLM
 from unmask.training.config import NEUTRAL, TrainingConfig, canvas_length, row_length
-from unmask.training.config_fields import check_settings, setting
+from unmask.training.config_fields import setting
 
 
 @dataclass(kw_only=True)
@@ -31,10 +31,6 @@ class PairConfig(TrainingConfig):
     truncate_prompt: bool = setting(False, "Keep only the end of a prompt that leaves no room for the completion")
 
     answers_prompts = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_settings(self)
 
     def data_report(self, where: str) -> DataReport:
         """An empty report that follows `bad_rows`."""
