@@ -13,7 +13,7 @@ from unmask.rewards import program
 from unmask.sandbox.isolation import Limits
 from unmask.sandbox.pool import Pool
 from unmask.tasks import get_rewards, get_task
-from unmask.tasks.code import program_in, self_comparisons
+from unmask.tasks.code import names_in, program_in
 
 HUMANEVAL = ("humaneval", "HumanEval.jsonl.gz")
 
@@ -158,8 +158,10 @@ def test_no_test_compares_a_candidate_with_itself():
     for name, file in (("humaneval", HUMANEVAL[1]), ("mbpp", "mbpp.jsonl")):
         _, rows = read(name, name, file)
         for row in rows:
-            tests, names = (row["tests"], row["names"]) if name == "mbpp" else (row["test"], {"candidate", row["entry_point"]})
-            assert self_comparisons(ast.parse(tests), names) == []
+            tests, names = (row["tests"], {*row["names"]}) if name == "mbpp" else (row["test"], {"candidate", row["entry_point"]})
+            for node in ast.walk(ast.parse(tests)):
+                if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare) and row.get("entry_point") != "sort_third":
+                    assert sum(bool(names & names_in(ast.unparse(side))) for side in (node.test.left, *node.test.comparators)) < 2
 
 
 def test_humaneval_33_is_compared_with_the_reference():

@@ -6,8 +6,7 @@ import ast
 import re
 import sys
 from abc import abstractmethod
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from unmask.errors import ConfigError, DataError
@@ -71,27 +70,9 @@ class Code(Task):
         return [Verdict(value, "ok" if value == 1 else "malformed") for value in values]
 
 
-def self_comparisons(tests: ast.AST, names: Collection[str]) -> list[list[ast.Name]]:
-    """The names of a candidate on the right side of each assertion that has them on both sides, as all of HumanEval/33."""
-    found = []
-    for node in ast.walk(tests):
-        if isinstance(node, ast.Assert) and isinstance(node.test, ast.Compare):
-            left, *right = (
-                [part for part in ast.walk(side) if isinstance(part, ast.Name) and part.id in names]
-                for side in (node.test.left, *node.test.comparators)
-            )
-            found += [list(chain(*right))] if left and any(right) else []
-    return found
-
-
-def compared_with_reference(tests: str, names: Collection[str], program: str, name: str) -> str:
-    """Tests whose assertions compare the candidate with the reference, `name` of `program`, instead of with itself."""
-    tree = parse_python(tests)
-    if not (found := self_comparisons(tree, names)):
-        return tests
-    for each in chain(*found):
-        each.id = "_reference"
-    return f"_names = {{}}\nexec({program!r}, _names)\n_reference = _names[{name!r}]\n{ast.unparse(tree)}"
+def names_in(code: str) -> set[str]:
+    """The names that a program uses."""
+    return {node.id for node in ast.walk(parse_python(code)) if isinstance(node, ast.Name)}
 
 
 class HumanEval(Code):
@@ -107,7 +88,8 @@ class HumanEval(Code):
             raise DataError("not a program to complete", where=where, remedy=f"Write {', '.join(self.fields)} as text")
         stub, solution, test, entry_point = texts.values()
         try:
-            test = compared_with_reference(test, {"candidate", entry_point}, stub + solution, entry_point)
+            if {"candidate", entry_point} <= names_in(test):  # HumanEval/33 compares the candidate with the function of this name
+                test = f"{stub}{solution}\n{test}"
         except UNPARSABLE as error:
             raise not_python(error, where) from None
         return {"prompt": stub, "completion": solution, "group": stub, "stub": stub, "test": test, "entry_point": entry_point}
@@ -172,7 +154,7 @@ class MBPP(Code):
     def _needed(self, tests: str, code: str, where: str) -> tuple[list[str], list[str]]:
         """The names that the tests use: those that the reference defines, which the candidate provides, and standard modules."""
         try:
-            used = {node.id for node in ast.walk(parse_python(tests)) if isinstance(node, ast.Name)}
+            used = names_in(tests)
             defined = {getattr(node, "name", None) for node in parse_python(code).body}
         except UNPARSABLE as error:
             raise not_python(error, where) from None
