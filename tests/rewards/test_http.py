@@ -6,7 +6,6 @@ import contextlib
 import gzip
 import json
 import threading
-import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
@@ -100,21 +99,18 @@ def _answer(size: int) -> bytes:
 
 
 class Large(BaseHTTPRequestHandler):
-    """Answers with 2 MiB, plain or packed, or without an end."""
+    """Answers with 2 MiB, packed, or without an end."""
 
     sent: ClassVar[dict[str, tuple[str, bytes]]] = {
-        "small, packed": ("gzip", gzip.compress(_answer(1000))),
-        "small, deflated": ("deflate", zlib.compress(_answer(1000))),
+        "small": ("identity", _answer(1000)),
         "large": ("identity", _answer(2**21)),
-        "large, packed": ("gzip", gzip.compress(_answer(2**21))),
-        "1 GiB, packed": ("gzip", gzip.compress(bytes(2**24)) * 64),
-        "of another packing": ("br", _answer(10)),
-        "damaged": ("gzip", b"\x1f\x8b" + bytes(100)),
+        "packed": ("gzip", gzip.compress(_answer(1000))),
         "a list": ("identity", b"[" * 10**5),
     }
 
     def do_POST(self):
         name = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["completion"]
+        assert self.headers["Accept-Encoding"] == "identity"
         self.send_response(200)
         packing, data = self.sent.get(name, ("identity", b" " * 2**16))
         self.send_header("Content-Encoding", packing)
@@ -128,7 +124,7 @@ class Large(BaseHTTPRequestHandler):
         pass
 
 
-def test_an_answer_has_at_most_a_mebibyte_also_unpacked():
+def test_an_answer_has_at_most_a_mebibyte_and_is_not_packed():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Large)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge", timeout=20)
@@ -138,8 +134,7 @@ def test_an_answer_has_at_most_a_mebibyte_also_unpacked():
     finally:
         server.shutdown()
         server.server_close()
-    assert found["small, packed"] == found["small, deflated"] == 1
-    for name in ("large", "large, packed", "1 GiB, packed", "without end"):
+    assert found["small"] == 1 and str(found["packed"]) == "the answer is packed with gzip"
+    for name in ("large", "without end"):
         assert str(found[name]) == "the answer has more than 1,048,576 bytes", name
-    assert str(found["of another packing"]) == "the answer is packed with br, not gzip"
-    assert isinstance(found["damaged"], zlib.error) and isinstance(found["a list"], RecursionError | ValueError)
+    assert isinstance(found["a list"], RecursionError | ValueError)
