@@ -72,7 +72,7 @@ def test_print_config_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_record_is_read_without_its_secrets(tmp_path: Path) -> None:
-    """A key that is masked as a whole is left out, so that UNMASK_API_KEY or the login holds; an address must be given again."""
+    """A setting that is a secret is not recorded, so that UNMASK_API_KEY or the login holds; an address must be given again."""
     config = run_config()
     path = tmp_path / "config.yaml"
     path.write_text(to_yaml(config))

@@ -24,28 +24,27 @@ def masked_text(text: str) -> str:
 
 
 def masked(value: Any, key: str = "") -> Any:
-    """The value of a setting, which may hold others, without secrets: those of keys such as `api_key`, and those in texts."""
-    if value and SECRET_KEY.search(key) and not isinstance(value, Mapping):
+    """The value of a setting, which may hold others, without secrets: those in texts, and settings such as `api_key`, which mappings then
+    lack: a run that reads them takes its own, or none."""
+    if _is_secret(key, value):
         return MASK
     if hasattr(value, "model_dump"):
         value = value.model_dump()
     if isinstance(value, Mapping):
-        return {name: masked(item, str(name)) for name, item in value.items()}
+        return {name: masked(item) for name, item in value.items() if not _is_secret(str(name), item)}
     if isinstance(value, list | tuple):
         return type(value)(masked(item) for item in value) if type(value) in (list, tuple) else value
     return masked_text(value) if isinstance(value, str) else value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    return bool(value) and not isinstance(value, Mapping) and SECRET_KEY.search(key) is not None
 
 
 def masked_argument(argument: str) -> str:
     """An argument of the command line without secrets: `training.hub_token=...`, a URL."""
     key, equals, value = argument.partition("=")
     return f"{key}={MASK}" if equals and value and SECRET_KEY.search(key) else masked_text(ASSIGNED.sub(rf"\1{MASK}", argument))
-
-
-def without_masks(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Recorded settings without those that are masked as a whole: a run that reads them takes its own, or none."""
-    kept = {key: value for key, value in settings.items() if not (value == MASK and SECRET_KEY.search(key))}
-    return {key: without_masks(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def find_mask(value: Any, key: str = "") -> str | None:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from unmask.config.yaml import MAX_CHARACTERS, parse_yaml
 from unmask.errors import ConfigError, did_you_mean
-from unmask.redaction import without_masks
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 MODES = RECIPES / "modes"
@@ -155,7 +154,7 @@ def read_settings(path: Path) -> dict[str, Any]:
     if isinstance(model, dict) and model.get("trust_remote_code", False) is not False:
         remedy = "Remove it there, and give model.trust_remote_code=true on the command line if you trust the model's code"
         raise ConfigError("may not stand in a file", where=f"model.trust_remote_code ({path})", remedy=remedy)
-    return without_masks(values)
+    return values
 
 
 def read_text(path: Path) -> str:
