@@ -117,6 +117,7 @@ def test_only_the_rows_that_the_run_visits_are_scored(verb, more, tmp_path):
 
 def test_a_kill_loses_only_the_part_that_was_being_scored(tmp_path, computed, monkeypatch):
     monkeypatch.setattr(reference_log_probs, "PART", 2)
+    monkeypatch.setattr(reference_log_probs, "SAVE_SECONDS", 0.0)
     whole = make("dpo", tmp_path / "whole", rows=MANY, max_steps=16).stored["train"]
     batches = len(computed)
     computed.clear()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +31,9 @@ from unmask.models.model_state import fingerprint
 
 REFERENCE_FILE = "reference_scores.safetensors"
 PART = 64
-"""Batches of each process between two writes of the file."""
+"""Batches of each process that are computed before the processes exchange them."""
+SAVE_SECONDS = 60.0
+"""Time between two writes of the file."""
 LogProbsOfRows = Callable[[Sequence[Row], int], tuple[Tensor, Tensor]]
 """Called with rows and the number of a view plan; returns the log-probabilities [N] of the responses and the digests [B] of the rows."""
 
@@ -103,9 +106,10 @@ class ReferenceTable:
 
         Args:
             report: called with the finished fraction.
-            save: called with the table after each part, so that only one part is lost if the run is killed.
+            save: called with the table every `SAVE_SECONDS` and at the end, so that little is lost if the run is killed.
         """
         table, all_rows, finished = self.extended(len(rows_by_plan)), sum(map(len, rows_by_plan)), 0
+        saved, unsaved = time.monotonic(), False
 
         def finish(count: int) -> None:
             nonlocal finished
@@ -125,25 +129,30 @@ class ReferenceTable:
                 if table.digest_EI[plan, [row["sample_id"] for row in part]].all():
                     finish(len(part))
                     continue
-                mine = part[accelerator.process_index :: accelerator.num_processes]
-                table = table.with_batches(plan, mine, reporting, accelerator, batch_size)
-                save(table)
+                table._complete(plan, part, reporting, accelerator, batch_size)
+                unsaved = time.monotonic() < saved + SAVE_SECONDS
+                if not unsaved:
+                    save(table)
+                    saved = time.monotonic()
+        if unsaved:
+            save(table)
         return table
 
-    def with_batches(
+    def _complete(
         self, plan: int, rows: Sequence[Row], log_probs_of: LogProbsOfRows, accelerator: Accelerator, batch_size: int
-    ) -> ReferenceTable:
-        """The table with the log-probabilities of rows under a view plan, each process's and those of the others. A collective."""
-        log_prob_IS, digest_I = torch.zeros_like(self.log_prob_EIS[plan]), torch.zeros_like(self.digest_EI[plan])
-        for start in range(0, len(rows), batch_size):
-            batch = rows[start : start + batch_size]
-            ids = [row["sample_id"] for row in batch]
-            log_prob_N, digest_I[ids] = log_probs_of(batch, plan)
-            log_prob_IS[ids] = log_prob_N.view(log_prob_IS.shape[1], -1).T.cpu().to(log_prob_IS.dtype)
-        whole: Any = [accelerator.reduce(tensor.to(accelerator.device), "sum").cpu() for tensor in (log_prob_IS, digest_I)]
-        new_I, table = whole[1] != 0, ReferenceTable(self.log_prob_EIS.clone(), self.digest_EI.clone())
-        table.log_prob_EIS[plan, new_I], table.digest_EI[plan, new_I] = whole[0][new_I], whole[1][new_I]
-        return table
+    ) -> None:
+        """Put the log-probabilities of rows under a view plan into the table; each process computes some. A collective."""
+        log_prob_BS = self.log_prob_EIS.new_zeros(len(rows), self.log_prob_EIS.shape[2])
+        digest_B = self.digest_EI.new_zeros(len(rows))
+        mine = range(accelerator.process_index, len(rows), accelerator.num_processes)
+        for start in range(0, len(mine), batch_size):
+            index = list(mine[start : start + batch_size])
+            log_prob_N, digest_B[index] = log_probs_of([rows[at] for at in index], plan)
+            log_prob_BS[index] = log_prob_N.view(log_prob_BS.shape[1], -1).T.cpu().to(log_prob_BS.dtype)
+        ids = [row["sample_id"] for row in rows]
+        for table_EI, found_B in ((self.log_prob_EIS, log_prob_BS), (self.digest_EI, digest_B)):
+            of_all: Any = accelerator.reduce(found_B.to(accelerator.device), "sum")
+            table_EI[plan, ids] = of_all.cpu()
 
     @classmethod
     def empty(cls, count: int, num_responses: int, dtype: torch.dtype) -> ReferenceTable:
