@@ -8,8 +8,10 @@ from __future__ import annotations
 import math
 import re
 
-FRACTION = re.compile(r"\\frac\{([0-9.]+)\}\{([0-9.]+)\}|([0-9.]+) ?/ ?([0-9.]+)")
-UNIT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{[^{}]*\}(?:\^[0-9])?|\^\{? ?\\circ ?\}?|\\?[$%]")
+QUOTIENT = re.compile(r"\\frac\{([0-9.]+)\}\{([0-9.]+)\}|([0-9.]+) ?/ ?([0-9.]+)")
+TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
+UNIT = re.compile(rf"{TEXT.pattern}(?:\^[0-9])?")
+UNIT_OR_SIGN = re.compile(rf"{UNIT.pattern}|\^\{{? ?\\circ ?\}}?|\\?[$%]")
 KINDS = {
     "integer": re.compile(r"[+-]?[0-9]{1,3}(?:[, ]?[0-9]{3})+|[+-]?[0-9]+"),
     "decimal": re.compile(r"[+-]?(?:[0-9]{1,3}(?:[, ]?[0-9]{3})+|[0-9]*)\.[0-9]+"),
@@ -36,13 +38,13 @@ def is_final(answer: str, reference: str, question: str) -> bool:
 
 def lowest_terms(text: str) -> bool:
     """Whether all quotients of numbers in a text are of integers, in lowest terms, and none has the divisor 1."""
-    pairs = [list(filter(None, found.groups())) for found in FRACTION.finditer(text)]
+    pairs = [list(filter(None, found.groups())) for found in QUOTIENT.finditer(text)]
     return all(over.isdigit() and under.isdigit() and int(under) > 1 and math.gcd(int(over), int(under)) == 1 for over, under in pairs)
 
 
 def number_kind(text: str) -> str | None:
     """How a number, with or without a unit, is written: a key of `KINDS`; None for anything else."""
-    bare = UNIT.sub("", text).strip()
+    bare = UNIT_OR_SIGN.sub("", text).strip()
     return next((kind for kind, pattern in KINDS.items() if pattern.fullmatch(bare)), None)
 
 

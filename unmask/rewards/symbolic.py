@@ -18,7 +18,7 @@ from fractions import Fraction
 from itertools import accumulate
 from queue import SimpleQueue
 
-from unmask.rewards.final_form import is_final
+from unmask.rewards.final_form import TEXT, UNIT, is_final
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
@@ -34,8 +34,6 @@ NUMBER = re.compile(r"([+-]?)(?:([0-9]{1,3}(?:[, ][0-9]{3})+|[0-9]+)(?:\.([0-9]+
 FRACTION = re.compile(r"([+-]?)\\frac\{([0-9]+)\}\{([0-9]+)\}")
 SHORT_FRACTION = re.compile(r"\\frac ?([0-9]|\{[0-9]+\}) ?([0-9]|\{[0-9]+\})")
 DECIMAL = re.compile(r"([0-9]*)\.([0-9]+)")
-TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\{([^{}]*)\}")
-UNIT = re.compile(rf"{TEXT.pattern}(?:\^(?:\{{[0-9]\}}|[0-9]))?")
 MACRO = re.compile(r"\\([a-zA-Z]+)")
 KNOWN = re.compile(
     "frac|sqrt|pi|infty|pm|mp|cdot|times|div|cup|cap|circ|angle|begin|end|binom|log|ln|lg|exp|sin|cos|tan|cot|sec|csc|arcsin|arccos|arctan|"
