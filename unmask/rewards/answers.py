@@ -30,8 +30,14 @@ Answer = float | None | Verdict | NotANumber
 
 
 def copied(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a reward function, with a copy of each entry of their lists, so that it may edit them."""
-    return {name: [copy_of(entry) for entry in value] if isinstance(value, list) else value for name, value in arguments.items()}
+    """The arguments of a reward function, with copies of the trainer's state and of each entry of their lists, so that it may edit them."""
+
+    def copy_value(name: str, value: Any) -> Any:
+        if isinstance(value, list):
+            return [copy_of(entry) for entry in value]
+        return copy_of(value) if name == "trainer_state" else value
+
+    return {name: copy_value(name, value) for name, value in arguments.items()}
 
 
 def copy_of(value: Any) -> Any:

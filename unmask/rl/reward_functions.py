@@ -23,7 +23,7 @@ from torch import Tensor
 from unmask.data.encoding import is_conversational
 from unmask.errors import ConfigError, TrainingError, did_you_mean
 from unmask.redaction import masked_text
-from unmask.rewards.answers import NotANumber, copy_of, describe_error, shown
+from unmask.rewards.answers import NotANumber, describe_error, shown
 from unmask.rewards.http import HttpReward
 from unmask.rewards.logged import Log
 from unmask.rewards.timeouts import Arguments, LateError, in_thread
@@ -243,9 +243,7 @@ class Rewards:
 
     def _answers(self, arguments: Arguments) -> list[list[Any]]:
         """The answers of each function to each completion [F][B]."""
-        # Each function gets a copy of the trainer's state. `reward_values` copies the lists, before each call.
-        of_each = [{name: copy_of(value) if name == "trainer_state" else value for name, value in arguments.items()} for _ in self._calls]
-        calls = [functools.partial(call, own, self.seconds) for call, own in zip(self._calls, of_each, strict=True)]
+        calls = [functools.partial(call, arguments, self.seconds) for call in self._calls]
         parallel = {
             index: in_thread(calls[index])
             for index, function in enumerate(self.functions)
