@@ -22,6 +22,7 @@ from unmask.rewards.final_form import TEXT, UNIT, is_final
 from unmask.rewards.timeouts import DEADLINE
 from unmask.rewards.verdict import MALFORMED, OK, UNCOMPUTED, WRONG, Verdict
 from unmask.rewards.workers import Worker, WorkerCallError, WorkerError, WorkerTimeoutError
+from unmask.sandbox.launch import BATCH_OVER
 
 MAX_ANSWER = 512
 COMPARE_SECONDS = 5.0
@@ -165,7 +166,7 @@ def equivalent_all(answers: Iterable[tuple[str, ...]]) -> list[Verdict]:
 
     def verdict(answer: tuple[str, ...]) -> Verdict:
         late = time.monotonic() > deadline
-        return Verdict(None, "infrastructure", "the time of its batch was over") if late else equivalent(*answer)
+        return Verdict(None, "infrastructure", BATCH_OVER) if late else equivalent(*answer)
 
     with ThreadPoolExecutor(WORKERS) as threads:
         return list(threads.map(verdict, answers))
