@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from unmask.artifacts import plain
-from unmask.rewards.answers import answers_in, shown
+from unmask.rewards.answers import answers_in, answers_of, shown
 from unmask.rewards.timeouts import check_signature
 
 
@@ -63,4 +63,4 @@ def served(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 async def _awaited(values: Awaitable[Any], log: Log) -> tuple[Any, Log]:
-    return answers_in(await values), log
+    return await answers_of(values), log
