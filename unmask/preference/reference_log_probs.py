@@ -138,9 +138,7 @@ class ReferenceTable:
             save(table)
         return table
 
-    def _complete(
-        self, plan: int, rows: Sequence[Row], log_probs_of: LogProbsOfRows, accelerator: Accelerator, batch_size: int
-    ) -> None:
+    def _complete(self, plan: int, rows: Sequence[Row], log_probs_of: LogProbsOfRows, accelerator: Accelerator, batch_size: int) -> None:
         """Put the log-probabilities of rows under a view plan into the table; each process computes some. A collective."""
         log_prob_BS = self.log_prob_EIS.new_zeros(len(rows), self.log_prob_EIS.shape[2])
         digest_B = self.digest_EI.new_zeros(len(rows))
