@@ -9,8 +9,8 @@ from typing import Any
 
 from unmask.config.run import RunConfig
 from unmask.errors import ConfigError
-from unmask.models.folders import read_config
 from unmask.models.load import DTYPES, pattern_settings
+from unmask.models.model_files import read_config
 from unmask.training.config import TrainingConfig
 from unmask.training.hardware_checks import TrainedModel, check_hardware_settings
 

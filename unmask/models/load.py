@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import deepspeed as zero
+from transformers.utils import cached_file
 
 from unmask.config.run import AttentionName
 from unmask.errors import ModelError
@@ -22,9 +24,9 @@ from unmask.models.device_map import resolve_device, split_layers
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
 from unmask.models.end_tokens import resolve_end_tokens
 from unmask.models.family import Family
-from unmask.models.folders import read_config, read_tokenizer
-from unmask.models.hooks.time_embedding import load_time_embedding
-from unmask.models.weight_files import reading, refuse_pickled
+from unmask.models.hooks.time_embedding import NAME as TIME_EMBEDDING
+from unmask.models.hooks.time_embedding import add_time_embedding
+from unmask.models.model_files import read_config, read_tokenizer, reading, refuse_pickled, weight_files
 
 MASK_TOKEN = "<|mask|>"
 STOCK_SETTINGS: dict[str, Any] = {
@@ -84,8 +86,7 @@ def load(
     where = str(path_or_id)
     hub_options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config, family = read_config(where, hub_options)
-    tokenizer = read_tokenizer(where, hub_options, config, family)
-    tokenizer.parse_special_tokens = parse_special_tokens
+    tokenizer = read_tokenizer(where, hub_options, config, family, parse_special_tokens=parse_special_tokens)
     device, weight_dtype = resolve_device(device), _dtype(dtype)
     placement = _placement(config, weight_dtype, device, quantization, device_map)
     refuse_pickled(where, revision)
@@ -97,7 +98,7 @@ def load(
         if eos_token_ids is not None:
             settings["eos_token_ids"] = eos_token_ids
         if settings["time_embedding"]:
-            load_time_embedding(model, where, revision)
+            _load_time_embedding(model, where, revision)
         return make_diffusion(model, tokenizer, **settings)
 
 
@@ -143,8 +144,7 @@ def initialise(
     there is no config or no tokenizer.
     """
     config, family = read_config(str(path), hub_options)
-    tokenizer = read_tokenizer(str(path), hub_options, config, family)
-    tokenizer.parse_special_tokens = parse_special_tokens
+    tokenizer = read_tokenizer(str(path), hub_options, config, family, parse_special_tokens=parse_special_tokens)
     torch.manual_seed(seed)
     with reading("cannot build the model", str(path), "Check config.json"):
         model = random_model(config, _dtype(dtype)).to(resolve_device(device))
@@ -333,3 +333,16 @@ def _add_mask_token(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
         model.resize_token_embeddings(mask_id + 1, mean_resizing=False)
     for table in (model.get_input_embeddings(), model.get_output_embeddings()):
         table.weight[mask_id] = table.weight[: min(rows, mask_id)].mean(0)
+
+
+def _load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str | None = None) -> None:
+    """Add the time embedding that was saved with a model; stock classes do not load it. Raises ModelError if the weights lack it."""
+    time, prefix = add_time_embedding(model), f"{TIME_EMBEDDING}."
+    found: dict[str, torch.Tensor] = {}
+    for shard in weight_files(path_or_id, revision):
+        with safe_open(cached_file(path_or_id, shard, revision=revision), "pt") as file:
+            names = [name for name in file.keys() if name.startswith(prefix)]  # noqa: SIM118
+            found |= {name.removeprefix(prefix): file.get_tensor(name) for name in names}
+    if found.keys() != time.state_dict().keys():
+        raise ModelError("the weights lack the time embedding", where=path_or_id, remedy="Save the model again with lm.save")
+    time.load_state_dict(found)

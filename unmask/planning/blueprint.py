@@ -26,8 +26,8 @@ from unmask.config.run import AttentionName, ModelConfig
 from unmask.errors import ConfigError, ModelError, first_line
 from unmask.models.attention import ATTENTION_NAME, DEFAULT_BLOCK, Layout, attention_modules, make_mask
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.folders import read_config, read_tokenizer
 from unmask.models.load import Quantization, check_vocabulary, make_diffusion, pattern_settings
+from unmask.models.model_files import read_config, read_tokenizer
 from unmask.planning.cost_model import Network, Workload
 
 DEFAULT_LENGTH = 512

@@ -12,8 +12,7 @@ from unmask.data.special_tokens import as_text, encode
 from unmask.errors import ModelError
 from unmask.models.alignment import align_weights
 from unmask.models.chat_template import render_template
-from unmask.models.folders import NO_CODE, read_config, read_tokenizer
-from unmask.models.weight_files import reading, refuse_pickled
+from unmask.models.model_files import NO_CODE, read_config, read_tokenizer, reading, refuse_pickled
 
 BATCH = 32
 

@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 from unmask.errors import ConfigError
 from unmask.models.adapters import starts_at_base
 from unmask.models.diffusion_lm import SETTINGS_KEY, DiffusionLM
-from unmask.models.folders import NO_CODE, read_config
 from unmask.models.load import load
+from unmask.models.model_files import NO_CODE, read_config
 
 FILE = "reference.safetensors"
 WITHOUT = "a loss that needs no reference (beta 0, or loss_type simpo)"

@@ -19,7 +19,7 @@ from unmask.generation.remote.http import HttpClient, RemoteError
 from unmask.generation.remote.nccl import nccl_sender
 from unmask.generation.requests import checked_keys, encode_all
 from unmask.models.chat_template import turn_end
-from unmask.models.folders import read_tokenizer
+from unmask.models.model_files import read_tokenizer
 
 BANNED = -100.0  # the lowest bias that a server accepts
 

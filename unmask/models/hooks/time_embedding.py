@@ -11,13 +11,8 @@ from __future__ import annotations
 import math
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.utils import cached_file
-
-from unmask.errors import ModelError
-from unmask.models.weight_files import weight_files
 
 FREQUENCIES = 128
 NAME = "unmask_time"
@@ -79,15 +74,3 @@ def add_time_embedding(model: PreTrainedModel) -> TimeEmbedding:
     setattr(model, NAME, time)
     table.register_forward_hook(time.add)
     return time
-
-
-def load_time_embedding(model: PreTrainedModel, path_or_id: str, revision: str | None = None) -> None:
-    """Add the time embedding that was saved with a model; stock classes do not load it. Raises ModelError if the weights lack it."""
-    time = add_time_embedding(model)
-    found: dict[str, Tensor] = {}
-    for shard in weight_files(path_or_id, revision):
-        with safe_open(cached_file(path_or_id, shard, revision=revision), "pt") as file:
-            found |= {name.removeprefix(f"{NAME}."): file.get_tensor(name) for name in file.keys() if name.startswith(f"{NAME}.")}  # noqa: SIM118
-    if found.keys() != time.state_dict().keys():
-        raise ModelError("the weights lack the time embedding", where=path_or_id, remedy="Save the model again with lm.save")
-    time.load_state_dict(found)

@@ -1,0 +1,103 @@
+"""The files of a model folder or hub repository, which may be anybody's: weights are read from safetensors only, and whatever a library
+raises on them is a ModelError."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import ADAPTER_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+from unmask.errors import ModelError, UnmaskError, first_line
+from unmask.models.diffusion_lm import SETTINGS_KEY
+from unmask.models.family import Family
+from unmask.models.released_families import family_of
+from unmask.models.released_tokenizers import name_mask_token, tokenizer_choice
+
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
+PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+MAX_LAYERS = 10_000
+"""Layers of a model at most: a config with more would take hours to build."""
+
+
+@contextmanager
+def reading(what: str, where: str, remedy: str) -> Iterator[None]:
+    """Inside, every error that is not Unmask's is a ModelError with these words."""
+    try:
+        yield
+    except UnmaskError:
+        raise
+    except Exception as error:  # user code: a folder's files make libraries raise anything
+        known = isinstance(error, (OSError, ValueError, RuntimeError, AssertionError))
+        reason = first_line(error) if known else f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{what} ({reason})", where=where, remedy=remedy) from error
+
+
+def read_config(where: str, hub_options: Mapping[str, Any]) -> tuple[PretrainedConfig, Family | None]:
+    """The stock config of a folder or hub id, and the family of its published format; `hub_options`: `revision` and `trust_remote_code`."""
+    folder = pathlib.Path(where)
+    if not folder.exists() and where.startswith(("/", ".", "~")):
+        raise ModelError("no such folder", where=where, remedy="Check the path")
+    if (folder / ADAPTER_CONFIG_NAME).is_file() or [path.name for path in folder.glob("*.safetensors")] == ["adapter_model.safetensors"]:
+        remedy = "Load the model that save_model wrote (adapters merged), or resume the run from this checkpoint"
+        raise ModelError("is a checkpoint of adapters, not a model", where=where, remedy=remedy)
+    with reading("cannot load a model config", where, "Give a model folder or a hub id"):
+        published, _ = PretrainedConfig.get_config_dict(where, **hub_options)
+        if not isinstance(published, dict):
+            raise ValueError("config.json is not a JSON object")
+        family = family_of(published)
+        config = AutoConfig.from_pretrained(where, **hub_options) if family is None else family.read_config(published, where)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
+        if layers > MAX_LAYERS:
+            raise ValueError(f"num_hidden_layers is {layers}, but at most {MAX_LAYERS:,} are read")
+        settings = getattr(config, SETTINGS_KEY, None)
+        if not isinstance(settings, dict | None):
+            raise ValueError(f"{SETTINGS_KEY!r} is not an object")
+    return config, family
+
+
+def read_tokenizer(
+    where: str,
+    hub_options: Mapping[str, Any] = NO_CODE,
+    config: PretrainedConfig | None = None,
+    family: Family | None = None,
+    *,
+    parse_special_tokens: bool = False,
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model. `hub_options` is that of `read_config`; `config` and `family` are what it returned. `parse_special_tokens`:
+    whether special tokens that texts spell are tokens."""
+    remedy = "Save the tokenizer beside the model (tokenizer.save_pretrained)"
+    with reading("no usable tokenizer", where, remedy):
+        tokenizer = AutoTokenizer.from_pretrained(where, **(tokenizer_choice(where, hub_options) if family else hub_options))
+        if len(tokenizer) <= len(tokenizer.all_special_tokens):
+            raise ValueError("its vocabulary is empty")
+        if family:
+            name_mask_token(tokenizer, getattr(config, SETTINGS_KEY)["mask_token_id"], where)
+    tokenizer.parse_special_tokens = parse_special_tokens
+    return tokenizer
+
+
+def refuse_pickled(where: str, revision: str | None = None) -> None:
+    """Raise ModelError if the weights are not in safetensors files, or if the index names other files or other folders."""
+    remedy = "Give safetensors weights: model.save_pretrained of transformers writes them, on a machine where these files are trusted"
+    folder = pathlib.Path(where)
+    stored = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    pickled = sorted(name for name in stored if name.endswith(PICKLED))
+    if pickled and not any(name.endswith((".safetensors", SAFE_WEIGHTS_INDEX_NAME)) for name in stored):
+        raise ModelError(f"its weights are pickled ({pickled[0]}): loading them could run code", where=where, remedy=remedy)
+    for shard in weight_files(where, revision):
+        if not shard.endswith(".safetensors") or "/" in shard or "\\" in shard:
+            raise ModelError(f"{SAFE_WEIGHTS_INDEX_NAME} names {shard!r}, no safetensors file beside it", where=where, remedy=remedy)
+
+
+def weight_files(where: str, revision: str | None = None) -> list[str]:
+    """The names of the weight files: those of the index if there is one."""
+    with reading("cannot load the weights", where, "Give a causal language model with safetensors weights"):
+        index = cached_file(where, SAFE_WEIGHTS_INDEX_NAME, revision=revision, _raise_exceptions_for_missing_entries=False)
+        if index is None:
+            return [SAFE_WEIGHTS_NAME]
+        return sorted({str(name) for name in json.loads(pathlib.Path(index).read_text(encoding="utf-8"))["weight_map"].values()})
