@@ -6,7 +6,9 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,14 @@ from unmask.sandbox.outcome import Outcome
 from unmask.sandbox.pool import Pool, PythonTests, python_job
 
 TESTS = PythonTests("assert f(3) == 6\nassert f(4) == 8\n", {"f": "f"})
-ONCE, OFTEN = 1, 20
+TIMES = 20
 SOME_GREED = ("a fork bomb", "a daemon", "all memory", "all disk", "a loop that ignores signals")
-times = pytest.mark.parametrize("times", [ONCE, pytest.param(OFTEN, marks=pytest.mark.slow)])
+
+
+def batches(together: Iterable[str], attacks: Iterable[str]) -> list[Any]:
+    """Parameters: some attacks side by side, and, slow, each attack many times."""
+    often = [pytest.param([name] * TIMES, id=name, marks=pytest.mark.slow) for name in attacks]
+    return [pytest.param([*together], id="together"), *often]
 
 
 class Host:
@@ -79,8 +86,15 @@ def of_sandboxes(pool: Pool) -> list[str]:
     return found
 
 
-def outcomes_of(pool: Pool, program: str, times: int) -> list[Outcome]:
-    return pool.run([python_job(program, TESTS)] * times)
+def outcomes_of(pool: Pool, programs: Sequence[str]) -> list[Outcome]:
+    return pool.run([python_job(program, TESTS) for program in programs])
+
+
+def assert_defeated(pool: Pool, programs: Mapping[str, str], names: Sequence[str], statuses: Collection[str]) -> None:
+    """Run these attacks. None passes a test, and nothing survives."""
+    found = zip(names, outcomes_of(pool, [programs[name] for name in names]), strict=True)
+    assert not [(name, outcome) for name, outcome in found if outcome.status not in statuses or outcome.passed]
+    assert_nobody_survives(pool)
 
 
 def assert_nobody_survives(pool: Pool) -> None:
@@ -93,38 +107,25 @@ def assert_nobody_survives(pool: Pool) -> None:
 
 
 def test_an_honest_program_passes_and_the_means_of_attack_do_not_stop_it(pool):
-    assert outcomes_of(pool, PREAMBLE + "answers(lambda: True)", 1) == [Outcome("ok", 2, 2)]
-    assert [outcome.status for outcome in outcomes_of(pool, PREAMBLE + "answers(lambda: False)", 1)] == ["wrong"]
+    outcomes = outcomes_of(pool, [PREAMBLE + f"answers(lambda: {works})" for works in (True, False)])
+    assert [(outcome.status, outcome.passed) for outcome in outcomes] == [("ok", 2), ("wrong", 0)]
 
 
-@times
-@pytest.mark.parametrize("name", FORGERIES)
-def test_no_verdict_is_forged(pool, name, times):
-    outcomes = outcomes_of(pool, FORGERIES[name], times)
-    assert {outcome.status for outcome in outcomes} <= {"wrong", "malformed", "timeout"}
-    assert all(outcome.passed == 0 for outcome in outcomes)
-    assert_nobody_survives(pool)
+@pytest.mark.parametrize("names", batches(FORGERIES, FORGERIES))
+def test_no_verdict_is_forged(pool, names):
+    assert_defeated(pool, FORGERIES, names, {"wrong", "malformed", "timeout"})
 
 
-@times
-@pytest.mark.parametrize("name", HOST)
-def test_nothing_of_the_host_is_reached(pool, host, name, times):
-    outcomes = outcomes_of(pool, PREAMBLE + host.fill(HOST[name]), times)
-    assert {outcome.status for outcome in outcomes} <= {"wrong", "timeout"}, outcomes
-    assert all(outcome.passed == 0 for outcome in outcomes)
+@pytest.mark.parametrize("names", batches(HOST, HOST))
+def test_nothing_of_the_host_is_reached(pool, host, names):
+    assert_defeated(pool, {name: PREAMBLE + host.fill(program) for name, program in HOST.items()}, names, {"wrong", "timeout"})
     assert host.canary.read_text() == "untouched" and not host.connections
-    assert_nobody_survives(pool)
 
 
-@pytest.mark.parametrize(
-    ("name", "times"),
-    [(name, ONCE) for name in SOME_GREED] + [pytest.param(name, OFTEN, marks=pytest.mark.slow) for name in GREED],
-)
-def test_nothing_is_taken_beyond_the_limits(pool, name, times):
-    outcomes = outcomes_of(pool, PREAMBLE + GREED[name], times)
-    assert {outcome.status for outcome in outcomes} <= {"wrong", "timeout"}, outcomes
-    assert_nobody_survives(pool)
-    assert outcomes_of(pool, "def f(x): return 2 * x", 1) == [Outcome("ok", 2, 2)]
+@pytest.mark.parametrize("names", batches(SOME_GREED, GREED))
+def test_nothing_is_taken_beyond_the_limits(pool, names):
+    assert_defeated(pool, {name: PREAMBLE + program for name, program in GREED.items()}, names, {"wrong", "timeout"})
+    assert outcomes_of(pool, ["def f(x): return 2 * x"]) == [Outcome("ok", 2, 2)]
 
 
 def test_a_sandbox_that_ran_one_program_never_runs_another(pool):
