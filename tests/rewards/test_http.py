@@ -40,7 +40,7 @@ class Judge(BaseHTTPRequestHandler):
 
 def test_a_judge_over_http_is_asked_again_and_what_it_does_not_answer_is_unscored():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Judge)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge")
     try:
         assert judge(["p0", "p1", "p2"], ["ab", "x", ""], answer=["0", "1", "2"]) == [2.0, None, None]
@@ -81,7 +81,7 @@ class Slow(BaseHTTPRequestHandler):
 def test_answers_that_came_in_time_are_kept():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Slow)
     server.handle_error = lambda *_: None
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge")
     try:
         found = judge.ask({"prompts": ["p"] * 5, "completions": [*"axyzb"], "trainer_state": object(), "log_extra": print}, 0.7)
@@ -126,7 +126,7 @@ class Large(BaseHTTPRequestHandler):
 
 def test_an_answer_has_at_most_a_mebibyte_and_is_not_packed():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Large)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     judge = HttpReward(f"http://127.0.0.1:{server.server_port}/judge", timeout=20)
     names = [*Large.sent, "without end"]
     try:

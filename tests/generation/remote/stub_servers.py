@@ -32,6 +32,8 @@ FOR_WEIGHTS_IN_ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
 FOR_ADAPTERS_IN_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
 MODULE = "vllm.entrypoints.openai.api_server"
 
+POLL_SECONDS = 0.01
+"""How often a server looks whether it is to end."""
 VLLM_PYTHON = os.environ.get("UNMASK_VLLM_PYTHON")  # read before a test forgets such variables
 
 
@@ -63,7 +65,7 @@ def serving(answer: Answer) -> Iterator[str]:
         def log_message(self, *_: Any) -> None: ...
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
+    thread = threading.Thread(target=server.serve_forever, args=[POLL_SECONDS])
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"
