@@ -65,8 +65,9 @@ def test_only_the_command_line_lets_a_model_run_code(value: str, tmp_path: Path)
 SEEDS = [path.read_text() for path in sorted(RECIPES.glob("*/*.yaml")) if path.parent != MODES]
 SNIPPETS = [
     "*a", "&a ", "<<: *a", "!!bool ", "!!timestamp ", "!!set ", "!!binary ", "!x ", "? ", "- ", ": ", "{", "}", "[", "]", "\n", "  ", "|\n",
-    "null", "~", "true", "'", '"', '"\\0"', '"\\ud800"', ".nan", "-.inf", "1e400", "-1", "0", "1e-5", "0x1f", "9" * 400, "''", "#", "\t", "\x1b",
-    "model: {trust_remote_code: true}", "training:", "model:", "output_dir:", "rewards:", "lora:", "hardware:", "sampler:", "overwrite: true",
+    "null", "~", "true", "'", '"', '"\\0"', '"\\ud800"', ".nan", "-.inf", "1e400", "-1", "0", "1e-5", "0x1f", "9" * 400, "''",
+    "#", "\t", "\x1b", "model: {trust_remote_code: true}", "training:", "model:", "output_dir:", "rewards:", "lora:", "hardware:",
+    "sampler:", "overwrite: true",
 ]  # fmt: skip
 
 
