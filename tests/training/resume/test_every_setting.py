@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -83,13 +82,8 @@ SECOND: dict[str, Any] = {
     **{"max_grad_norm": 1.0, "bf16": True, "logging_strategy": "epoch", "logging_steps": 3, "eval_strategy": "no", "eval_steps": 1},
     **{"eval_delay": 6, "save_strategy": "no", "save_steps": 3, "save_total_limit": 1, "optim": "sgd", "data_seed": 4},
     **{"metric_for_best_model": "runtime", "gradient_accumulation_steps": 2, "dataloader_num_workers": 1, "report_to": "tensorboard"},
-    **{
-        "include_num_input_tokens_seen": "all",
-        "log_level": "error",
-        "run_name": "x",
-        "eval_accumulation_steps": 1,
-        "dataloader_prefetch_factor": 3,
-    },
+    **{"include_num_input_tokens_seen": "all", "log_level": "error", "run_name": "x", "eval_accumulation_steps": 1},
+    **{"dataloader_prefetch_factor": 3},
     **{"train_sampling_strategy": "group_by_length", "length_column_name": "size", "accelerator_config": {"use_seedable_sampler": False}},
     **{"activation_checkpointing_kwargs": {"use_reentrant": False}, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
     **{"hub_token": "secret", "ddp_timeout": 60, "torch_empty_cache_steps": 2, "optim_args": "foreach=False", "data_source": "x"},
@@ -97,23 +91,11 @@ SECOND: dict[str, Any] = {
     **{"num_timesteps": 4, "canvas_length": 8, "max_length": 16, "bad_rows": "skip", "logging_dir": "events", "views": 2},
     **{"attention": "block_causal", "block_size": 2, "stages": [{"rate": 0.5}], "recipe": "mine", "logit_shift": True},
     **{"loss_type": "hinge", "bound": "elbo", "samples": 3, "reference": "frozen", "log_variance_steps": 2, "judge": None},
-    **{
-        "method": "wd1",
-        "num_generations": 4,
-        "masking": "diffusion",
-        "mask_rate": [0.2, 0.8],
-        "difficulty": [0.0, 5.0],
-        "policy": "random",
-    },
+    **{"method": "wd1", "num_generations": 4, "masking": "diffusion", "mask_rate": [0.2, 0.8], "difficulty": [0.0, 5.0]},
+    **{"policy": "random"},
     **{"reward_weights": [2.0], "steps": 2, "advantage": "z-score", "ratio": "sequence", "aggregation": "sequence", "kl": "k1"},
-    **{
-        "kl_to": "old",
-        "beyond_eos": "learnt",
-        "reference_sync_steps": 2,
-        "curriculum": 0.5,
-        "overlong_buffer": 2,
-        "score_temperature": 0.7,
-    },
+    **{"kl_to": "old", "beyond_eos": "learnt", "reference_sync_steps": 2, "curriculum": 0.5, "overlong_buffer": 2},
+    **{"score_temperature": 0.7},
     **{"reward_errors": "raise", "score_chunk": 1, "rollout": {"patience": 31.0}, "difficulty_reward": "ranks", "log_completions_rows": 2},
     **{"log_completions_steps": 1, "dual_clip": 3.0, "log_ratio_clamp": 5.0, "epsilon_high": 0.5, "max_completion_length": 5},
 }
@@ -193,22 +175,24 @@ def seen(trainer: Any, folder: Path) -> dict[str, Any]:
     }
 
 
-@cache
-def uninterrupted(verb: str, folder: Path, first: tuple[tuple[str, str], ...]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a run with these settings shows, and its weights. Its folder stays for `interrupted`."""
-    trainer = started(verb, folder, **EXTRA[first])
-    trainer.train()
-    return seen(trainer, folder), weights(trainer.lm)
+class Uninterrupted(NamedTuple):
+    folder: Path
+    seen: dict[str, Any]
+    weights: dict[str, torch.Tensor]
 
 
-EXTRA: dict[tuple[tuple[str, str], ...], dict[str, Any]] = {}
-"""The settings by their hashable form."""
+FINISHED: dict[str, Uninterrupted] = {}
+"""The runs by verb and settings."""
 
 
-def key(extra: dict[str, Any]) -> tuple[tuple[str, str], ...]:
-    form = tuple((name, repr(value)) for name, value in extra.items())
-    EXTRA[form] = extra
-    return form
+def uninterrupted(verb: str, runs: Path, extra: dict[str, Any]) -> Uninterrupted:
+    """A run with these settings, in a folder of its own that stays for `interrupted`."""
+    if (key := f"{verb} {extra}") not in FINISHED:
+        folder = runs / str(len(FINISHED))
+        trainer = started(verb, folder, **extra)
+        trainer.train()
+        FINISHED[key] = Uninterrupted(folder, seen(trainer, folder), weights(trainer.lm))
+    return FINISHED[key]
 
 
 def interrupted(run: Path, folder: Path) -> None:
@@ -229,8 +213,7 @@ def check(verb: str, name: str, runs: Path, folder: Path) -> None:
     config = CONFIGS[verb]
     each = next(field for field in dataclasses.fields(config) if field.name == name)
     first = FIRST_OF.get((verb, name), FIRST.get(name, {}))
-    run = runs / verb / str(abs(hash(key(first))))
-    old, straight = uninterrupted(verb, run, key(first))
+    run, old, straight = uninterrupted(verb, runs, first)
     value = started(verb, run, **first).args.to_dict()[name]
     new = first | {name: another(verb, each, value)}
     kind = config.kinds_on_resume()[name]
@@ -250,8 +233,7 @@ def check(verb: str, name: str, runs: Path, folder: Path) -> None:
     assert f"training.{name}" in {change["setting"] for change in resumed.run_record.changes}
     now = seen(resumed, folder)
     if name not in AT_ITS_START:
-        fresh, _ = uninterrupted(verb, runs / verb / str(abs(hash(key(new)))), key(new))
-        assert now == fresh
+        assert now == uninterrupted(verb, runs, new).seen
     if name in IN_WEIGHTS:
         assert not equal(weights(resumed.lm), straight)
     elif name not in WITHOUT_A_TRACE:
@@ -266,13 +248,7 @@ UNTRAINED = {
     *("fsdp", "fsdp_config", "deepspeed", "cudnn_benchmark", "flash_attention", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
     *("push_to_hub", "hub_private_repo", "hub_model_id", "hub_strategy", "hub_always_push", "hub_revision", "debug", "label_names"),
     *("project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id", "include_for_metrics", "optim_target_modules"),
-    *(
-        "label_smoothing_factor",
-        "neftune_noise_alpha",
-        "dataloader_multiprocessing_context",
-        "auto_find_batch_size",
-        "remove_unused_columns",
-    ),
+    *("label_smoothing_factor", "neftune_noise_alpha", "dataloader_multiprocessing_context", "auto_find_batch_size"),
     *("logging_nan_inf_filter", "logging_dir", "remove_unused_columns", "stale_reference", "judge", "reference_model"),
     *("text_column", "rollout", "importance_cap"),
 }
