@@ -105,12 +105,17 @@ def made(verb: str, recipes: list[str], mode: str | None, folder: Path, **more: 
     return constructed(verb, recipes, mode, folder, model, data, **attention, **fitting, **more)
 
 
+ONE_BY_ONE = [(machine, None) for machine in MACHINES] + [("a6000-48gb", mode) for mode in MODES[1:]]
+"""Each machine, and each mode."""
+TOGETHER = [(machine, mode) for machine in MACHINES for mode in MODES if (machine, mode) not in ONE_BY_ONE]
+
+
+@pytest.mark.parametrize("cases", [ONE_BY_ONE, pytest.param(TOGETHER, marks=pytest.mark.slow)], ids=["one by one", "together"])
 @pytest.mark.parametrize("task", TASKS)
-def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, models):
-    for machine in MACHINES:
-        for mode in MODES:
-            trainer = made("grpo", [f"grpo-{task}", machine], mode, models)
-            assert hasattr(trainer.lm.model, "merge_and_unload")
+def test_every_recipe_of_a_task_goes_with_every_machine_and_mode(task, cases, models):
+    for machine, mode in cases:
+        trainer = made("grpo", [f"grpo-{task}", machine], mode, models)
+        assert hasattr(trainer.lm.model, "merge_and_unload")
 
 
 def test_the_recipe_of_a_causal_code_model_takes_rollouts_from_vllm():
@@ -121,7 +126,7 @@ def test_the_recipe_of_a_causal_code_model_takes_rollouts_from_vllm():
 
 @pytest.mark.parametrize("recipe", CONVERSIONS)
 def test_every_recipe_of_a_conversion_goes_with_the_machines_the_modes_and_those_of_memory(recipe, models):
-    cases = [([machine], None) for machine in MACHINES] + [(["a6000-48gb"], mode) for mode in MODES[1:]]
+    cases = [([machine], mode) for machine, mode in ONE_BY_ONE]
     cases += [([*machine, beside], None) for beside in MEMORY for machine in ([], ["rtx3090-24gb"])]
     for beside, mode in cases:
         trainer = made("convert", [recipe, *beside], mode, models)
