@@ -27,7 +27,7 @@ from typing import Any
 from unmask.errors import ConfigError, TrainingError, UnmaskError
 from unmask.rewards.answers import describe_error, only_this_process
 from unmask.rewards.timeouts import LateError, awaited
-from unmask.sandbox.launch import POLL_SECONDS, processor_seconds
+from unmask.sandbox.launch import POLL_SECONDS, usage_of
 
 GRACE_SECONDS = 10.0
 START_SECONDS = 300.0
@@ -153,9 +153,9 @@ class Worker:
         if cpu_seconds == math.inf:
             return pipe.poll(timeout)
         assert self._process is not None
-        end, cpu_end = time.monotonic() + timeout, processor_seconds(self._process.pid) + cpu_seconds
+        end, cpu_end = time.monotonic() + timeout, usage_of(self._process.pid).computed + cpu_seconds
         while not (ready := pipe.poll(POLL_SECONDS)):
-            if time.monotonic() > end or processor_seconds(self._process.pid) > cpu_end:
+            if time.monotonic() > end or usage_of(self._process.pid).computed > cpu_end:
                 break
         return ready
 
