@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import weakref
 
 import pytest
@@ -145,6 +146,21 @@ def test_modules_in_the_current_folder_are_not_imported(tmp_path, monkeypatch, t
     worker.start()
     worker.close()
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_module_in_the_current_folder_is_found_after_all_others(tmp_path, monkeypatch):
+    """In this process and in a worker, whether or not this process imports from there; its neighbours shadow no module of others."""
+    (tmp_path / "my_module.py").write_text("import my_helper, resource\ndef f(): return my_helper.NUMBER, resource.__name__, __name__")
+    (tmp_path / "my_helper.py").write_text("NUMBER = 7")
+    for name in ("resource", "math_verify"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    worker = Worker("my_module:f")
+    assert worker.apply((), {}, 60) == (7, "resource", "my_module")
+    worker.close()
+    assert load_function("my_module:f")() == (7, "resource", "my_module")
+    assert sys.path == before and not (tmp_path / "ran").exists()
 
 
 def test_arguments_may_have_any_name(path):

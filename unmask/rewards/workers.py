@@ -6,6 +6,7 @@ They are new interpreters, not forks: they inherit no CUDA context and no locks,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import faulthandler
 import importlib
 import inspect
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -50,8 +51,23 @@ class WorkerTimeoutError(WorkerCallError, LateError):
     """A call exceeded its time limit, and its worker was killed."""
 
 
+@contextlib.contextmanager
+def current_folder_last() -> Iterator[None]:
+    """Let imports find modules in the current folder, after all others."""
+    added = [folder for folder in [os.getcwd()] if folder not in sys.path]
+    sys.path.extend(added)
+    try:
+        yield
+    finally:
+        for folder in added:
+            sys.path.remove(folder)
+
+
 def load_function(target: str) -> Callable[..., Any]:
-    """The function named by `package.module:function` or `path/to/file.py:function`. ConfigError if it cannot be imported."""
+    """The function named by `package.module:function` or `path/to/file.py:function`. ConfigError if it cannot be imported.
+
+    A module that is found nowhere else may be in the current folder.
+    """
     source, _, name = target.rpartition(":")
     try:
         if source.endswith(".py"):
@@ -60,7 +76,8 @@ def load_function(target: str) -> Callable[..., Any]:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
-            module = importlib.import_module(source)
+            with current_folder_last():
+                module = importlib.import_module(source)
         function = getattr(module, name)
         if not callable(function):
             raise TypeError(f"{name} is a {type(function).__name__}, not a function")
@@ -73,7 +90,8 @@ def load_function(target: str) -> Callable[..., Any]:
 class Worker:
     """A process that serves one function. It starts at the first call, and restarts at the first call after its end.
 
-    It imports from the folders that this process imports from, not from the current folder, which may hold data from elsewhere.
+    It imports from the folders that this process imports from. The current folder, which may hold data from elsewhere, comes last, and only
+    while the function is imported.
 
     Args:
         target: the function: `package.module:function` or `path/to/file.py:function`.
