@@ -11,11 +11,13 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from unmask.artifacts import share
+from unmask.data.token_cache import StreamedRows
 from unmask.errors import TrainingError
 from unmask.models.adapters import has_adapters, merged, without_tables
 from unmask.models.end_tokens import accept_generation_config
 from unmask.models.model_card import write_card
 from unmask.training.checkpoints import checkpoints, drop_pickled_settings
+from unmask.training.config import rows_per_step
 from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import write_sums
 
@@ -73,6 +75,11 @@ class Saver:
         if (found := fault(best)) is not None:
             raise TrainingError(found, where=str(best), remedy="Use the last checkpoint (load_best_model_at_end=false)")
 
+    def _visited(self) -> dict[str, int] | None:
+        """What the run has read of a stream."""
+        rows, steps = self.trainer.train_dataset, self.trainer.state.global_step
+        return rows.visited(steps * rows_per_step(self.trainer.args)) if isinstance(rows, StreamedRows) else None
+
     def save_model(self, write: Write, folder: Path) -> None:
         """Save the whole model, with adapters merged."""
         lm, writes = self.trainer.lm, self.trainer.args.should_save
@@ -94,7 +101,7 @@ class Saver:
         sums = self.trainer.means.state_everywhere()
         if writes:
             write_sums(folder, sums)
-            self.trainer.run_record.write(folder, self.trainer.reported_settings())
+            self.trainer.run_record.write(folder, self.trainer.reported_settings(), self._visited())
             lm.config.save_pretrained(str(folder))  # it holds the history, which is not saved with adapters
         without_tables(lm)
         write()
