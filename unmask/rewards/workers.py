@@ -19,6 +19,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec, spec_from_file_location
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -51,16 +53,25 @@ class WorkerTimeoutError(WorkerCallError, LateError):
     """A call exceeded its time limit, and its worker was killed."""
 
 
+class CurrentFolder(MetaPathFinder):
+    """Finds one module, or package, in the current folder, and nothing that lies beside it."""
+
+    def __init__(self, module: str):
+        self.module = module.partition(".")[0]
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        return PathFinder.find_spec(name, [os.getcwd()]) if name == self.module else None
+
+
 @contextlib.contextmanager
-def current_folder_last() -> Iterator[None]:
-    """Let imports find modules in the current folder, after all others."""
-    added = [folder for folder in [os.getcwd()] if folder not in sys.path]
-    sys.path.extend(added)
+def current_folder_last(module: str) -> Iterator[None]:
+    """Inside, this module is also looked for in the current folder, after all others."""
+    finder = CurrentFolder(module)
+    sys.meta_path.append(finder)
     try:
         yield
     finally:
-        for folder in added:
-            sys.path.remove(folder)
+        sys.meta_path.remove(finder)
 
 
 def load_function(target: str) -> Callable[..., Any]:
@@ -76,7 +87,7 @@ def load_function(target: str) -> Callable[..., Any]:
             module = module_from_spec(spec)
             spec.loader.exec_module(module)
         else:
-            with current_folder_last():
+            with current_folder_last(source):
                 module = importlib.import_module(source)
         function = getattr(module, name)
         if not callable(function):
@@ -90,8 +101,8 @@ def load_function(target: str) -> Callable[..., Any]:
 class Worker:
     """A process that serves one function. It starts at the first call, and restarts at the first call after its end.
 
-    It imports from the folders that this process imports from. The current folder, which may hold data from elsewhere, comes last, and only
-    while the function is imported.
+    It imports from the folders that this process imports from. Of the current folder, which may hold data from elsewhere, it imports the
+    module of the function only.
 
     Args:
         target: the function: `package.module:function` or `path/to/file.py:function`.

@@ -27,7 +27,7 @@ def _of_name(name: str) -> dict[str, Any]:
     target, colon, function = name.rpartition(":")
     if not colon or name.startswith("model:"):
         return {"name": name}
-    with current_folder_last():
+    with current_folder_last(target):
         found = None if target.endswith(".py") else importlib.util.find_spec(target)
     origin = target if found is None else found.origin
     return {"name": function} | (content_hash(Path(origin).read_text(encoding="utf-8")) if origin else {})
