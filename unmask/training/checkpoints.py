@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from typing import Literal
 
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.config.run import LOCK_FILE
@@ -151,11 +151,6 @@ def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
     if (checkpoint / ADAPTER_CONFIG).is_file() != adapters:
         what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters only", "Set lora as in that run")
         raise TrainingError(what, where=str(checkpoint), remedy=remedy)
-
-
-def drop_pickled_settings(folder: str | Path) -> None:
-    """Remove the pickle of all settings, tokens included, that transformers writes beside a model and nothing reads."""
-    Path(folder, TRAINING_ARGS_NAME).unlink(missing_ok=True)
 
 
 def _is_checkpoint(path: Path) -> bool:
