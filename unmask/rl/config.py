@@ -217,8 +217,9 @@ class GRPOConfig(TrainingConfig):
             read.update(strategy.uses)
         if not final and strategy is None and not method.separable:
             read.add("samples")
+        settings_of_each = {name: settings_of(other) for name, other in METHODS.items()}
         for field in fields(self):
-            readers = [name for name, other in METHODS.items() if field.name in settings_of(other)]
+            readers = [name for name, settings in settings_of_each.items() if field.name in settings]
             if readers and field.name not in read and self._is_set(field):
                 what = self.method if strategy is None else f"{self.method} with {type(strategy).__name__}"
                 what += " does not read it" + (" for a causal model, whose likelihood is exact" if exact else "")

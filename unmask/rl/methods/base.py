@@ -6,10 +6,7 @@ Methods compare log-probabilities of tokens [B, T] or of sequences [B, 1].
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar, dataclass_transform
 
 import torch
@@ -299,11 +296,10 @@ def get_method(name: str) -> type[Method]:
     return METHODS[name]
 
 
-@cache
-def settings_of(method: type[Method], *, plan: bool = True) -> Mapping[str, Any]:
+def settings_of(method: type[Method], *, plan: bool = True) -> dict[str, Any]:
     """A method's settings and their defaults, with or without those that only its plan reads."""
     defaults = method()
-    return MappingProxyType({each.name: getattr(defaults, each.name) for each in fields(method) if plan or not each.metadata.get("plan")})
+    return {setting.name: getattr(defaults, setting.name) for setting in fields(method) if plan or not setting.metadata.get("plan")}
 
 
 def fixed_settings(method: type[Method]) -> set[str]:
