@@ -169,7 +169,8 @@ REPLIES = {
 
 def takeover(reply: str, interface: str, pipes: str = PIPES) -> str:
     """A program of this interface that takes over the pipes, and sends this reply for every frame."""
-    return f"{pipes}{ANSWERS % reply}\nmodule type S = sig\n{interface}\nend\ninclude (val (cast () : (module S)))\n"
+    program = f"module Taken = struct\n{pipes}{ANSWERS % reply}\nend\n"
+    return f"{program}module type S = sig\n{interface}\nend\ninclude (val (Taken.cast () : (module S)))\n"
 
 
 REFUSED = ("Obj", "Unix", "exit", "unsafe", "outgoing")

@@ -66,6 +66,11 @@ def test_words_in_comments_and_strings_are_no_names(pool):
     assert outcome_of(pool, program).status == "ok"
 
 
+def test_underscores_are_refused_in_names_of_modules_only(pool):
+    assert outcome_of(pool, "let __two__times x = 2 * x\nlet twice x = __two__times x").status == "ok"
+    assert outcome_of(pool, "let twice x = Stdlib__Int.mul 2 x").status == "malformed"
+
+
 def test_a_program_is_compiled_once(pool, monkeypatch):
     assert outcome_of(pool, RIGHT + " (* once *)").status == "ok"
     monkeypatch.setattr(ocaml, "COMPILE_SECONDS", 0.0)

@@ -24,7 +24,7 @@ AT_A_TIME = 30
 @pytest.fixture(scope="module")
 def pool():
     require_ocaml()
-    pool = Pool(limits=Limits(seconds=4.0, wall_seconds=30.0))
+    pool = Pool(limits=Limits(seconds=4.0, wall_seconds=12.0))
     yield pool
     pool.close()
 
@@ -37,10 +37,15 @@ def exercises():
     return [(row, row["completion"]) for row in rows]
 
 
+CONTRADICTORY = "_desktop_escape"
+"""Its tests expect two results of one text, which they write as "\\s" and "\\\\s"."""
+
+
 def functions():
     """MultiPL-T's functions, with a table of what their tests expect: there is no reference. None if they expect what the function says."""
     rows = read_task(get_task("multipl_t_ocaml"), shared_path("data", "ocaml", "multiplT_filtered_typecheck.jsonl"))
-    return [(row, None if any("candidate" in result for _, result in expected(row)) else table(row)) for row in rows]
+    untold = [row["function"] == CONTRADICTORY or any("candidate" in result for _, result in expected(row)) for row in rows]
+    return [(row, None if none else table(row)) for row, none in zip(rows, untold, strict=True)]
 
 
 def expected(row):
@@ -86,7 +91,7 @@ def of_each(stubs, sample):
 
 @pytest.mark.parametrize(
     ("name", "stubs", "count", "every"),
-    [*of_each(("exercism_ocaml", exercises, 12), 14), *of_each(("multipl_t_ocaml", functions, 2), 80)],
+    [*of_each(("exercism_ocaml", exercises, 12), 19), *of_each(("multipl_t_ocaml", functions, 2), 80)],
 )
 def test_no_stub_takes_an_answer_that_nobody_computed(pool, monkeypatch, name, stubs, count, every):
     task, chosen = get_task(name), list(enumerate(stubs()))[::every]
