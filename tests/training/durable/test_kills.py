@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers import REPOSITORY
 from tests.training.durable.forked import Ended, ForkServer
-from tests.training.durable.runs import command, logged
+from tests.training.durable.runs import MODEL, command, ends
 from unmask.tasks import get_task
 
 SAVING = ["training.save_strategy=steps", "training.save_steps=1", "training.save_total_limit=3", "training.max_steps=12"]
@@ -27,17 +27,12 @@ OWN = {
     "pretrain": [],
     "convert": ['training.stages=[{"share": 1}, {"share": 1}]'],
     "sft": [],
-    "dpo": ["--task", "sudoku", "model.attention=bidirectional", "training.samples=2", "training.log_variance_steps=6"],
+    "dpo": ["training.log_variance_steps=6"],
     "grpo": ["training.beta=0.1", "training.reference_sync_steps=2", "training.log_completions_steps=4"],
 }
 """dpo stores the reference's scores of three epochs, and of eight redraws; grpo saves a reference that moves, and completions."""
-MODEL = "model/model.safetensors"
-
-
-def ends(folder: Path) -> list[Any]:
-    """What two runs have in common if none of their steps differs: the bytes of the weights, the log, the completions, the evaluation."""
-    texts = [path.read_text() for name in ("completions.jsonl", "evaluation.json") if (path := folder / name).exists()]
-    return [(folder / MODEL).read_bytes(), logged(folder), *texts]
+FILES = {"dpo": "reference_scores", "grpo": "/rollouts-0.pt"}
+"""What only these write."""
 
 
 def part_of_run(output: Path) -> str:
@@ -88,19 +83,20 @@ class Trial:
         return False
 
     def kill_at_random(self, kills: int, seed: int) -> Counter[str]:
-        """Make so many kills, about half of them before a change of a file; every run is resumed, and killed again, until it ends. Returns
-        the number of kills amid each part of a run."""
+        """Make so many kills, about half of them before a change of a file, the first one of a file that only this verb writes. Every run
+        is resumed, and killed again, until it ends. Returns the number of kills amid each part of a run."""
         draw, met, output = random.Random(seed), Counter[str](), self.folder / "killed"
         while met.total() < kills:
             shutil.rmtree(output, ignore_errors=True)
-            while self.killed(output, **(self.moment(draw) if met.total() < kills else {})):
+            while self.killed(output, **(self.moment(draw, FILES.get(self.verb) if not met else None) if met.total() < kills else {})):
                 met[part_of_run(output)] += 1
         return met
 
-    def moment(self, draw: random.Random) -> dict[str, Any]:
-        if draw.random() < 0.5:
+    def moment(self, draw: random.Random, file: str | None = None) -> dict[str, Any]:
+        """A random one, or one before a change of a file."""
+        if file is None and draw.random() < 0.5:
             return {"after": draw.uniform(0, self.whole.seconds)}
-        return {"before_change": draw.randrange(len(self.whole.changes))}
+        return {"before_change": draw.choice([number for number, change in enumerate(self.whole.changes) if (file or "") in change])}
 
 
 @pytest.fixture(scope="module")
@@ -112,12 +108,11 @@ def trials(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "amid"),
-    [*itertools.product(OWN, ["/.unfinished/checkpoint-", "/.unfinished/model"]), ("dpo", "reference_scores"), ("grpo", "/rollouts-0.pt")],
+    [*itertools.product(OWN, ["/.unfinished/checkpoint-", "/.unfinished/model"]), *FILES.items()],
 )
 def test_a_run_killed_while_it_writes_is_the_same_run(verb, amid, trials, tmp_path):
     trial = trials(verb)
-    changes = [number for number, change in enumerate(trial.whole.changes) if amid in change]
-    assert trial.killed(tmp_path / "run", before_change=random.Random(amid).choice(changes))
+    assert trial.killed(tmp_path / "run", **trial.moment(random.Random(0), amid))
     assert not trial.killed(tmp_path / "run")
 
 
