@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from unmask.errors import RunStopped
+from unmask.training.durable.lost_process import another_has_ended, lost_process, resume_command
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 SAVED = 75
@@ -66,6 +65,8 @@ class StopOnSignal(TrainerCallback):
                 signal.signal(number, signal.SIG_DFL)
                 os.kill(os.getpid(), number)
             return
+        if received is signal.SIGTERM and another_has_ended():  # the launcher ends the others: nothing can be saved without it
+            raise lost_process(self.output)
         forwarded = "LOCAL_RANK" in os.environ and time.monotonic() - self._since < FORWARDED_SECONDS
         if not self._training or (self._received is not None and received is signal.SIGINT and not forwarded):
             self._received = received
@@ -112,17 +113,3 @@ class StopOnSignal(TrainerCallback):
         go_on = f"Resume{launched} with: {resume_command(sys.argv)}" if saved else "There is no checkpoint yet"
         code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
         return RunStopped(f"stopped by {self._received.name} {how}. {go_on}", code=code)
-
-
-def resume_command(argv: Sequence[str]) -> str:
-    """The command line that continues a run, from the one that started it."""
-    program = "unmask" if Path(argv[0]).name == "unmask" else "python -m unmask"
-    kept: list[str] = []
-    arguments = list(argv[1:])
-    while arguments:
-        argument = arguments.pop(0)
-        if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
-            arguments.pop(0)
-        elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
-            kept.append(argument)
-    return f"{program} {shlex.join([*kept, '--resume'])}"
