@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
+from unmask.training.trainer import DiffusionTrainer
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
@@ -58,6 +60,23 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert {run["state"] for run in listed(tmp_path)} == {"finished"}
     refused = unmask("runs", tmp_path / "nowhere")
     assert refused.exit_code == 2 and "no such folder" in refused.stderr
+
+
+def test_a_full_disk_is_one_error_although_the_state_cannot_be_written(model, tmp_path, monkeypatch):
+    before, step = resource.getrlimit(resource.RLIMIT_FSIZE), DiffusionTrainer.training_step
+
+    def on_a_full_disk(*arguments):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        return step(*arguments)
+
+    monkeypatch.setattr(DiffusionTrainer, "training_step", on_a_full_disk)
+    try:
+        failed = unmask("sft", "--model", model, "--task", "sudoku", *QUICK, "--output", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert failed.exit_code == 2, failed.exception
+    assert "cannot be written (File too large)" in failed.stderr.splitlines()[-1]
+    assert listed(tmp_path)[0]["state"] == "interrupted"  # as after a kill: the last state on the disk is "running"
 
 
 @pytest.mark.slow

@@ -92,10 +92,11 @@ class RunFolder:
 
     def _end(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         """Record that the run is not finished: the exit callback of `held`."""
-        if isinstance(error, Exception):
-            self._write_state("failed", error=" ".join(str(error).split()))
-        elif error is not None:  # Ctrl-C, or an exit
-            self._write_state("interrupted")
+        with contextlib.suppress(OSError):  # of a full disk, which may be what ended the run
+            if isinstance(error, Exception):
+                self._write_state("failed", error=" ".join(str(error).split()))
+            elif error is not None:  # a signal
+                self._write_state("interrupted")
 
     def _write_state(self, state: str, **more: str) -> None:
         if self._manifest and self.args.should_save:
