@@ -87,7 +87,8 @@ def run_verb(verb: str, config: RunConfig, resume: str | bool = False) -> None:
         UnmaskError: an error in the config, model or data. Nothing is written before all three are loaded.
         RunStopped: a signal has stopped the run.
     """
-    with StopOnSignal(Path(config.output_dir)) as stop, naming_lost_process():
+    in_place = resumes_in_place(config.output_dir, resume)
+    with StopOnSignal(Path(config.output_dir), resumes=in_place) as stop, naming_lost_process():
         _run(verb, config, resume, stop)
 
 

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers import REPOSITORY
 from tests.training.durable.runs import command, logged
 from tests.training.tiny_runs import equal, unmask
+from unmask import commands
 from unmask.convert.trainer import StageTrainer
 from unmask.rl.trainer import GRPOTrainer
 from unmask.training.durable.stopping import resume_command
@@ -95,6 +96,20 @@ def test_before_the_first_step_a_signal_ends_at_once(model, tmp_path, interrupt)
     stopped = unmask(*command("sft", model, tmp_path / "run"))
     assert stopped.exit_code == 128 + signal.SIGTERM
     assert "There is no checkpoint yet" in stopped.output
+
+
+def test_a_checkpoint_that_is_being_written_is_none(model, tmp_path, interrupt):
+    interrupt(DiffusionTrainer, "save_model", 6, signal.SIGINT, signal.SIGINT)
+    stopped = unmask(*command("sft", model, tmp_path / "run"))
+    assert stopped.exit_code == 130 and "There is no checkpoint yet" in stopped.output
+
+
+def test_checkpoints_of_a_run_that_is_overwritten_are_not_its_own(model, tmp_path, monkeypatch):
+    run = command("sft", model, tmp_path / "run")
+    assert unmask(*run).exit_code == 0 and (tmp_path / "run" / "checkpoint-6").is_dir()
+    monkeypatch.setattr(commands.run, "held_out_problems", lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    stopped = unmask(*run, "--overwrite")
+    assert stopped.exit_code == 128 + signal.SIGTERM and "There is no checkpoint yet" in stopped.output
 
 
 def test_an_ignored_ctrl_c_stays_ignored(model, tmp_path, interrupt):
