@@ -21,7 +21,7 @@ from unmask.errors import TrainingError
 from unmask.models.export import export
 from unmask.training.checkpoints import checked_checkpoint, last_checkpoint
 from unmask.training.durable import checkpoint_files
-from unmask.training.durable.checkpoint_files import FILE_LIST
+from unmask.training.durable.checkpoint_files import FILE_LIST, written_whole
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102
@@ -156,6 +156,27 @@ def test_an_error_of_the_disk_is_one_error(code, tmp_path, monkeypatch):
     with pytest.raises(TrainingError, match=rf"cannot be written \({os.strerror(code)}\). Make room .*checkpoint-2 is intact"):
         trainer.train()
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-2"
+
+
+def test_a_run_that_is_killed_while_a_folder_is_replaced_loses_neither(tmp_path, monkeypatch):
+    model, rename = tmp_path / "model", Path.rename
+    with written_whole(model, writes=True, listed=False) as unfinished:
+        (unfinished / "weights").write_text("first")
+
+    def killed(path: Path, target: Path) -> Path:
+        if path.name == "model" and target == model:
+            os._exit(1)
+        return rename(path, target)
+
+    if (child := os.fork()) == 0:
+        monkeypatch.setattr(Path, "rename", killed)
+        with written_whole(model, writes=True, listed=False) as unfinished:
+            (unfinished / "weights").write_text("second")
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 1 << 8 and not model.exists()
+    with written_whole(tmp_path / "checkpoint-2", writes=True, listed=False) as unfinished:
+        (unfinished / "weights").write_text("x")
+    assert (model / "weights").read_text() == "first" and not (tmp_path / ".unfinished").exists()
 
 
 @pytest.mark.parametrize(("step", "kept"), [(0, "from the beginning"), (3, "checkpoint-2 is intact")])

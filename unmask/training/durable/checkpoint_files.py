@@ -25,6 +25,7 @@ from unmask.errors import TrainingError, first_line
 
 FILE_LIST = "checkpoint_files.json"
 UNFINISHED = ".unfinished"
+EARLIER = ".earlier"  # ends the name of a folder that a new one replaces
 SUMS_NAME = "recorded.json"
 LISTED = "listed"  # in `recorded.json`: this checkpoint has a list of files
 FULL_DISK = "Make room and permit writing: --resume continues from the last checkpoint"
@@ -43,7 +44,10 @@ def written_whole(folder: Path, *, writes: bool, listed: bool) -> Iterator[Path]
     unfinished = folder.parent / UNFINISHED / folder.name
     processes = PartialState()
     if writes:
-        shutil.rmtree(unfinished.parent, ignore_errors=True)  # of a run that was killed
+        for earlier in unfinished.parent.glob(f"*{EARLIER}"):  # of a run that was killed while it moved the folder
+            if not (place := folder.with_name(earlier.name.removesuffix(EARLIER))).exists():
+                earlier.rename(place)
+        shutil.rmtree(unfinished.parent, ignore_errors=True)
         unfinished.mkdir(parents=True)
     processes.wait_for_everyone()
     with contextlib.ExitStack() as failing:
@@ -67,7 +71,7 @@ def publish(unfinished: Path, folder: Path, *, listed: bool) -> None:
         write_atomic(unfinished / FILE_LIST, json.dumps({"files": described(unfinished, files)}, indent=1) + "\n")
     for inner in {path.parent for path in files}:
         sync(inner)
-    earlier = unfinished.with_name(f"{folder.name}.earlier")
+    earlier = unfinished.with_name(folder.name + EARLIER)
     if folder.exists():
         folder.rename(earlier)
     try:
