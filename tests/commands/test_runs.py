@@ -17,6 +17,7 @@ import pytest
 from tests.helpers import REPOSITORY
 from tests.training.tiny_runs import QUICK, equal, unmask, weights
 from unmask.artifacts import MetricsLog
+from unmask.commands.runs import find_runs
 from unmask.config.run import LOCK_FILE
 from unmask.models.load import load
 from unmask.training.trainer import DiffusionTrainer
@@ -60,6 +61,21 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert {run["state"] for run in listed(tmp_path)} == {"finished"}
     refused = unmask("runs", tmp_path / "nowhere")
     assert refused.exit_code == 2 and "no such folder" in refused.stderr
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(tmp_path):
+    good = '{"step": 3, "loss": 1.0}\n'
+    logs = {"a/b/c/d/e": good, "malformed": "{\n", "without a step": '{"loss": 1.0}\n', "of other lines": f'3\n{{"step": "x"}}\n{good}'}
+    for name, log in logs.items():
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "manifest.json").write_text('{"verb": "sft"}')
+        (tmp_path / name / "training_logs.json").write_text(log)
+    (tmp_path / "loop").symlink_to(tmp_path)
+    with pytest.warns(RuntimeWarning, match=r"malformed/training_logs.json.*not JSON"):
+        found = find_runs([tmp_path, tmp_path / "a"])
+    shown = {str(Path(run["folder"]).relative_to(tmp_path)): (run["step"], run["metrics"].get("loss")) for run in found}
+    assert shown == {"a/b/c/d/e": (3, 1.0), "malformed": (0, None), "of other lines": (3, 1.0), "without a step": (0, 1.0)}
+    assert len(found) == 4
 
 
 def test_a_full_disk_is_one_error_although_the_state_cannot_be_written(model, tmp_path, monkeypatch):
