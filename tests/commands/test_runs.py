@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -44,7 +45,7 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert manifest["inputs"]["train_dataset"]["rows"] == 16 and len(manifest["inputs"]["train_dataset"]["sha256"]) == 64
     assert set(manifest["git"]) == {"commit", "changed"}  # the tests run in a repository
 
-    explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.lr_scheduler_type=constant"]
+    explode = ["training.learning_rate=1e30", "training.max_steps=6", "training.lr_scheduler_type=constant", "model.trust_remote_code=true"]
     assert unmask(*run[:-1], tmp_path / "runs/bad", *explode).exit_code == 2
     (tmp_path / "runs/other").mkdir()
     (tmp_path / "runs/other/manifest.json").write_text('{"task": "sudoku"}')
@@ -52,12 +53,12 @@ def test_a_folder_explains_itself_and_is_listed_with_the_others(model, tmp_path)
     assert (good["folder"], good["state"], good["step"], good["steps"], good["command"]) == (str(run[-1]), "finished", 2, 2, None)
     assert "loss" in good["metrics"]
     assert bad["state"] == "failed" and " is nan" in bad["error"] and bad["steps"] == 6
-    assert bad["command"] == f"unmask sft --config {tmp_path}/runs/bad/config.yaml --output {tmp_path}/runs/bad --resume"
+    assert bad["command"] == f"python -m {shlex.join(map(str, ['unmask', *run[:-1], tmp_path / 'runs/bad', *explode]))} --resume"
     shown = unmask("runs", tmp_path).output
     assert "2 runs" in shown and "finished" in shown and "failed" in shown and bad["command"] in shown
     for checkpoint in (tmp_path / "runs/bad").glob("checkpoint-*"):  # of weights that exploded
         shutil.rmtree(checkpoint)
-    assert unmask(*bad["command"].split()[1:], "training.learning_rate=1e-4").exit_code == 0
+    assert unmask(*shlex.split(bad["command"])[3:], "training.learning_rate=1e-4").exit_code == 0
     assert {run["state"] for run in listed(tmp_path)} == {"finished"}
     refused = unmask("runs", tmp_path / "nowhere")
     assert refused.exit_code == 2 and "no such folder" in refused.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +101,3 @@ class RunFolder:
     def _write_state(self, state: str, **more: str) -> None:
         if self._manifest and self.args.should_save:
             write_json(self.path / MANIFEST, self._manifest | {"state": state, **more})
-
-
-def resume_command(folder: str | Path, manifest: Mapping[str, Any]) -> Sequence[str]:
-    """The command that resumes a run."""
-    processes = manifest.get("processes", 1)
-    launch = ["torchrun", f"--nproc_per_node={processes}", "-m"] if processes > 1 else []
-    return [*launch, "unmask", manifest["verb"], "--config", str(Path(folder, "config.yaml")), "--output", str(folder), "--resume"]

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from unmask.artifacts import MetricsLog
-from unmask.commands.run_folder import MANIFEST, resume_command
+from unmask.commands.run_folder import MANIFEST
 from unmask.errors import DataError, first_line
+from unmask.training.durable.stopping import resume_command
 from unmask.training.resume.lock import is_running
 from unmask.training.run_log import LOG_NAME, SHOWN
 
@@ -44,6 +45,7 @@ def _describe(path: Path) -> dict[str, Any] | None:
     if state != "finished":
         state = "running" if is_running(folder) else "interrupted" if state == "running" else state
     lines = _read_log(folder / LOG_NAME)
+    command = resume_command(shlex.split(manifest.get("command", verb)), manifest.get("processes", 1))
     metrics = {name: line[name] for line in lines for name in SHOWN if _is_number(line.get(name))}
     return {
         "folder": str(folder),
@@ -53,7 +55,7 @@ def _describe(path: Path) -> dict[str, Any] | None:
         "steps": manifest.get("steps"),
         "metrics": metrics,
         **({"error": manifest.get("error")} if state == "failed" else {}),
-        "command": None if state in ("finished", "running") else shlex.join(resume_command(folder, manifest)),
+        "command": None if state in ("finished", "running") else command,
     }
 
 

@@ -123,11 +123,12 @@ def test_an_ignored_ctrl_c_stays_ignored(model, tmp_path, interrupt):
 
 
 def test_the_command_to_go_on_is_that_of_the_run():
-    same = "unmask sft --model 'a b' --output out training.max_steps=3"
+    same = "sft --model 'a b' --output out 'training.hub_token=********' training.max_steps=3 --resume"
     for more in ([], ["--resume"], ["--resume", "x/checkpoint-3"], ["--resume=x"], ["--overwrite"], ["training.resume_from_checkpoint=x"]):
-        argv = ["/bin/unmask", "sft", "--model", "a b", "--output", "out", *more, "training.max_steps=3"]
-        assert resume_command(argv) == f"{same} --resume"
-    assert resume_command(["/x/unmask/__main__.py", "sft"]) == "python -m unmask sft --resume"
+        arguments = ["sft", "--model", "a b", "--output", "out", *more, "training.hub_token=hf_x", "training.max_steps=3"]
+        assert resume_command(["/bin/python3", "/bin/unmask", *arguments]) == f"unmask {same}"
+        assert resume_command(["/unmask/bin/python3", "-u", "-m", "unmask", *arguments]) == f"python -m unmask {same}"
+        assert resume_command(["/bin/python3", "-m", "unmask", *arguments], 2) == f"torchrun --nproc_per_node=2 -m unmask {same}"
 
 
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "unmask"]

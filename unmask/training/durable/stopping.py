@@ -18,6 +18,7 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from unmask.errors import RunStopped
+from unmask.redaction import masked_argument
 from unmask.training.checkpoints import checkpoints
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -111,20 +112,27 @@ class StopOnSignal(TrainerCallback):
         assert self._received is not None
         saved = self._owns_checkpoints and any(map(checkpoints, [self.output, *self.output.glob("stage-*")]))
         launched = " (with the same launcher)" if "LOCAL_RANK" in os.environ else ""
-        go_on = f"Resume{launched} with: {resume_command(sys.argv)}" if saved else "There is no checkpoint yet"
+        go_on = f"Resume{launched} with: {resume_command(sys.orig_argv)}" if saved else "There is no checkpoint yet"
         code = SAVED if saved and self._received is not signal.SIGINT else 128 + self._received
         return RunStopped(f"stopped by {self._received.name} {how}. {go_on}", code=code)
 
 
-def resume_command(argv: Sequence[str]) -> str:
-    """The command line that continues a run, from the one that started it."""
-    program = "unmask" if Path(argv[0]).name == "unmask" else "python -m unmask"
+def resume_command(argv: Sequence[str], processes: int = 1) -> str:
+    """The command line that continues a run, without secrets.
+
+    Args:
+        argv: the words that started it, with those of the interpreter.
+        processes: how many train together.
+    """
+    start = next((number for number, word in enumerate(argv) if Path(word).stem == "unmask"), 0)
+    program = "python -m unmask" if argv[start - 1] == "-m" else "unmask"
     kept: list[str] = []
-    arguments = list(argv[1:])
+    arguments = list(argv[start + 1 :])
     while arguments:
         argument = arguments.pop(0)
         if argument == "--resume" and arguments and not arguments[0].startswith("-") and "=" not in arguments[0]:
             arguments.pop(0)
         elif argument not in ("--resume", "--overwrite") and not argument.startswith(("--resume=", "training.resume_from_checkpoint=")):
-            kept.append(argument)
-    return f"{program} {shlex.join([*kept, '--resume'])}"
+            kept.append(masked_argument(argument))
+    launched = f"torchrun --nproc_per_node={processes} -m unmask" if processes > 1 else program
+    return f"{launched} {shlex.join([*kept, '--resume'])}"
