@@ -13,7 +13,7 @@ from unmask.artifacts import run_manifest, write_atomic, write_json
 from unmask.config.base import OnResume
 from unmask.config.on_resume import flat_values, kinds_of
 from unmask.config.run import RunConfig, check_output_folder, resumes_in_place, to_yaml
-from unmask.training.checkpoints import last_of_run, refuse_nothing
+from unmask.training.checkpoints import refuse_nothing
 from unmask.training.config import TrainingConfig
 from unmask.training.distributed import alone_in
 from unmask.training.resume.fingerprints import file_fingerprints
@@ -58,8 +58,8 @@ class RunFolder:
             in_place = resumes_in_place(self.path, resume)
             check_output_folder(self.path, overwrite=self.config.overwrite, resume=in_place)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
-            if resume and (checkpoint := last_of_run(self.path if resume is True else Path(resume))) is not None:
-                RunRecord(self.args, {}, {}).refuse_settings(checkpoint)
+            if resume:
+                RunRecord(self.args, {}, {}).refuse_settings(self.path if resume is True else Path(resume))
             yield
 
     def begin(self, settings: RunConfig, record: RunRecord, steps: int) -> None:

@@ -50,8 +50,11 @@ def refuse_nothing(folder: Path) -> None:
 
 
 def last_of_run(path: Path) -> Path | None:
-    """The last complete checkpoint at a path: itself, or that of a run's folder, in the last stage that has one."""
+    """The checkpoint at a path: itself, or the last whole one in the folder of a run, of the last stage that has one. None: there is none.
+    Raises TrainingError if it is itself a checkpoint that is damaged."""
     if _is_checkpoint(path):
+        if (found := _damage(path)) is not None:
+            raise TrainingError(found, where=str(path), remedy=EARLIER)
         return path
     stages = sorted(path.glob("stage-*"), key=lambda stage: (len(stage.name), stage.name), reverse=True)
     return next((found for found in map(last_checkpoint, [*stages, path]) if found is not None), None)
@@ -91,27 +94,19 @@ def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_sh
 
 
 def named_checkpoint(path: Path) -> Path:
-    """The checkpoint at a path: itself, or the last whole one in the folder of a run. Raises TrainingError if there is none, or if it is
-    damaged."""
-    if _is_checkpoint(path):
-        if (found := _damage(path)) is not None:
-            raise TrainingError(found, where=str(path), remedy=EARLIER)
-        return path
-    if (checkpoint := last_checkpoint(path)) is None:
+    """As `last_of_run`. Raises TrainingError if there is none."""
+    if (checkpoint := last_of_run(path)) is None:
         raise TrainingError("holds no complete checkpoint", where=str(path), remedy="Name a folder checkpoint-N, or that of a run")
     return checkpoint
 
 
-def named_stage(path: Path) -> tuple[int, Path]:
-    """The stage number and checkpoint at a path of a conversion: a checkpoint, a stage, or its folder. Raises as `named_checkpoint`."""
-    stages = {int(folder.name.removeprefix("stage-")): folder for folder in path.glob("stage-*") if folder.name[6:].isdecimal()}
-    whole = [number for number, folder in stages.items() if last_checkpoint(folder) is not None]
-    checkpoint = named_checkpoint(stages[max(whole)] if whole else path)
+def stage_of(checkpoint: Path) -> int:
+    """The number of the stage of a conversion that a checkpoint is of. Raises TrainingError if it is of none."""
     stage = re.fullmatch(r"stage-(\d+)", checkpoint.resolve().parent.name)
     if stage is None:
         remedy = "Name a folder stage-N/checkpoint-M, or that of a conversion"
-        raise TrainingError("is no checkpoint of a conversion", where=str(path), remedy=remedy)
-    return int(stage[1]), checkpoint
+        raise TrainingError("is no checkpoint of a conversion", where=str(checkpoint), remedy=remedy)
+    return int(stage[1])
 
 
 def check_last(checkpoint: Path, output: Path) -> None:

@@ -172,6 +172,7 @@ class DiffusionTrainer(Trainer):
         self._throughput = Throughput()
         with naming_write_errors(self.args.output_folder, FULL_DISK):
             checkpoint = self.checkpoint_to_resume(resume_from_checkpoint) if resume_from_checkpoint else None
+            self.resumption.found.clear()
             with alone_in(self.args.output_folder):
                 if not resume_from_checkpoint:
                     refuse_earlier(self.args.output_folder, started=self.state.global_step > 0)

@@ -27,12 +27,14 @@ class Resumption:
     Attributes:
         changed: the earlier values of the settings that were changed when the run was resumed, by dotted name.
         first_groups: the hyperparameters of the optimizer as the trainer made it; None: it is the user's.
+        found: the checkpoint to resume, by what names it, until training begins: it is hashed once.
     """
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.changed: Mapping[str, Any] = {}
         self.first_groups: list[dict[str, Any]] | None = None
+        self.found: dict[Any, Path | None] = {}
 
     @cached_property
     def record(self) -> RunRecord:
@@ -52,7 +54,9 @@ class Resumption:
             named = True
             refuse_nothing(folder)
         in_shards, adapters = self.trainer.uses_fsdp_or_deepspeed, has_adapters(self.trainer.lm)
-        checkpoint = from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards, adapters=adapters))
+        if named not in self.found:
+            self.found = {named: from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards, adapters=adapters))}
+        checkpoint = self.found[named]
         if checkpoint is not None:
             self.compare(checkpoint, steps_done(checkpoint) or 0)
         return checkpoint
