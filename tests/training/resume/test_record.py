@@ -20,6 +20,7 @@ from unmask.config.run import RunConfig
 from unmask.errors import ConfigError, TrainingError
 from unmask.rl.reward_identities import reward_identities
 from unmask.supervised.sft import SFTConfig
+from unmask.training import distributed
 from unmask.training.resume.fingerprints import file_fingerprints, rows_fingerprint
 from unmask.training.resume.record import RECORD_FILE, RunRecord
 
@@ -163,3 +164,9 @@ def test_fingerprints_of_rows_and_files(tmp_path):
     before = file_fingerprints([str(tmp_path), "owner/dataset"])
     (tmp_path / "a.txt").write_text("x" * 999_999 + "y")
     assert [file["name"] for file in before] == ["a.txt"] and file_fingerprints([str(tmp_path / "a.txt")]) != before
+
+
+def test_only_the_first_process_reads_the_rows(monkeypatch):
+    monkeypatch.setattr(distributed, "PartialState", lambda: SimpleNamespace(is_main_process=False, num_processes=2))
+    monkeypatch.setattr(distributed, "broadcast_object_list", lambda answer: answer.__setitem__(0, {"rows": 1}))
+    assert rows_fingerprint(pytest.fail("reads them") for _ in range(1)) == {"rows": 1}

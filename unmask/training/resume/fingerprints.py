@@ -16,6 +16,7 @@ from unmask.artifacts import plain
 from unmask.data.rows import Row
 from unmask.models.adapters import has_adapters
 from unmask.models.diffusion_lm import DiffusionLM
+from unmask.training.distributed import from_first
 
 STREAMED_ROWS = 64
 """Rows of a stream that are compared."""
@@ -26,9 +27,12 @@ SAMPLED_WEIGHTS = 1024
 
 
 def rows_fingerprint(rows: Iterable[Row] | None) -> dict[str, Any] | None:
-    """The number of rows and a hash of their content. Of a stream: of its first rows, and no number."""
-    if rows is None:
-        return None
+    """The number of rows and a hash of their content. Of a stream: of its first rows, and no number. A collective: the first process reads
+    them."""
+    return from_first(lambda: None if rows is None else _of_rows(rows))
+
+
+def _of_rows(rows: Iterable[Row]) -> dict[str, Any]:
     digest, rows = hashlib.sha256(), getattr(rows, "rows", rows)  # prompts are repeated for their groups
     if cached := getattr(rows, "cache_files", None):  # the token cache: its folder is named by a hash of the content
         digest.update("".join(Path(file["filename"]).parent.name for file in cached).encode())
