@@ -15,7 +15,7 @@ from unmask.training.checkpoints import checked_checkpoint, refuse_nothing, step
 from unmask.training.distributed import from_first
 from unmask.training.model_history import result_fields
 from unmask.training.resume.fingerprints import rows_fingerprint
-from unmask.training.resume.optimizer import OF_GROUPS, OF_SCHEDULE, apply_to_groups, apply_to_schedule, hyperparameters
+from unmask.training.resume.optimizer import OF_GROUPS, apply_to_groups, apply_to_schedule, hyperparameters
 from unmask.training.resume.record import SECTION, RunRecord
 
 OF_BEST_METRIC = {"training.metric_for_best_model", "training.greater_is_better"}
@@ -98,9 +98,8 @@ class Resumption:
             return
         if OF_GROUPS & self.changed.keys():
             apply_to_groups(trainer.optimizer, self.first_groups)
-        if OF_SCHEDULE & self.changed.keys() and trainer._created_lr_scheduler:
-            step, rate = trainer.state.global_step, self.record.values[f"{SECTION}learning_rate"]
-            apply_to_schedule(trainer.lr_scheduler, first_schedule, self.first_groups, step, self.changed, rate)
+        if trainer._created_lr_scheduler:
+            apply_to_schedule(trainer.lr_scheduler, first_schedule, self.first_groups, trainer.state.global_step, self.changed)
 
     def optimizer_made(self) -> None:
         """The trainer has made its optimizer, not the user."""
