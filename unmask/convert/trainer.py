@@ -60,7 +60,6 @@ class StageTrainer(DiffusionTrainer):
     `teacher`: the frozen causal model, for distillation and alignment. `steps_before`, `total_steps`: of the earlier stages, and of all.
     """
 
-    resumption_type = StageResumption
     streams = True
     restored: dict[str, Any] | None = None
     """The reported settings of a finished stage of an earlier run."""
@@ -78,6 +77,7 @@ class StageTrainer(DiffusionTrainer):
         self.stage, self.teacher = stage, teacher
         self.steps_before, self.total_steps = steps_before, total_steps
         super().__init__(*arguments, **rest)
+        self.resumption = StageResumption(self)
         if run_record is not None:
             self.resumption.record = run_record
         if teacher is not None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +20,18 @@ from unmask.training.checkpoints import checkpoints, drop_pickled_settings
 from unmask.training.durable.checkpoint_files import bytes_of, check_free_space, fault, naming_write_errors, written_whole
 from unmask.training.run_log import write_sums
 
-Write = Callable[[], None]
-"""Writes as transformers.Trainer does."""
-
 
 class Saver:
-    """Writes the checkpoints and the model of a trainer, whose overrides of transformers.Trainer call it."""
+    """What is done before and after transformers.Trainer writes checkpoints and the model of a trainer."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.unfinished: Path | None = None  # where a checkpoint is being written
 
-    def save_checkpoint(self, write: Write, folder: Path) -> None:
-        """The checkpoint appears when all its files are on the disk, with a list of them. Raises TrainingError if it cannot be written;
-        earlier checkpoints are intact then."""
+    @contextlib.contextmanager
+    def whole_checkpoint(self, folder: Path) -> Iterator[None]:
+        """Inside, a checkpoint is written. It appears in the folder when all its files are on the disk, with a list of them. Raises
+        TrainingError if it cannot be written; earlier checkpoints are intact then."""
         args, state = self.trainer.args, self.trainer.state
         checkpoint, earlier = folder / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", checkpoints(folder)
         kept = f"{earlier[0].name} is intact: " if earlier else ""
@@ -42,7 +41,7 @@ class Saver:
                 check_free_space(folder, bytes_of(earlier[0]) if earlier else self._expected_bytes(), remedy)
             with written_whole(checkpoint, writes=args.should_save, listed=True) as self.unfinished:
                 try:
-                    write()
+                    yield
                     self._name_best(self.unfinished, checkpoint)
                 finally:
                     self.unfinished = None
@@ -73,22 +72,26 @@ class Saver:
         if (found := fault(best)) is not None:
             raise TrainingError(found, where=str(best), remedy="Use the last checkpoint (load_best_model_at_end=false)")
 
-    def save_model(self, write: Write, folder: Path) -> None:
-        """Save the whole model, with adapters merged."""
-        lm, writes = self.trainer.lm, self.trainer.args.should_save
+    def save_merged(self, folder: str | Path) -> None:
+        """Save the whole model with its adapters merged."""
+        accept_generation_config(self.trainer.lm.model.generation_config)
+        if self.trainer.args.should_save:
+            merged(self.trainer.lm).save(folder)
+
+    @contextlib.contextmanager
+    def whole_model(self, folder: Path) -> Iterator[None]:
+        """Inside, the whole model is written."""
+        lm = self.trainer.lm
         accept_generation_config(lm.model.generation_config)
-        if has_adapters(lm):
-            if writes:
-                merged(lm).save(folder)
-            return
-        write()
-        if writes:
+        yield
+        if self.trainer.args.should_save:
             drop_pickled_settings(folder)
             share(folder)
             write_card(lm, folder)
 
-    def save_trained(self, write: Write, folder: Path) -> None:
-        """Save what a checkpoint has of the model: trained weights, config, metric sums and the record of the run."""
+    @contextlib.contextmanager
+    def trained_part(self, folder: Path) -> Iterator[None]:
+        """Inside, the trained weights of a checkpoint are written. Its config, metric sums and the record of the run are added."""
         lm, writes = self.trainer.lm, self.trainer.args.should_save
         accept_generation_config(lm.model.generation_config)
         sums = self.trainer.means.state_everywhere()
@@ -97,6 +100,6 @@ class Saver:
             self.trainer.run_record.write(folder, self.trainer.reported_settings())
             lm.config.save_pretrained(str(folder))  # it holds the history, which is not saved with adapters
         without_tables(lm)
-        write()
+        yield
         if writes:
             drop_pickled_settings(folder)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from unmask.training.model_history import result_fields
 from unmask.training.resume.fingerprints import rows_fingerprint
 from unmask.training.resume.optimizer import OF_GROUPS, apply_to_groups, apply_to_schedule, hyperparameters
 from unmask.training.resume.record import SECTION, RunRecord
+from unmask.training.run_log import read_sums
 
 OF_BEST_METRIC = {"training.metric_for_best_model", "training.greater_is_better"}
 
@@ -82,6 +84,7 @@ class Resumption:
 
     def begin(self, max_steps: int) -> None:
         """After the trainer's state was restored: let the changed intervals and metrics act."""
+        self.found.clear()
         state = self.trainer.state
         state.compute_steps(self.trainer.args, max_steps)  # a restored state has the intervals of the checkpoint
         if OF_BEST_METRIC & self.changed.keys():
@@ -89,11 +92,14 @@ class Resumption:
         if self.changed:
             self.show_changes()
 
-    def load_optimizer(self, load: Callable[[], None]) -> None:
-        """Load the optimizer and schedule of a checkpoint, and let the changed rates act."""
+    @contextlib.contextmanager
+    def loading(self, checkpoint: Path) -> Iterator[None]:
+        """Inside, transformers loads the optimizer and schedule of a checkpoint. Afterwards the changed rates act, and the sums of metrics
+        are restored."""
         trainer = self.trainer
         first_schedule = copy.deepcopy(trainer.lr_scheduler.state_dict()) if trainer.lr_scheduler is not None else {}
-        load()
+        yield
+        trainer.means.load(read_sums(checkpoint) if trainer.is_world_process_zero() else {})  # the saved sums cover all processes
         if self.first_groups is None:
             return
         if OF_GROUPS & self.changed.keys():
