@@ -1,9 +1,9 @@
 """What a checkpoint holds, which one a run resumes from, and whether it is complete.
 
-`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums in `recorded.json`,
-and settings and inputs in `run.json` (all by `Saver.trained_part`, `durable/saving.py`). transformers adds optimizer, scheduler,
-random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards) and the weights
-of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
+`output_dir/checkpoint-N` holds trained weights or adapters, the config with the model's earlier training, metric sums
+(`metric_sums.json`), and settings and inputs in `run.json` (all by `Saver.trained_part`, `durable/saving.py`). transformers adds optimizer,
+scheduler, random state and `trainer_state.json`. RL adds `rollouts-RANK.pt` (updates left on a rollout), `prompts.json` (rewards) and the
+weights of a reference that moves (`GRPOTrainer.save_model`, `rl/trainer.py`). `checkpoint_files.json`, written last, lists all files
 (`durable/checkpoint_files.py`). A conversion has checkpoints in each `stage-N/`.
 """
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import as_earlier_version
 from tests.training.tiny_runs import Before, equal, make, tiny, weights
 from unmask.errors import TrainingError
 from unmask.models.export import export
 from unmask.training.checkpoints import checked_checkpoint, last_checkpoint
 from unmask.training.durable import checkpoint_files
-from unmask.training.durable.checkpoint_files import FILE_LIST, written_whole
+from unmask.training.durable.checkpoint_files import written_whole
 
 SAVING: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2}
 NUM_FAULTS = 102
@@ -71,7 +72,7 @@ def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(ru
         checked_checkpoint(tmp_path, str(checkpoint), in_shards=False, adapters=False)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "recorded.json", "scheduler.pt"])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"])
 def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     straight = make("sft", tmp_path, **SAVING)
     straight.train()
@@ -84,17 +85,10 @@ def test_a_run_with_a_damaged_checkpoint_is_the_same_run(name, tmp_path):
     assert equal(weights(resumed.lm), weights(straight.lm))
 
 
-def as_of_an_earlier_version(checkpoint: Path) -> None:
-    """Remove the list of files."""
-    (checkpoint / FILE_LIST).unlink()
-    path = checkpoint / "recorded.json"
-    path.write_text(json.dumps(json.loads(path.read_text())["sums"]))
-
-
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "scheduler.pt"])
 def test_a_checkpoint_of_an_earlier_version_without_a_part_is_refused(name, tmp_path):
     make("sft", tmp_path, **SAVING | {"max_steps": 2}).train()
-    as_of_an_earlier_version(tmp_path / "checkpoint-2")
+    as_earlier_version(tmp_path / "checkpoint-2")
     (tmp_path / "checkpoint-2" / name).unlink()
     said = "no weights" if name == "model.safetensors" else f"{name}: is missing"
     for resume in (True, str(tmp_path / "checkpoint-2")):
@@ -107,9 +101,10 @@ def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):
     straight.train()
     shutil.rmtree(tmp_path / "checkpoint-6")
     for folder in tmp_path.glob("checkpoint-*"):
-        as_of_an_earlier_version(folder)
+        as_earlier_version(folder)
     resumed = make("sft", tmp_path, **SAVING)
-    resumed.train(resume_from_checkpoint=True)
+    with pytest.warns(RuntimeWarning, match="saved by an earlier version"):
+        resumed.train(resume_from_checkpoint=True)
     assert equal(weights(resumed.lm), weights(straight.lm))
     shutil.rmtree(tmp_path / "checkpoint-6")
     for name in ("rng_state.pth", "recorded.json", "config.json", "scheduler.pt", "trainer_state.json", "model.safetensors"):
