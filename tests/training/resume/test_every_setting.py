@@ -288,22 +288,12 @@ ALL = [
 
 
 @pytest.mark.parametrize("verb", CONFIGS)
-def test_the_record_of_a_run_knows_the_kind_of_every_setting(verb, tmp_path):
+def test_the_record_of_a_run_has_every_setting(verb, tmp_path):
     args = CONFIGS[verb](output_dir=str(tmp_path), use_cpu=True, **(GRPO if verb == "grpo" else {}))
-    RunRecord(args, {}, {}).write(tmp_path, {})
     names = {each.name for each in dataclasses.fields(args) if each.init} - UNRECORDED - {"rollout"}
     if verb == "grpo":
         names |= kinds_of(RolloutConfig, "rollout.").keys() - {"rollout.api_key"}
-    for name in names:
-        changed = RunRecord(args, {}, {})
-        changed.values[f"training.{name}"] = "another"
-        kind = CONFIGS[verb].kinds_on_resume()[name]
-        if kind is OnResume.OTHER and name not in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-            with pytest.raises(ConfigError, match=f"^{name}: would make another run .*now another"):
-                changed.resume(tmp_path, 1)
-        else:
-            assert list(changed.resume(tmp_path, 1)) == [f"training.{name}"]
-    assert {kind for name, kind in CONFIGS[verb].kinds_on_resume().items() if name in UNRECORDED} == {OnResume.NEUTRAL}
+    assert {f"training.{name}" for name in names} <= RunRecord(args, {}, {}).values.keys()
 
 
 def test_every_field_of_the_installed_transformers_has_a_kind():
