@@ -23,7 +23,6 @@ from unmask.errors import TrainingError
 from unmask.training.durable.checkpoint_files import fault
 from unmask.training.run_log import LOG_NAME
 
-ADAPTER_CONFIG = "adapter_config.json"
 OF_A_RUN = ("config.yaml", "manifest.json", LOG_NAME, LOCK_FILE)
 DELETE = "Delete this checkpoint: --resume then starts from the one before it, or from the beginning"
 EARLIER = "Use --resume without a path, which takes the last whole checkpoint of the run, or name an earlier one"
@@ -75,21 +74,19 @@ def last_checkpoint(folder: Path) -> Path | None:
     return whole
 
 
-def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool, adapters: bool) -> Path | None:
+def checked_checkpoint(folder: Path, named: str | Path | Literal[True], *, in_shards: bool) -> Path | None:
     """The checkpoint that a run resumes from.
 
     Args:
         named: a path, as in `named_checkpoint`; True: the last whole checkpoint in the output folder, if there is one.
         in_shards: whether FSDP or DeepSpeed wrote it, in files of its own format.
-        adapters: whether the run trains adapters.
 
     Raises:
-        TrainingError: it is missing, incomplete or damaged, or only one of the run and the checkpoint has adapters.
+        TrainingError: it is missing, incomplete or damaged.
     """
     checkpoint = last_checkpoint(folder) if named is True else named_checkpoint(Path(named))
     if checkpoint is not None and not in_shards:
         check_parts(checkpoint)
-        check_adapters(checkpoint, adapters=adapters)
     return checkpoint
 
 
@@ -139,13 +136,6 @@ def check_parts(checkpoint: Path) -> None:
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with the files of a checkpoint; None: nothing."""
     return f"{TRAINER_STATE_NAME} is missing or incomplete" if steps_done(checkpoint) is None else fault(checkpoint)
-
-
-def check_adapters(checkpoint: Path, *, adapters: bool) -> None:
-    """Raise TrainingError unless the checkpoint and this run both have adapters, or both have none."""
-    if (checkpoint / ADAPTER_CONFIG).is_file() != adapters:
-        what, remedy = ("holds no adapters", "Leave lora out") if adapters else ("holds adapters only", "Set lora as in that run")
-        raise TrainingError(what, where=str(checkpoint), remedy=remedy)
 
 
 def drop_pickled_settings(folder: str | Path) -> None:

@@ -69,7 +69,7 @@ def test_every_fault_of_the_disk_is_noticed_and_the_checkpoint_before_is_used(ru
             unnoticed.append(fault)
     assert unnoticed == []
     with pytest.raises(TrainingError, match="--resume without a path"):
-        checked_checkpoint(tmp_path, str(checkpoint), in_shards=False, adapters=False)
+        checked_checkpoint(tmp_path, str(checkpoint), in_shards=False)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "optimizer.pt", "rng_state.pth", "metric_sums.json", "scheduler.pt"])
@@ -93,7 +93,7 @@ def test_a_checkpoint_of_an_earlier_version_without_a_part_is_refused(name, tmp_
     said = "no weights" if name == "model.safetensors" else f"{name}: is missing"
     for resume in (True, str(tmp_path / "checkpoint-2")):
         with pytest.raises(TrainingError, match=rf"checkpoint-2.*{said}.*Delete this checkpoint"):
-            checked_checkpoint(tmp_path, resume, in_shards=False, adapters=False)
+            checked_checkpoint(tmp_path, resume, in_shards=False)
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read_without_a_list(tmp_path):

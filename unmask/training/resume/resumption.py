@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from unmask.config.base import OnResume
 from unmask.errors import ConfigError
-from unmask.models.adapters import has_adapters
 from unmask.training.checkpoints import checked_checkpoint, refuse_nothing, steps_done
 from unmask.training.distributed import from_first
 from unmask.training.model_history import result_fields
@@ -55,9 +54,9 @@ class Resumption:
         if named is True or Path(named).resolve() == folder.resolve():
             named = True
             refuse_nothing(folder)
-        in_shards, adapters = self.trainer.uses_fsdp_or_deepspeed, has_adapters(self.trainer.lm)
+        in_shards = self.trainer.uses_fsdp_or_deepspeed
         if named not in self.found:
-            self.found = {named: from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards, adapters=adapters))}
+            self.found = {named: from_first(lambda: checked_checkpoint(folder, named, in_shards=in_shards))}
         checkpoint = self.found[named]
         if checkpoint is not None:
             self.compare(checkpoint, steps_done(checkpoint) or 0)
