@@ -36,30 +36,36 @@ def run_settings(config: RunConfig) -> dict[str, tuple[Any, OnResume]]:
 
 
 class RunFolder:
-    """The output folder of a run. Only the first process writes."""
+    """The output folder of a run. Only the first process writes.
 
-    def __init__(self, verb: str, config: RunConfig, args: TrainingConfig):
-        self.verb, self.config, self.args = verb, config, args
+    Attributes:
+        in_place: whether a run in this folder is resumed.
+        overwrite: whether an earlier run in it is removed.
+    """
+
+    def __init__(self, verb: str, config: RunConfig, args: TrainingConfig, resume: str | bool):
+        self.verb, self.config, self.args, self.resume = verb, config, args, resume
         self.path = Path(config.output_dir)
+        self.in_place = resumes_in_place(self.path, resume)
+        self.overwrite = config.overwrite and not self.in_place
         self._manifest: dict[str, Any] = {}
 
     @contextlib.contextmanager
-    def held(self, resume: str | bool) -> Iterator[None]:
+    def held(self) -> Iterator[None]:
         """Inside, no other run can write here, and the manifest gets the state in which the run ends.
 
         Raises:
             TrainingError: another run is here, or was here since the folder was checked; or there is none to resume.
             ConfigError: the settings would make another run than the one to resume.
         """
-        if resume is True:
+        if self.resume is True:
             refuse_nothing(self.path)
         with alone_in(self.path), contextlib.ExitStack() as stack:
             stack.push(self._end)
-            in_place = resumes_in_place(self.path, resume)
-            check_output_folder(self.path, overwrite=self.config.overwrite, resume=in_place)
+            check_output_folder(self.path, overwrite=self.overwrite, resume=self.in_place)
             self.args.run_settings = run_settings(self.config)  # type: ignore[misc]
-            if resume:
-                RunRecord(self.args, {}, {}).refuse_settings(self.path if resume is True else Path(resume))
+            if self.resume:
+                RunRecord(self.args, {}, {}).refuse_settings(self.path if self.resume is True else Path(self.resume))
             yield
 
     def begin(self, settings: RunConfig, record: RunRecord, steps: int) -> None:
